@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks.machine import say_where
 from benchmarks.namespaces import available
 from benchmarks.several_machines import run_on_two_machines
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link_profile import LinkProfile
 from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector
 
 COMPRESSIONS = ("none", "int8", "int4")

@@ -25,7 +25,7 @@ from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.merging import Contribution, weighted_sum
+from xcloud.features.replicas.merging import Contribution, weighted_sum
 
 ROWS, COLUMNS, ROUNDS = 2048, 512, 3
 

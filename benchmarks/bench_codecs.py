@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import say_where
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.net.frame import TensorSpec
 
 ROUNDS = 7
 

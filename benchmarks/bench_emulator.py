@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts
-from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED
+from xcloud.net.link_profile import BUDGET_BYTES, MIN_POSTED
 
 ROOT = Path(__file__).resolve().parent.parent
 NARROW = 1  # a budget of one byte: MIN_POSTED receives

@@ -85,7 +85,7 @@ def config_of(
         plain["cluster"] |= {"form": "one_cloud", "wan": "free", "name": "one_cloud"}
     else:
         plain["cluster"] |= {"form": "clouds", "name": "clouds", "wan": {
-            "_target_": "xcloud.cluster.link_profile.LinkProfile",
+            "_target_": "xcloud.net.link_profile.LinkProfile",
             "bandwidth_bits_per_s": bits_per_s, "latency_s": rtt_s / 2,
         }}  # fmt: skip
     return dict(plain)

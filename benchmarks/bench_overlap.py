@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
-from xcloud.cluster.gloo_groups import GlooCollectives
-from xcloud.parallel.exchange import FlatBuffer, RankGroup
-from xcloud.parallel.within_cloud import BUCKET_BYTES, OverlappedSums
+from xcloud.net.gloo_groups import GlooCollectives
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup
+from xcloud.pipeline.within_cloud import BUCKET_BYTES, OverlappedSums
 
 
 def network(width: int, layers: int) -> nn.Module:

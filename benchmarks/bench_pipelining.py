@@ -164,8 +164,8 @@ def system(name: str, rank: int, m: int):
     from xcloud.comm.compressor import Chain
     from xcloud.comm.memory import NoMemory
     from xcloud.comm.precision import BlockInt
-    from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-    from xcloud.parallel.schedule import GPipe
+    from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+    from xcloud.pipeline.schedule import GPipe
 
     match name.split():
         case ["compute"]:
@@ -191,7 +191,7 @@ def alone(rank: int, m: int):
     """Its micro-batches one after the other, with nobody to wait for."""
     import torch
 
-    from xcloud.training.batch_plan import cut
+    from xcloud.pipeline.batch_plan import cut
 
     module = layers(rank)
     optimizer = torch.optim.SGD(module.parameters(), 1e-3)
@@ -235,16 +235,16 @@ def ours(rank: int, schedule, compression):
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     from tests.pipelines import wired_job
-    from xcloud.cluster.gloo_link import GlooTransport
-    from xcloud.cluster.layout import Cloud, ClusterLayout
-    from xcloud.cluster.transport import Meeting
     from xcloud.comm.channel import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.model import Stage, StageOutput
-    from xcloud.parallel.pipeline import Pipeline
-    from xcloud.training.batch_plan import cut
-    from xcloud.wire.ends import Ends
-    from xcloud.wire.wiring import wire
+    from xcloud.layout import Cloud, ClusterLayout
+    from xcloud.net.gloo_link import GlooTransport
+    from xcloud.net.transport import Meeting
+    from xcloud.pipeline.batch_plan import cut
+    from xcloud.pipeline.ends import Ends
+    from xcloud.pipeline.pipeline import Pipeline
+    from xcloud.pipeline.wiring import wire
 
     class Layers(Stage):
         def __init__(self) -> None:

@@ -26,15 +26,19 @@ from omegaconf import OmegaConf
 from benchmarks.machine import say_where
 from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import read_job
+from xcloud.job.strategy import Strategy
 from xcloud.launch.local import run
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import (
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe
+from xcloud.planner.search import Space, search, splits_of
+from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
+from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.timeline import timeline_of
+from xcloud.simulator.costs import (
     BoundaryCodec,
     CompressorCosts,
     Costs,
@@ -43,13 +47,9 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.measured import measured_costs
-from xcloud.plan.prediction import Prediction, Simulator
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
-from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.timeline import timeline_of
+from xcloud.simulator.measured import measured_costs
+from xcloud.simulator.prediction import Prediction, Simulator
+from xcloud.simulator.pricing import Pricer
 
 FREE_LINE = ("free", 1e10, 0.0)
 LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),

@@ -215,13 +215,13 @@ def main(words: list[str] | None = None) -> int:
         return 0
     prepare_to_fork()
     # Half a second of each attempt, and not what is disturbed.
-    vars(importlib.import_module("xcloud.report.pictures"))["write_pictures"] = lambda *_: []
+    vars(importlib.import_module("xcloud.show.pictures"))["write_pictures"] = lambda *_: []
     jobs = importlib.import_module("benchmarks.chaos_jobs")
     names = asked.jobs or list(jobs.JOBS)
     drawn = draw(asked.runs, asked.each, asked.seed, names, asked.kinds, asked.forms)
     drawn = [one for one in drawn if asked.only is None or one.number in asked.only]
     if any(fault.kind.startswith("MLflow") for one in drawn for fault in one.faults):
-        importlib.import_module("xcloud.record.mlflow_store")
+        importlib.import_module("xcloud.tracking.mlflow_store")
     steps = STEPS_FOR_A_FAULT * (1 + asked.each)
     folder, until_s = (
         Path(tempfile.mkdtemp(prefix="chaos-")),

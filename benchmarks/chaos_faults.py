@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.chaos_runs import Machines, Run, pid_of_monitor
 from benchmarks.namespaces import cut, join
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 Repair = Callable[[], None] | None
 

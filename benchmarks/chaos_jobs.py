@@ -89,7 +89,7 @@ def _one_way() -> dict[str, Any]:
     clouds = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(1, 1.0)}
     training = {
         "checkpoint": {
-            "_target_": "xcloud.training.settings.Checkpoints",
+            "_target_": "xcloud.pipeline.settings.Checkpoints",
             "every_steps": EVERY, "every_minutes": 10, "keep": 2,
         },
     }  # fmt: skip
@@ -100,7 +100,7 @@ def _one_way() -> dict[str, Any]:
         training=training,
         more={"launch": {"_target_": "xcloud.job.job.Launch", "max_restarts": 1000}},
     )
-    liveness = {"_target_": "xcloud.cluster.link_profile.Liveness"}
+    liveness = {"_target_": "xcloud.net.link_profile.Liveness"}
     config["cluster"]["liveness"] = {
         **liveness,
         "interval_s": 1.0,
@@ -142,7 +142,7 @@ def config_of(
     config["training"]["max_steps"] = steps
     if mlflow is not None:
         config["tracker"] = {
-            "_target_": "xcloud.record.tracking.MlflowTracker",
+            "_target_": "xcloud.tracking.tracker.MlflowTracker",
             "root": str(mlflow), "experiment": "chaos", "uri": None, "flush_s": 0.2,
             "finish_timeout_s": 10.0,
         }  # fmt: skip

@@ -24,13 +24,13 @@ from omegaconf import OmegaConf
 from benchmarks.namespaces import ADDRESSES, INTERFACE
 from tests.forks import Child, become
 from xcloud.base.errors import XcloudError
+from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job.given import resumed
 from xcloud.launch import local
 from xcloud.launch import processes as launch
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import CHECKPOINTS_DIR
-from xcloud.survive.resume import check_can_go_on
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = "chaos.log"  # in each run folder: what launcher, torchrun or a machine's ranks print
@@ -39,7 +39,7 @@ IMPORTED = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
     "xcloud.launch.several_machines",
-    "xcloud.report.pictures",
+    "xcloud.show.pictures",
     "benchmarks.chaos_jobs",
 )
 _CLONE_NEWNET = 0x40000000
@@ -269,7 +269,7 @@ def _standing_by(log: Path) -> Callable[[Path, Path], Child]:
         words = os.read(its_end, 4096).decode()
         if words:
             ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
-            main = importlib.import_module("xcloud.watch.following").main
+            main = importlib.import_module("xcloud.show.following").main
             sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
 
     child = fork(stand_by, log, {})

@@ -24,14 +24,14 @@ from benchmarks.machine import ran_on
 from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
-from xcloud.cluster.link_end import heartbeat
-from xcloud.cluster.link_profile import DEFAULT_LIVENESS
+from xcloud.features.checkpoints.checkpointing import Checkpointer
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.launch.processes import LIBRARY_SETTINGS
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.net.link_end import heartbeat
+from xcloud.net.link_profile import DEFAULT_LIVENESS
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
 SETTINGS = {  # checkpoints every so many steps, heartbeats

@@ -33,14 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import ran_on
+from xcloud.features.checkpoints.checkpointing import Checkpointer
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.launch.processes import LIBRARY_SETTINGS
-from xcloud.parallel.control import Signal
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.settings import Checkpoints, Optimizer
+from xcloud.pipeline.trainer import TrainedModule
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.settings import Checkpoints, Optimizer
-from xcloud.training.trainer import TrainedModule
 
 WIDTH = 4096
 BYTES_PER_PARAMETER = 18

@@ -26,10 +26,10 @@ from pathlib import Path
 from benchmarks.in_turns import StepRatio, timed
 from benchmarks.machine import ran_on, say_where
 from benchmarks.predictions import BASE, BLOCKS, COMPRESSORS, SMALL, Bench
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import GPipe
-from xcloud.plan.search import crossings, step_at
-from xcloud.plan.settings import NO_COMPRESSION, Plan
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.schedule import GPipe
+from xcloud.planner.search import crossings, step_at
+from xcloud.planner.settings import NO_COMPRESSION, Plan
 
 CODECS = [name for name in COMPRESSORS if name != NO_COMPRESSION]
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.bench_emulator import ROOT, run_block
 from benchmarks.emulator_rank import BATCH
 from benchmarks.machine import ran_on, say_where
-from xcloud.cluster.link_profile import BUDGET_BYTES
+from xcloud.net.link_profile import BUDGET_BYTES
 
 SAMPLE_S = 5e-3  # of a forward; a backward takes twice that
 SCHEDULES: dict[str, dict[str, bool]] = {"GPipe": {}, "zero bubble": {"zero": True}}

@@ -29,23 +29,23 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.pipelines import wired_job
-from xcloud.cluster.frame import Kind
-from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, Wan
-from xcloud.cluster.transport import Meeting
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
-from xcloud.parallel.control import Signal
-from xcloud.parallel.one_forward_one_backward import ZeroBubble
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.training.batch_plan import cut
-from xcloud.wire.ends import Ends
-from xcloud.wire.wiring import wire
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.link_profile import LinkProfile, Wan
+from xcloud.net.transport import Meeting
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.one_forward_one_backward import ZeroBubble
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.wiring import wire
 
 BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
 

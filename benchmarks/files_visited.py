@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = ["name=files_visited", "model=transformer", "compression=int8", "training.max_steps=3"]
 OUT = "XCLOUD_FILES_VISITED"  # environment variable: the folder for the lists of all processes
-UPDATE = ("xcloud/training/trainer.py", "update")
+UPDATE = ("xcloud/pipeline/trainer.py", "update")
 START = ("xcloud/launch/processes.py", "start")  # of the ranks
 
 TRACE = f"""

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.settings import settings
-from xcloud.parallel.part import Part, StepReport
+from xcloud.pipeline.part import Part, StepReport
 from xcloud.record.events import update_s
 
 ADDRESS = "XCLOUD_TURNS"  # environment variable: the server's socket

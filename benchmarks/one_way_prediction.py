@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.parallel.one_way import ConsumptionPlan, Feed
-from xcloud.plan.engine import Program, run
+from xcloud.features.one_way.feed import ConsumptionPlan, Feed
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.simulator.engine import Program, run
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from benchmarks.machine import say_where
 from benchmarks.one_way_prediction import Inside, SimulatedCloud, SimulatedJob, scale_consumer
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link_profile import LinkProfile
 
 PUBLISHED = "paper, 8 to 64: 4.34x, 54 % of the ideal"
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, line_bytes
-from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import FREE, NORM, Costs, Direction, Transfer
-from xcloud.plan.engine import NEVER, Lines, Moments, Program
-from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.layout import ClusterLayout
+from xcloud.net.link_profile import LinkProfile, line_bytes
+from xcloud.pipeline.schedule import Action, Schedule
+from xcloud.simulator.costs import FREE, NORM, Costs, Direction, Transfer
+from xcloud.simulator.engine import NEVER, Lines, Moments, Program
+from xcloud.simulator.prediction import Prediction, Simulator
 
 NUM_BYTES = 125  # of a message
 

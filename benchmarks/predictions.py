@@ -49,18 +49,18 @@ import torch
 from benchmarks.machine import ran_on
 from tests import warm_ranks
 from tests.configs import composed
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.launch import processes as launch
 from xcloud.launch.local import run
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import Profile, from_table
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.settings import Arranged, Plan, Priced
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.planning import Planner
+from xcloud.planner.settings import Arranged, Plan, Priced
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.further_figures import read_run
+from xcloud.simulator.costs import Profile, from_table
+from xcloud.simulator.pricing import Pricer
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY

@@ -36,7 +36,7 @@ from benchmarks.machine import ran_on
 from tests.event_lines import steps_done
 from tests.forks import Child
 from xcloud.launch.failures import EXIT_START_AGAIN
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader
 
 STEP_S = 0.05  # of each of two stages

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.namespaces import ADDRESSES, inside, limit, two_hosts
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link_profile import LinkProfile
 from xcloud.record.events import EVENTS_FILE, EventReader
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,11 @@ from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, read_usage
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.launch.local import run
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import (
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.planner.trial import table_of
+from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -26,13 +28,11 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.planner.trial import table_of
+from xcloud.simulator.pricing import Pricer
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges
 LINE = {
-    "_target_": "xcloud.cluster.link_profile.LinkProfile",
+    "_target_": "xcloud.net.link_profile.LinkProfile",
     "bandwidth_bits_per_s": 1e8, "latency_s": 0.01,
 }  # fmt: skip
 
@@ -69,10 +69,10 @@ class Job(NamedTuple):
         return ZeroBubble(self.micro_batches, self.in_flight, self.in_memory)
 
     def config(self, steps: int) -> dict[str, Any]:
-        cloud = "xcloud.cluster.layout.Cloud"
+        cloud = "xcloud.layout.Cloud"
         clouds = {f"c{i}": {"_target_": cloud, "num_ranks": n} for i, n in enumerate(self.clouds)}
         cluster = {
-            "_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": clouds, "wan": self.line,
+            "_target_": "xcloud.layout.ClusterLayout", "clouds": clouds, "wan": self.line,
         }  # fmt: skip
         found = toy_config(
             cluster,

@@ -49,7 +49,7 @@ def config_of(steps: int, store: Path) -> dict[str, Any]:
         f"training.checkpoint.every_steps={max(1, steps // 50)}",
     ])  # fmt: skip
     config["tracker"] = {
-        "_target_": "xcloud.record.tracking.MlflowTracker", "root": str(store),
+        "_target_": "xcloud.tracking.tracker.MlflowTracker", "root": str(store),
         "experiment": "soak",
     }  # fmt: skip
     return config

@@ -43,7 +43,7 @@ OUT = "XCLOUD_STEP_PROFILE"  # in a rank's environment: the folder that it write
 WARM_UP = 3  # steps
 TOP = 8  # items of our own code that are shown
 TORCH, MODEL, OTHER = "torch", "model and data", "other Python"
-OWN = {"comm": "codecs", "cluster": "frames and links"}
+OWN = {"comm": "codecs", "net": "frames and links"}
 LOOP = "our loop"  # pipeline, trainer, roles, records
 ROOMS = OWN | {"models": MODEL, "tasks": MODEL}
 SMALL = ["model.own.pretraining.steps=0", "task.num_dev=8", "task.num_test=8", "tracker=none",
@@ -120,7 +120,7 @@ def threads_s() -> Counter[str]:
 def be_rank(folder: Path, steps: int) -> None:
     """`python -m xcloud WORDS` with its updates watched."""
     from xcloud.__main__ import main as command
-    from xcloud.training.trainer import Trainer
+    from xcloud.pipeline.trainer import Trainer
 
     update, profiler = Trainer.update, cProfile.Profile(time.thread_time)
     half = (steps + WARM_UP) // 2

@@ -13,18 +13,18 @@ from typing import Any
 from tests.pipelines import in_threads
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
-from xcloud.parallel.control import Signal
-from xcloud.parallel.part import Parts
-from xcloud.parallel.strategy import Places
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.features.checkpoints.checkpointing import Checkpointer
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.checkpoints.saving import CheckpointWriter, StopSignal, Timing, about_part
+from xcloud.job.strategy import Places
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.part import Parts
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.common_step import newest_common
-from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
-from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
 READ = {"data": {"texts of train": "1"}}

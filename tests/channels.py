@@ -15,13 +15,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tests.in_process_link import InProcessLink
-from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, Message, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory
 from xcloud.comm.state import State
 from xcloud.comm.step_clock import StepClock
+from xcloud.net.frame import Kind, MessageKey
 
 D, NUM_SAMPLES, B, ROWS_PER_SAMPLE = 120, 20, 10, 15
 FIELDS = (

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
+from xcloud.net.frame import TensorSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "add-a-compressor.md"
 

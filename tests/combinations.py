@@ -31,10 +31,6 @@ from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Meeting
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
@@ -44,29 +40,33 @@ from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
-from xcloud.job.experiment import Experiment
+from xcloud.experiment import Experiment
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.checkpoints.saving import StopSignal
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import Median
+from xcloud.features.replicas.outer import OuterOptimizer
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, table_of
-from xcloud.join.restarts import meet_at_any_time
+from xcloud.job.strategy import Strategy
 from xcloud.launch import rank_process
 from xcloud.launch.rank_process import join
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import Median
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.replicas import OuterOptimizer
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.settings import Autopilot
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.net.transport import Meeting
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
+from xcloud.planner.settings import Autopilot
+from xcloud.rank.agreement import Verdict, table_of
+from xcloud.rank.restarts import meet_at_any_time
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EventReader
-from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import GaussianNoise, MaxNorm, Privacy
 from xcloud.security.policy import Visibility
-from xcloud.survive.common_step import newest_common
-from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import StopSignal
-from xcloud.training.settings import Checkpoints, Optimizer, Training
+from xcloud.tracking.tracker import NullTracker
 
 HIDDEN, STEPS, SAVED = 8, 6, 3
 _PROCESSES_WITHIN_S = 120.0  # a run that hangs is found by this

@@ -11,8 +11,8 @@ from unittest import mock
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from xcloud.experiment import Experiment
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
 
 CONF = Path(__file__).parent.parent / "conf"
 

@@ -23,8 +23,8 @@ import torch
 from matplotlib.figure import Figure
 
 from tests import warm_ranks
+from xcloud.features.checkpoints import saving
 from xcloud.launch import processes as launch
-from xcloud.survive import saving
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import Cast
-from xcloud.parallel.gradient_averaging import CompressedAveraging, compressed_averaging
+from xcloud.features.replicas.gradient_averaging import CompressedAveraging, compressed_averaging
 
 
 def main(rank: int, store: str) -> None:

@@ -8,15 +8,20 @@ from typing import Any
 
 import torch
 
-from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.electra.model import MultilingualElectra
-from xcloud.electra.parts import DiscriminatorRank, DiscriminatorSettings, Generator, GeneratorRank
+from xcloud.contracts.one_way import OneWayContext
 from xcloud.models.backbone import SeededBackbone
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.models.electra.model import MultilingualElectra
+from xcloud.models.electra.parts import (
+    DiscriminatorRank,
+    DiscriminatorSettings,
+    Generator,
+    GeneratorRank,
+)
+from xcloud.pipeline.exchange import FlatBuffer
+from xcloud.pipeline.settings import Optimizer
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.text_sources import DemoText
 from xcloud.tasks.tokenizer import TrainedTokenizer
-from xcloud.training.settings import Optimizer
 
 FAST = Optimizer(4e-3, warmup_steps=20, decay="constant", weight_decay=0.01, clip_norm=1.0)
 

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.events import StepTotals
-from xcloud.record.mlflow_store import final_metrics, step_metrics
-from xcloud.report.tables import print_report
+from xcloud.show.tables import print_report
+from xcloud.tracking.mlflow_store import final_metrics, step_metrics
 
 Figures = dict[str, Any]
 KINDS = ("compute_s", "codec_s", "waiting_s", "sync_s")

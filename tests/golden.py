@@ -27,15 +27,15 @@ import torch
 from tests.combinations import SAVED, STEPS, Row, experiment, interrupted, losses, run, state
 from tests.event_lines import steps_done
 from tests.one_way_toy import ToyFeed
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.job.experiment import Experiment
+from xcloud.experiment import Experiment
+from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.job.job import Job
-from xcloud.job.one_way import OneWayExperiment, OneWayTraining
+from xcloud.pipeline.settings import Checkpoints
 from xcloud.record.events import EventReader
-from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Privacy
 from xcloud.security.policy import Visibility
-from xcloud.training.settings import Checkpoints
+from xcloud.tracking.tracker import NullTracker
 
 ROWS: dict[str, Row] = {
     "pipeline": {},

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from xcloud.base.errors import LinkTimeout
-from xcloud.cluster.frame import MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.link import LinkRecord, Parts
-from xcloud.cluster.link_end import expect
+from xcloud.net.frame import MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.net.link import LinkRecord, Parts
+from xcloud.net.link_end import expect
 
 
 class InProcessLink:

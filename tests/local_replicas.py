@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.pipelines import in_threads
 from tests.replicas import Post, PostLinks
-from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.compressor import Chain, Compressor
-from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work
-from xcloud.parallel.hub import Hub
-from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
-from xcloud.parallel.replicas import OuterOptimizer, Replicas
+from xcloud.features.replicas.averaging_server import Hub
+from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
+from xcloud.features.replicas.outer import OuterOptimizer, Replicas
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup, Work
 from xcloud.record.reporter import Reporter
 
 ALONE = RankGroup.alone()

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
 from xcloud.contracts.model import Scores
-from xcloud.contracts.one_way_parts import Fed, OneWayContext
-from xcloud.training.trainer import TrainedModule
+from xcloud.contracts.one_way import Fed, OneWayContext
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.pipeline.trainer import TrainedModule
 
 ROWS, WIDTH = 8, 6
 
@@ -223,7 +223,7 @@ def busy(work: int) -> None:
 
 def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
     return {
-        "_target_": "xcloud.cluster.one_way_layout.OneWayCloud",
+        "_target_": "xcloud.features.one_way.layout.OneWayCloud",
         "num_ranks": num_ranks, "share": share,
     }  # fmt: skip
 
@@ -240,18 +240,18 @@ def feed_config(
 ) -> dict[str, object]:
     """For xcloud.launch.local. groups: model, feed, training, and plain settings under `more`."""
     return {
-        "_target_": "xcloud.job.one_way.OneWayExperiment",
+        "_target_": "xcloud.features.one_way.job.OneWayExperiment",
         "name": "toy_one_way",
         "model": {"_target_": "tests.one_way_toy.ToyFeed", **groups.get("model", {})},
         "cluster": {
-            "_target_": "xcloud.cluster.one_way_layout.OneWayLayout",
+            "_target_": "xcloud.features.one_way.layout.OneWayLayout",
             "clouds": clouds, "form": form, "wan": wan,
         },
         "training": {
-            "_target_": "xcloud.job.one_way.OneWayTraining",
+            "_target_": "xcloud.features.one_way.job.OneWayTraining",
             "max_steps": 12, "batches_per_step": 2, **groups.get("training", {}),
         },
-        "feed": {"_target_": "xcloud.parallel.one_way.Feed", **groups.get("feed", {})},
-        "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
+        "feed": {"_target_": "xcloud.features.one_way.feed.Feed", **groups.get("feed", {})},
+        "tracker": {"_target_": "xcloud.tracking.tracker.NullTracker"},
         **groups.get("more", {}),
     }  # fmt: skip

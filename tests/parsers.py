@@ -20,10 +20,6 @@ from tests.codecs import ERRORS
 from tests.local_replicas import MEAN, rounds_of
 from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
-from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.cluster.words import Message, WordKind, decode, encode
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Compressor
@@ -41,7 +37,25 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.join.agreement import (
+from xcloud.features.autopilot.pilot import like
+from xcloud.features.checkpoints.checkpointing import code_of
+from xcloud.features.one_way.feed import Order
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.producer import OrderBook
+from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.net.link_end import PeerLife
+from xcloud.net.words import Message, WordKind, decode, encode
+from xcloud.pipeline.control import (
+    check_norms,
+    note_ages,
+    reply_of,
+    word_of,
+)
+from xcloud.pipeline.exchange import Work
+from xcloud.rank.agreement import (
     Verdict,
     compare_facts,
     decode_facts,
@@ -49,21 +63,7 @@ from xcloud.join.agreement import (
     decode_verdict,
     encode_table,
 )
-from xcloud.parallel.averaging import Terms
-from xcloud.parallel.control import (
-    check_norms,
-    note_ages,
-    reply_of,
-    word_of,
-)
-from xcloud.parallel.exchange import Work
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_way import Order
-from xcloud.rank.autopilot import like
-from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.producer import OrderBook
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.checkpointing import code_of
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 Parts = tuple[Tensor, ...]
 

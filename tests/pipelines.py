@@ -13,9 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xcloud.cluster.frame import Frame
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
@@ -23,15 +20,18 @@ from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
-from xcloud.job.experiment import Experiment
+from xcloud.experiment import Experiment
+from xcloud.features.activation_cache.cache import MEGABYTE, ActivationCaches, CachingPipeline
 from xcloud.job.job import PipelineJob, Roster
-from xcloud.parallel.activation_cache import MEGABYTE, ActivationCaches, CachingPipeline
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.layout import ClusterLayout
+from xcloud.net.frame import Frame
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.wiring import Wiring, wire
 from xcloud.security.defences import Defence
 from xcloud.security.policy import Visibility
-from xcloud.wire.ends import Ends
-from xcloud.wire.wiring import Wiring, wire
 
 D = 8
 CPU = torch.device("cpu")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.autopilot import DIRECTIONS
-from xcloud.plan.costs import (
+from xcloud.features.autopilot.rule import DIRECTIONS
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.search import Space, splits_of
+from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan
+from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -22,9 +24,7 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.search import Space, splits_of
-from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan
+from xcloud.simulator.pricing import Pricer
 
 
 def piece(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import MessageKey, TensorSpec
-from xcloud.cluster.link import Parts
-from xcloud.parallel.averaging import Averager, Peer, ReplicaLinks
+from xcloud.features.replicas.averaging import Averager, Peer, ReplicaLinks
+from xcloud.net.frame import MessageKey, TensorSpec
+from xcloud.net.link import Parts
 
 PATIENCE_S = 20.0
 

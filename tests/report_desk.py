@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.intake import Intake
 from xcloud.record.reporter import EventFile

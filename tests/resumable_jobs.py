@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tests.trainers import Rank, ranks
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phase, Phased
 from xcloud.comm.compressor import Chain
@@ -13,14 +12,15 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.pinned_batches import PinnedBatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.settings import Optimizer, Training
 
 
 class Shape(NamedTuple):

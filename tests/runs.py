@@ -25,21 +25,21 @@ from tests.combinations import run as run_ranks
 from tests.forks import Child
 from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.rank.parts import Features
+from xcloud.pipeline.pipeline import Pipeline
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import state_file
-from xcloud.watch.monitor import Monitor
+from xcloud.show.monitor import Monitor
+from xcloud.train.parts import Features
 
 ROOT = Path(__file__).parent.parent
 
 
 def cloud(num_ranks: int, stages: list[int] | None = None) -> dict[str, object]:
-    return {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
+    return {"_target_": "xcloud.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
 
 
 def layout(**clouds: dict[str, object]) -> dict[str, object]:
-    return {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": clouds, "wan": "free"}
+    return {"_target_": "xcloud.layout.ClusterLayout", "clouds": clouds, "wan": "free"}
 
 
 def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.sweep_runs import summary_of
-from xcloud.sweep.results import Result
+from xcloud.study.results import Result
 
 
 def split_run(

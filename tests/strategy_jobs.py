@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.trainers import Rank
-from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.layout import Cloud, ClusterLayout
 
 
 def clouds(count: int, num_ranks: Sequence[int] | int = 1) -> ClusterLayout:

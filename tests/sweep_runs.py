@@ -17,11 +17,11 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import file_digest
 from xcloud.job import config as configs
-from xcloud.record import mlflow_store
-from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.summary import write_summary
-from xcloud.sweep.points import Point
-from xcloud.sweep.runner import LauncherSettings, Sweep
+from xcloud.study.points import Point
+from xcloud.study.runner import LauncherSettings, Sweep
+from xcloud.tracking import mlflow_store
+from xcloud.tracking.mlflow_store import Store, prepare_environment
 
 _CONFIGS: dict[tuple[str, ...], DictConfig] = {}
 

@@ -21,11 +21,13 @@ from tests.pipelines import in_threads
 from tests.small_tokenizer import small_tokenizer
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, FrameError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.transport import Meeting
+from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.join.agreement import (
+from xcloud.launch import processes as launch
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.transport import Meeting
+from xcloud.rank.agreement import (
     MAX_BYTES,
     MAX_VALUE,
     PATH,
@@ -37,8 +39,6 @@ from xcloud.join.agreement import (
     encode_table,
     table_of,
 )
-from xcloud.launch import processes as launch
-from xcloud.survive.common_step import newest_common
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
 
@@ -70,7 +70,7 @@ def verdicts(*tables: Table, refused_with: Refused = nobody) -> list[Verdict]:
 def settings(**changed: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "seed": 1,
-        "training": {"_target_": "xcloud.training.settings.Training", "clip_norm": 1.0},
+        "training": {"_target_": "xcloud.pipeline.settings.Training", "clip_norm": 1.0},
     }
     return plain | changed
 

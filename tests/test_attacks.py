@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xcloud.security.leak_meter import (
+from xcloud.features.leak_meter.meter import (
     auc,
     direction_attack,
     linear_inverter,

@@ -17,9 +17,6 @@ from tests.pipelines import in_threads
 from tests.plan_pieces import BOTH_WAYS, WAYS
 from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind, TensorSpec
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
@@ -27,12 +24,7 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.autopilot import Forecast
-from xcloud.plan.costs import Direction
-from xcloud.plan.settings import Autopilot
-from xcloud.rank.autopilot import (
+from xcloud.features.autopilot.pilot import (
     KINDS,
     MOST_ROWS,
     RunPilot,
@@ -40,12 +32,20 @@ from xcloud.rank.autopilot import (
     codec_costs,
     forecast_of,
 )
+from xcloud.features.autopilot.rule import Forecast
+from xcloud.features.checkpoints.resume import is_marked
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, TensorSpec
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.further_ends import LineMeter
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.settings import Optimizer, Training
+from xcloud.planner.settings import Autopilot
 from xcloud.record.further_figures import ENTRIES, feed_log
 from xcloud.record.summary import RunStatistics
-from xcloud.survive.resume import is_marked
-from xcloud.training.pinned_batches import PinnedBatchPlan
-from xcloud.training.settings import Optimizer, Training
-from xcloud.wire.further_ends import LineMeter
+from xcloud.simulator.costs import Direction
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
 NONE = Compression()
@@ -319,7 +319,7 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
     boundary = Boundary((counts, BoundaryField("hidden", (8,), torch.float32, "counted")), 8192)
     timed: list[TensorSpec] = []
     monkeypatch.setattr(
-        "xcloud.rank.autopilot.time_codec",
+        "xcloud.features.autopilot.pilot.time_codec",
         lambda codec, specs, device: timed.extend(specs) or Direction(1),
     )
     assert len(list(codec_costs(boundary, INT4, 16, torch.device("cpu")))) == 2

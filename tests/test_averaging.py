@@ -16,14 +16,14 @@ from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import (
+from xcloud.features.replicas.averaging import (
     Aggregators,
     AllToAll,
     Averager,
     ReplicaLinks,
     Terms,
 )
-from xcloud.parallel.merging import weighted_mean
+from xcloud.features.replicas.merging import weighted_mean
 
 SHAPES = {
     "weight": torch.Size((12, 10)),

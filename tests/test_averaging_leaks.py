@@ -17,9 +17,9 @@ from tests.replicas import connected
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
+from xcloud.features.leak_meter.observers import Observer
+from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.models.causal_network import Lora
-from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
-from xcloud.rank.leaks import Observer
 
 BOS = 1
 LAST_STEP = 5

@@ -271,7 +271,7 @@ def test_a_missing_checkpoint_is_one_error_at_once(
 ) -> None:
     with pytest.raises(DataError, match=r"no folder /nowhere/bert; put its config.json [^`]*$"):
         PretrainedBackbone("/nowhere/bert").width()
-    monkeypatch.setattr("xcloud.hub.go_offline_if_unreachable", lambda: False)
+    monkeypatch.setattr("xcloud.pretrained.go_offline_if_unreachable", lambda: False)
     with pytest.raises(DataError, match=r"out of reach \(no answer, or .* set\); put its config"):
         PretrainedBackbone("nobody/no-such-model").width()
     saved(tmp_path, "bert")

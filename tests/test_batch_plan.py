@@ -9,10 +9,10 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
+from xcloud.experiment import Experiment
 from xcloud.job.config import job_from_config
-from xcloud.job.experiment import Experiment
-from xcloud.training.batch_plan import BatchPlan, cut
-from xcloud.training.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.batch_plan import BatchPlan, cut
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 
 
 def test_every_sample_comes_once_in_each_epoch() -> None:
@@ -110,7 +110,7 @@ SHAPES = {"2x2": (2, 2, 4), "2 feeding 1": (2, 1, 4), "2 feeding 3": (2, 3, 6)}
 
 
 def experiment(num_before: int, num_after: int, num_micro_batches: int, *more: str) -> Experiment:
-    target = "xcloud.cluster.layout"
+    target = "xcloud.layout"
     clouds = {
         name: {"_target_": f"{target}.Cloud", "num_ranks": num_ranks}
         for name, num_ranks in (("a", num_before), ("b", num_after))

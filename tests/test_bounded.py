@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
 from xcloud.base.errors import DataError
-from xcloud.hub import WeightFiles, check_tokenizer_files, on_hub, raw_config
+from xcloud.pretrained import WeightFiles, check_tokenizer_files, on_hub, raw_config
 from xcloud.tasks.language_modelling import FolderLanguageModelling, HubLanguageModelling
 from xcloud.tasks.sources import list_files, read_lines
 from xcloud.tasks.text_reader import TextReader

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from tests.codecs import arrives
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
+from xcloud.net.frame import TensorSpec
 
 
 def test_nothing_sends_the_tensor_in_its_own_dtype() -> None:

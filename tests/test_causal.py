@@ -32,9 +32,9 @@ from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere, Lora, attention_masks
 from xcloud.models.split_point import Split
+from xcloud.pipeline.settings import autocast_for
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.reports import SavedTensors
-from xcloud.training.settings import autocast_for
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
 PACKED = [[words(5, 4), words(4, 5)], [words(2, 6), words(1, 7), words(3, 8)]]

@@ -19,9 +19,9 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.run_folder import owned
 from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
-from xcloud.record.tracking import Recording
+from xcloud.show.monitor import Monitor
+from xcloud.tracking.tracker import Recording
 from xcloud.use import Choice, Generator
-from xcloud.watch.monitor import Monitor
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
@@ -125,7 +125,7 @@ def test_pipelines_whose_first_stage_is_dealt_are_averaged_as_one_model(
     it holds. Replicas are compared after every update."""
     shards = (f"+cluster.clouds.cloud_{name}.shard=true" for name in "ac")
     others = (
-        f"+cluster.clouds.cloud_{name}={{_target_:xcloud.cluster.layout.Cloud,num_ranks:{ranks}}}"
+        f"+cluster.clouds.cloud_{name}={{_target_:xcloud.layout.Cloud,num_ranks:{ranks}}}"
         for name, ranks in (("c", 2), ("d", 1))
     )
     start(

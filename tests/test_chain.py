@@ -3,11 +3,11 @@ import torch
 
 from tests.codecs import arrives
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.net.frame import TensorSpec
 
 SPEC = TensorSpec((64, 32), torch.float32)
 

@@ -19,18 +19,10 @@ from tests.tied_toy import TiedToy
 from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
-from xcloud.job.config import job_from_config
-from xcloud.job.given import resumed
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Place, Places, Strategy
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive import resume as table
-from xcloud.survive.common_step import newest_common
-from xcloud.survive.resume import (
+from xcloud.features.checkpoints import resume as table
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.resume import (
     COLUMNS,
     TABLE,
     RankCheckpoints,
@@ -39,11 +31,19 @@ from xcloud.survive.resume import (
     is_marked,
     outcome_of,
 )
-from xcloud.survive.saving import about_part
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Training
+from xcloud.features.checkpoints.saving import about_part
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.config import job_from_config
+from xcloud.job.given import resumed
+from xcloud.job.strategy import Place, Places, Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Training
+from xcloud.record.checkpoint_files import CheckpointFolder
+from xcloud.show.status import describe
 from xcloud.use import Generator, Translator
-from xcloud.watch.status import describe
 
 STRATEGIES = {
     "pipeline": Strategy(),

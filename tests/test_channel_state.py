@@ -24,8 +24,6 @@ from tests.codecs import COMPRESSORS
 from tests.in_process_link import InProcessLink
 from tests.nightly import NIGHTLY
 from tests.pipelines import wired
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import Boundary, BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId, Compression
 from xcloud.comm.compression_plans import Phased
@@ -35,7 +33,9 @@ from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
-from xcloud.wire.wiring import Wiring
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.wiring import Wiring
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]

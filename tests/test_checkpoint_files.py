@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 STATE: dict[str, torch.Tensor | int] = {
     "odd": torch.arange(3, dtype=torch.uint8),

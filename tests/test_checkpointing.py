@@ -18,18 +18,18 @@ from tests.attempts import (
 from tests.channels import same_state
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import State
-from xcloud.parallel.control import Control, Signal
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.pipeline.control import Control, Signal
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
-from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.settings import Checkpoints
 
 
 def test_checkpoints_cost_no_bytes_but_where_they_are_made(tmp_path: Path) -> None:

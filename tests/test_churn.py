@@ -12,7 +12,7 @@ import pytest
 from tests.runs import no_workers, read, start, wait_for
 from tests.toy import toy_config
 from xcloud.launch import processes as launch
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
 
 LONG = {"_target_": "tests.toy.ToyModel", "step_s": 0.03}

@@ -19,9 +19,9 @@ import pytest
 from benchmarks import machine
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
-from xcloud.claims import pages, reproduce
-from xcloud.claims.archive import RunArchive, figures_of, mismatches
-from xcloud.claims.claims import (
+from xcloud.study import pages, reproduce
+from xcloud.study.archive import RunArchive, figures_of, mismatches
+from xcloud.study.claims import (
     FILE,
     Cell,
     Claim,
@@ -31,7 +31,7 @@ from xcloud.claims.claims import (
     judge,
     read_claims,
 )
-from xcloud.claims.reproduce import Record, made, page, verdict_of
+from xcloud.study.reproduce import Record, made, page, verdict_of
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -387,7 +387,7 @@ def test_whoever_stops_a_reproduction_stops_its_run_which_saves_what_it_has(
     tmp_path: Path, stop: signal.Signals
 ) -> None:
     said = [sys.executable, "-c", CHILD, str(tmp_path)]
-    parent = f"from xcloud.claims.reproduce import ended; ended({said!r})"
+    parent = f"from xcloud.study.reproduce import ended; ended({said!r})"
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
     while not (tmp_path / "runs").exists():
         assert process.poll() is None

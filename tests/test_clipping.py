@@ -7,8 +7,8 @@ import torch
 
 from tests.pipelines import ToyStage, samples
 from tests.trainers import LAYOUTS, ranks, update
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.settings import Optimizer, Training
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,7 +26,7 @@ from tests.combinations import (
     state,
     whole,
 )
-from xcloud.training.batch_plan import BatchPlan
+from xcloud.pipeline.batch_plan import BatchPlan
 
 AVERAGES_ALL = ("pipeline", "data_parallel", "hybrid")
 

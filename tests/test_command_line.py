@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.__main__ import COMMANDS, main
-from xcloud.claims import pages
+from xcloud.study import pages
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["help"]])

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.codecs import COMPRESSORS, ERRORS, relative_error, rounding
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd, outer_sum
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.net.frame import TensorSpec
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(24, 64), (7, 5), (1, 1), (1,), (130,), (), (3, 5, 7), (3, 200), (200, 3)]

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.link_profile import Liveness
 from xcloud.contracts.model import Task
-from xcloud.electra.model import MultilingualElectra
 from xcloud.job import config as configs
 from xcloud.job import given
+from xcloud.models.electra.model import MultilingualElectra
+from xcloud.net.link_profile import Liveness
 
 
 def options(group: str) -> list[str]:
@@ -278,7 +278,7 @@ def test_liveness_can_be_set_whatever_the_cluster() -> None:
         assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
 
 
-FOUR = [f"+cluster.clouds.{c}._target_=xcloud.cluster.layout.Cloud" for c in ("c", "d")]
+FOUR = [f"+cluster.clouds.{c}._target_=xcloud.layout.Cloud" for c in ("c", "d")]
 
 
 def test_a_strategy_deals_the_clouds_to_replicas() -> None:
@@ -322,8 +322,8 @@ def test_the_headline_says_what_a_strategy_does() -> None:
     [
         (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be spread evenly over the 4"),
         (["strategy=hybrid", "cluster=u_shape", "+cluster.clouds.c._target_="
-          "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
-          "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
+          "xcloud.layout.Cloud", "+cluster.clouds.d.stages=[3]",
+          "+cluster.clouds.d._target_=xcloud.layout.Cloud",
           "cluster.clouds.owner.stages=[0,4]", "cluster.clouds.other.stages=[1]"],
          "its clouds name their stages"),
         (["+cluster.clouds.cloud_b.replica=1", "+cluster.clouds.cloud_b.stages=[0]"],

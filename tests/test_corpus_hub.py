@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import hub as hub_access
+from xcloud import pretrained as hub_access
 from xcloud.base.errors import DataError
 from xcloud.tasks.rows import Corpus
 from xcloud.tasks.translation import HubTranslation

@@ -8,8 +8,8 @@ from benchmarks.cost_over_scale import per_unit
 from benchmarks.sleeping_job import LINE, Job
 from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, Usage
 from benchmarks.step_profile import by_group, largest
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.plan.formulas import step_of_overlapped_transfers
+from xcloud.net.link_profile import LinkProfile
+from xcloud.simulator.formulas import step_of_overlapped_transfers
 
 
 def test_the_ideal_of_a_pipeline_of_equal_stages_is_formula_2() -> None:
@@ -51,7 +51,7 @@ def test_a_step_lasts_from_its_first_forward_to_that_of_the_next() -> None:
 
 
 def test_what_runs_in_c_counts_for_whoever_calls_it() -> None:
-    ours, copy = ("/x/xcloud/cluster/frame.py", 9, "encode"), ("~", 0, "<method 'copy_'>")
+    ours, copy = ("/x/xcloud/net/frame.py", 9, "encode"), ("~", 0, "<method 'copy_'>")
     network = ("/y/torch/nn/functional.py", 3, "linear")
     model = ("/x/xcloud/models/causal.py", 5, "forward")
     stats = {
@@ -62,4 +62,4 @@ def test_what_runs_in_c_counts_for_whoever_calls_it() -> None:
     }
 
     assert by_group(stats) == {"torch": 5.5, "model and data": 4.0, "frames and links": 3.0}
-    assert largest(stats, 3) == [("cluster/frame.py encode", 3.0)]
+    assert largest(stats, 3) == [("net/frame.py encode", 3.0)]

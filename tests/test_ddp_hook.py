@@ -22,8 +22,8 @@ from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.gradient_averaging import CompressedAveraging, compressed_averaging
-from xcloud.parallel.merging import Median
+from xcloud.features.replicas.gradient_averaging import CompressedAveraging, compressed_averaging
+from xcloud.features.replicas.merging import Median
 
 
 class Ranks:
@@ -118,7 +118,7 @@ FIRST, REBUILT = [[3, 2], [1, 0]], [[2], [3, 1, 0]]
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcloud.parallel.gradient_averaging.dist", Ranks(3))
+    monkeypatch.setattr("xcloud.features.replicas.gradient_averaging.dist", Ranks(3))
 
 
 @pytest.mark.usefixtures("ranks")
@@ -136,7 +136,7 @@ def test_without_compression_it_is_the_mean_and_equal_in_all_ranks() -> None:
 
 def test_a_mean_holds_one_decoded_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 64 ranks all of them would be 64 gradients."""
-    monkeypatch.setattr("xcloud.parallel.gradient_averaging.dist", Ranks(64))
+    monkeypatch.setattr("xcloud.features.replicas.gradient_averaging.dist", Ranks(64))
     alive, most = weakref.WeakSet[Tensor](), list[int]()
 
     def decode(codec: TensorCodec, parts: Any, plain: Any = TensorCodec.decode) -> list[Tensor]:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tests.pipelines import D, in_threads, pipelines, samples, wired_job
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe
+from xcloud.features.leak_meter.meter import auc, norm_attack
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe
 from xcloud.security.defences import (
     Defence,
     GaussianNoise,
@@ -22,9 +24,7 @@ from xcloud.security.defences import (
     NoiseShape,
     noise_shape,
 )
-from xcloud.security.leak_meter import auc, norm_attack
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import cut
 
 COUNTS = torch.tensor([3, 1, 2, 4])
 LABELS = torch.tensor([0, 1, 1, 0])

@@ -17,7 +17,7 @@ from tests.translation_models import context, run_joined, texts
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.transformer import Transformer
-from xcloud.parallel.one_forward_one_backward import DeferredWeights, can_wait
+from xcloud.pipeline.one_forward_one_backward import DeferredWeights, can_wait
 from xcloud.rank.reports import SavedTensors
 
 Gradients = dict[str, Tensor]

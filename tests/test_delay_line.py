@@ -48,10 +48,10 @@ else:
 LINKS = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair
-from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.link_profile import LinkWindow
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink, Pair
+from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_profile import LinkWindow
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29581", rank=rank, world_size=2)
 found = {}

@@ -26,15 +26,15 @@ from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
 from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
 from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import by_tensor
+from xcloud.features.replicas.outer import OuterParameters
 from xcloud.launch.local import run
-from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import by_tensor
-from xcloud.parallel.part import StepReport
-from xcloud.parallel.replicas import OuterParameters
-from xcloud.training.settings import Optimizer, Training
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.settings import Optimizer, Training
 
 
 def state(job: list[Rank]) -> list[Any]:
@@ -159,8 +159,8 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def bad_toy(*overrides: str) -> dict[str, Any]:
     """Two ranks a stage; in one of them one forward of the last stage is not finite."""
-    two = {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": 2}
-    clouds = {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": {"a": two, "b": two}}
+    two = {"_target_": "xcloud.layout.Cloud", "num_ranks": 2}
+    clouds = {"_target_": "xcloud.layout.ClusterLayout", "clouds": {"a": two, "b": two}}
     config: dict[str, Any] = toy_config({**clouds, "wan": "free"}, list(overrides))
     config["model"].update(fail_stage=1, fail_step=5, fail_how="nan")
     config["training"]["optimizer"].update(clip_norm=0.0)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from tests.local_replicas import groups
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import SKIP, Rank, ranks, spoil
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.exchange import FlatBuffer, RankGroup
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.parallel.within_cloud import OverlappedSums
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.within_cloud import OverlappedSums
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))
@@ -55,7 +55,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
     small = partial(OverlappedSums, bucket_bytes=1)
-    monkeypatch.setattr("xcloud.rank.gradient_parts.OverlappedSums", small)
+    monkeypatch.setattr("xcloud.train.gradient_parts.OverlappedSums", small)
     began: list[bool] = []
     finish = OverlappedSums._finish
 

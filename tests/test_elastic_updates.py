@@ -26,13 +26,13 @@ from tests.local_replicas import (
 from tests.pipelines import in_threads
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, LinkClosed
-from xcloud.cluster.frame import MessageKey
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.averaging import Terms
-from xcloud.parallel.exchange import Work
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import Median, NormBound, Robust, TrimmedMean
+from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import Median, NormBound, Robust, TrimmedMean
+from xcloud.net.frame import MessageKey
+from xcloud.pipeline.exchange import Work
 
 SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
 GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)

@@ -11,17 +11,17 @@ import torch
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiverged
 from xcloud.comm.ids import IdPacking
-from xcloud.contracts.one_way_parts import Fed
-from xcloud.electra.model import MultilingualElectra
-from xcloud.electra.parts import DiscriminatorSettings, Generator, with_ends
+from xcloud.contracts.one_way import Fed
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
+from xcloud.models.electra.model import MultilingualElectra
+from xcloud.models.electra.parts import DiscriminatorSettings, Generator, with_ends
 from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.pipeline.exchange import FlatBuffer
+from xcloud.pipeline.settings import Optimizer
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.text_sources import DemoText, FolderText
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, TrainedTokenizer
-from xcloud.training.settings import Optimizer
 
 NETWORK = SeededBackbone(32, 1, 2, 64, dropout=0.1)
 TEXT = MultilingualText(DemoText(400), TrainedTokenizer(400), max_length=32)
@@ -400,7 +400,7 @@ def test_a_masked_token_that_is_drawn_as_it_was_is_not_replaced(
         made_R[wrong_M] = torch.where(ids_R[wrong_M] == 7, 8, 7)
         return made_R, torch.zeros((), requires_grad=True)
 
-    monkeypatch.setattr("xcloud.electra.parts.corrupt", half_right)
+    monkeypatch.setattr("xcloud.models.electra.parts.corrupt", half_right)
     model = tiny(batch_size=16)
     part = model.producer(feed_context(cache_dir, cloud="es"))
     _, counts_B = part.stream.batch(1)

@@ -6,7 +6,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS
 from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
-from xcloud.electra.parts import (
+from xcloud.models.electra.parts import (
     Discriminator,
     corrupt,
     detect_replaced,
@@ -102,7 +102,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
 def test_words_drawn_in_pieces_are_those_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(50, IDS.size, generator=draws(1))
     at_once = sample_words(scores, IDS, 1.0, draws())
-    monkeypatch.setattr("xcloud.electra.parts.SAMPLED_TOGETHER", 3 * IDS.size)
+    monkeypatch.setattr("xcloud.models.electra.parts.SAMPLED_TOGETHER", 3 * IDS.size)
 
     assert torch.equal(sample_words(scores, IDS, 1.0, draws()), at_once)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.cluster.link import LinkClock
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link import LinkClock
+from xcloud.net.link_profile import LinkProfile
 
 
 def test_two_senders_share_one_line(tmp_path: Path) -> None:

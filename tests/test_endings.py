@@ -30,10 +30,10 @@ from xcloud.record.files import failure_of
 pytestmark = pytest.mark.slow
 
 LIVENESS = {
-    "_target_": "xcloud.cluster.link_profile.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
+    "_target_": "xcloud.net.link_profile.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
 }  # fmt: skip
 LINE = {
-    "_target_": "xcloud.cluster.link_profile.LinkProfile",
+    "_target_": "xcloud.net.link_profile.LinkProfile",
     "bandwidth_bits_per_s": 1e9, "timeout_s": 4.0, "timeout_factor": 1.0,
 }  # fmt: skip
 # Where the last step is saved, a run would start again.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.figures import check_figures, figures_of
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.job.one_way import OneWayStatistics
+from xcloud.features.one_way.job import OneWayStatistics
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.record.summary import RunStatistics
 
 NUM_STEPS = 47

@@ -19,9 +19,9 @@ from tests import causal_models
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import DataError
 from xcloud.base.placeholders import HEAD, check_is_json, check_is_safetensors, check_is_text
-from xcloud.hub import WeightFiles, check_checkpoints
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.causal import CausalLM
+from xcloud.pretrained import WeightFiles, check_checkpoints
 from xcloud.tasks.classification import FolderClassification, HubClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import (
+from xcloud.net.frame import (
     Kind,
     MessageKey,
     TensorSpec,

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.model import Stage
 from xcloud.job import config as configs
 from xcloud.launch.failures import EXIT_FAILED, write_failure
 from xcloud.launch.local import run
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
-from xcloud.security.wire_audit import write_rank_audit
-from xcloud.watch.monitor import Monitor
+from xcloud.security.audit import write_rank_audit
+from xcloud.show.monitor import Monitor
 
 full_device = pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has"

@@ -18,21 +18,21 @@ from tests.combinations import losses, run
 from tests.pipelines import in_threads
 from tests.toy import toy_config
 from xcloud.base.errors import LinkClosed, LinkError
-from xcloud.cluster.frame import Kind, seal_frame
-from xcloud.cluster.link_end import (
+from xcloud.features.checkpoints.saving import StopSignal
+from xcloud.job.config import job_from_config
+from xcloud.job.job import Job
+from xcloud.launch import rank_process
+from xcloud.launch.rank_process import join
+from xcloud.net.frame import Kind, seal_frame
+from xcloud.net.link_end import (
     InSettings,
     Outgoing,
     OutSettings,
     ReceivingEnd,
     SendingEnd,
 )
-from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
-from xcloud.job.config import job_from_config
-from xcloud.job.job import Job
-from xcloud.join.agreement import meet_here, table_of
-from xcloud.launch import rank_process
-from xcloud.launch.rank_process import join
-from xcloud.survive.saving import StopSignal
+from xcloud.net.transport import CPU, Collectives, Meeting, Transport
+from xcloud.rank.agreement import meet_here, table_of
 
 _LENGTH = struct.Struct("<Q")
 carried: list[int] = []

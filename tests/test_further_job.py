@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from tests.pipelines import in_threads
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.layout import Layout
-from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
+from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job, Labels
-from xcloud.join.agreement import Verdict
 from xcloud.launch import rank_process
-from xcloud.parallel.control import send_report
+from xcloud.layout import Layout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.control import send_report
+from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext, Role
-from xcloud.record.tracking import NullTracker
-from xcloud.security.wire_audit import join_audit
-from xcloud.survive.saving import StopSignal
-from xcloud.watch.monitor import Monitor
-from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.security.audit import join_audit
+from xcloud.show.monitor import Monitor
+from xcloud.tracking.tracker import NullTracker
 
 
 @dataclass(frozen=True)

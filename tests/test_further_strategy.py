@@ -16,14 +16,14 @@ from tests.import_walk import PACKAGE
 from tests.strategy_jobs import clouds, values
 from tests.trainers import ranks, update
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Places, Strategy
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.job.strategy import Places, Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer, Training
 
 PAGE = PACKAGE.parent / "docs" / "add-a-strategy.md"
 # The example of the page, as a newcomer would copy it.

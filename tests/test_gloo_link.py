@@ -11,11 +11,11 @@ from torch.distributed import HashStore, PrefixStore
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
-from xcloud.cluster.link import LinkClock
-from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, heartbeat
-from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
+from xcloud.net.link import LinkClock
+from xcloud.net.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
 
 pytestmark = pytest.mark.slow
 

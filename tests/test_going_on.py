@@ -18,9 +18,9 @@ from tests.combinations import FIRST, STEPS, experiment, interrupted, run
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.parallel.part import Part, StepReport
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.common_step import newest_common
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_release_or_other_data_is_refused(
     other_cluster = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="other")
     with pytest.raises(DataError, match=said):
         other_cluster.holders[0].restore(2, {}, other)
-    monkeypatch.setattr("xcloud.survive.resume.__version__", "99")
+    monkeypatch.setattr("xcloud.features.checkpoints.resume.__version__", "99")
     with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
         Attempt(tmp_path, job(shape, CODECS["plain"]))
 

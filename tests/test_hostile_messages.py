@@ -10,10 +10,6 @@ from tests.in_process_link import InProcessLink
 from tests.memory_group import MemoryGroup
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, encode_frame, seal_frame
-from xcloud.cluster.gloo_link import GlooInLink
-from xcloud.cluster.link_end import InSettings, PeerLife
-from xcloud.cluster.link_profile import LinkWindow, Liveness
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain, Compressor
@@ -21,6 +17,10 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows
 from xcloud.comm.step_clock import StepClock
+from xcloud.net.frame import Kind, MessageKey, TensorSpec, encode_frame, seal_frame
+from xcloud.net.gloo_link import GlooInLink
+from xcloud.net.link_end import InSettings, PeerLife
+from xcloud.net.link_profile import LinkWindow, Liveness
 
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
 DAY_S = 86_400.0

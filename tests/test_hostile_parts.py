@@ -12,28 +12,28 @@ from tests.in_process_link import InProcessLink
 from tests.local_replicas import MEAN, Diary, Scalar
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.join.agreement import compare_facts, decode_facts
-from xcloud.parallel.averaging import AllToAll, Terms
-from xcloud.parallel.control import (
+from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage, code_of
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
+from xcloud.features.one_way.feed import NOBODY, Order
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.producer import OrderBook
+from xcloud.features.replicas.averaging import AllToAll, Terms
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import weighted_mean
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.link_end import PeerLife
+from xcloud.pipeline.control import (
     Signal,
     StageSums,
     reply_of,
 )
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.producer import OrderBook
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.rank.agreement import compare_facts, decode_facts
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, code_of
-from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.settings import Checkpoints
 
 ONE_WAY = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 

@@ -21,15 +21,14 @@ from tests.combinations import FIRST, STEPS, experiment, run
 from tests.pipelines import in_threads
 from tests.understanding_models import backbone
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import BASES, Stage
-from xcloud.hub import kept_digest
 from xcloud.job.inputs import inputs_of
-from xcloud.join.agreement import agree_where_shared, compared_settings
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.split_point import Split
-from xcloud.rank.parts import Features
+from xcloud.net.transport import Meeting
+from xcloud.pretrained import kept_digest
+from xcloud.rank.agreement import agree_where_shared, compared_settings
 from xcloud.rank.task_data import shown_digest
 from xcloud.tasks.classification import FolderClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
@@ -38,6 +37,7 @@ from xcloud.tasks.rows import digest_of
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation
+from xcloud.train.parts import Features
 
 SPLITS = {"train": 30, "dev": 4, "test": 4}
 OTHER = {"cat": "dog", "yes": "no"}  # as long, and as many rows

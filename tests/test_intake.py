@@ -14,18 +14,18 @@ from omegaconf import OmegaConf
 from tests.report_desk import DEEP, MAX_STEPS, SCORERS, STEP, Desk
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.job import config as configs
+from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.further_figures import ENTRIES
 from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, Intake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
-from xcloud.security.wire_audit import audit_file
-from xcloud.watch import following
-from xcloud.watch.following import main
-from xcloud.watch.monitor import Monitor
+from xcloud.security.audit import audit_file
+from xcloud.show import following
+from xcloud.show.following import main
+from xcloud.show.monitor import Monitor
 
 OF_RANK_0 = {
     "data": "name digest rows",

@@ -13,7 +13,6 @@ from tests.configs import build
 from tests.pipelines import BORDER, D, ToyStage, in_threads, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind
 from xcloud.comm.channel import Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain, Compressor
@@ -21,17 +20,18 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
-from xcloud.parallel.activation_cache import (
+from xcloud.features.activation_cache.cache import (
     ActivationCaches,
     CachingChannel,
     decodes_rows_alone,
     describe,
 )
-from xcloud.parallel.one_forward_one_backward import ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.training.batch_plan import cut
-from xcloud.training.pinned_batches import PinnedBatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.net.frame import Kind
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.one_forward_one_backward import ZeroBubble
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.settings import Optimizer, Training
 
 NUM_SAMPLES, STEPS, SIZE = 40, 9, 16  # 3.6 epochs
 TRAINING = Training(STEPS, batch_size=SIZE, accumulate_steps=2, optimizer=Optimizer(0.1, 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import hub as hub_access
+from xcloud import pretrained as hub_access
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.classification import (
     Classification,

@@ -1,8 +1,8 @@
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import FREE, LinkProfile
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import FREE, LinkProfile
 
 
 def test_ranks_are_numbered_cloud_by_cloud() -> None:

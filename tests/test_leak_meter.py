@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.toy_text import text_config
 from xcloud.base.errors import DataError
+from xcloud.features.leak_meter import meter as leak_meter
+from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, Stream, main, measure
+from xcloud.features.leak_meter.observers import Observer
 from xcloud.launch.local import run
-from xcloud.rank.leaks import Observer
-from xcloud.record.mlflow_store import final_metrics
-from xcloud.security import leak_meter
-from xcloud.security.leak_meter import OBSERVATIONS_DIR, Stream, main, measure
+from xcloud.tracking.mlflow_store import final_metrics
 
 GRADIENT = Stream("backward", 0, "received", "hidden")
 ACTIVATION = Stream("forward", 0, "received", "hidden")

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tests.pipelines import in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.gloo_groups import of_this_attempt
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.transport import Meeting, meeting_store
-from xcloud.join import restarts
-from xcloud.join.restarts import FailureDetector, Line, Word, life_of, watch
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.gloo_groups import of_this_attempt
+from xcloud.net.link_end import PeerLife
+from xcloud.net.transport import Meeting, meeting_store
+from xcloud.rank import restarts
+from xcloud.rank.restarts import FailureDetector, Line, Word, life_of, watch
 
 
 class Ranks:

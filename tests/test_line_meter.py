@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
-from xcloud.cluster.link_end import InSettings, ReceivingEnd
 from xcloud.comm.compression import ChannelId
-from xcloud.wire.further_ends import LineMeter, LineMeters
+from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
+from xcloud.net.link_end import InSettings, ReceivingEnd
+from xcloud.pipeline.further_ends import LineMeter, LineMeters
 
 AHEAD_S = 5000.0  # the receiver's clock before the sender's
 LATENCY_S = 0.03

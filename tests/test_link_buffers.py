@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests.replicas import connected
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import LONG_BYTES, Kind, MessageKey, frame_bytes
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
-from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.replicas.averaging import averager_for
 from xcloud.launch.processes import LIBRARY_SETTINGS
-from xcloud.parallel.averaging import averager_for
+from xcloud.net.frame import LONG_BYTES, Kind, MessageKey, frame_bytes
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink
+from xcloud.net.link_end import InSettings, OutSettings
 
 
 class Done:
@@ -89,14 +89,14 @@ import sys, threading
 from pathlib import Path
 import torch
 from torch._C._distributed_c10d import HashStore
-from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.transport import Meeting
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.transport import Meeting
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import averager_for
-from xcloud.wire.ends import Ends
-from xcloud.wire.further_ends import replica_links
+from xcloud.features.replicas.averaging import averager_for
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.further_ends import replica_links
 
 class OnlyLinks(GlooTransport):
     def __init__(self, meeting):  # two ranks in one process

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.link_profile import LinkProfile, line_bytes
+from xcloud.net.link_profile import LinkProfile, line_bytes
 
 
 def test_transfer_time_counts_packet_headers_and_latency() -> None:

@@ -13,7 +13,9 @@ import torch
 from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import (
+from xcloud.launch.several_machines import await_monitor
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import (
     OF_A_STEP,
     Frame,
     Kind,
@@ -21,16 +23,14 @@ from xcloud.cluster.frame import (
     encode_frame,
     seal_frame,
 )
-from xcloud.cluster.gloo_link import GlooOutLink
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import Progress
-from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
-from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
-from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.join.restarts import Silence
-from xcloud.launch.several_machines import await_monitor
-from xcloud.parallel.control import Control, note_ages, word_of
-from xcloud.wire.ends import Ends
+from xcloud.net.gloo_link import GlooOutLink
+from xcloud.net.link import Progress
+from xcloud.net.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
+from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.control import Control, note_ages, word_of
+from xcloud.pipeline.ends import Ends
+from xcloud.rank.restarts import Silence
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 

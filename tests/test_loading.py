@@ -15,11 +15,11 @@ from tests.configs import build
 from tests.corpora import SPLIT_SIZES, corpus
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import ConfigError, DataError, FrameError
-from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import SPLITS
-from xcloud.job.experiment import Experiment
-from xcloud.join.agreement import agree_on, decode_facts
-from xcloud.rank.told_sizes import load_or_be_told as load
+from xcloud.experiment import Experiment
+from xcloud.net.transport import Meeting
+from xcloud.rank.agreement import agree_on, decode_facts
+from xcloud.rank.row_counts import load_or_be_told as load
 from xcloud.tasks.classification import FolderClassification, FolderCrossLingual
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.multilingual_text import MultilingualText

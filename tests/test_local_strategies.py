@@ -14,17 +14,17 @@ from tests.pipelines import in_threads
 from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.replicas import OuterOptimizer
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer, Training
 
 TRAINING = Training(8, batch_size=16, optimizer=Optimizer(0.05, 1, clip_norm=1.0))
 INT4 = Compression(Chain(), Chain(), averaging=BlockInt(4))

@@ -26,17 +26,17 @@ from tests.local_replicas import (
 from tests.pipelines import in_threads
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.exchange import Work
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import by_tensor, contiguous
-from xcloud.parallel.replicas import OuterOptimizer
-from xcloud.wire.ends import Ends
-from xcloud.wire.further_ends import replica_links
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import by_tensor, contiguous
+from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.exchange import Work
+from xcloud.pipeline.further_ends import replica_links
 
 
 def trained(

@@ -20,11 +20,11 @@ from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError
 from xcloud.comm.state import states_of
-from xcloud.record import checkpoints
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.features.checkpoints import saving
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.record import checkpoint_files as checkpoints
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.files import AGREED_FILE
-from xcloud.survive import saving
-from xcloud.training.settings import Checkpoints
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1]])

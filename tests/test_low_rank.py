@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.codecs import arrives, relative_error
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
+from xcloud.net.frame import TensorSpec
 
 METHODS = ("exact", "subspace")
 

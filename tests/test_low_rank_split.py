@@ -29,22 +29,22 @@ from tests.understanding_models import (
     where,
 )
 from xcloud.base.errors import ConfigError, TrainingDiverged
-from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import Codec, Codecs, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Head, TokenIds
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.encoder import EncoderLayer, Packing
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.schedule import GPipe
-from xcloud.training.batch_plan import cut
-from xcloud.wire.further_ends import hand_over
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.further_ends import hand_over
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.schedule import GPipe
 
 WAYS: dict[str, dict[str, Any]] = {
     "svd": {},

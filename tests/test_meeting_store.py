@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import LinkTimeout
-from xcloud.cluster.gloo_groups import of_this_attempt
-from xcloud.join.restarts import attempt_of
+from xcloud.net.gloo_groups import of_this_attempt
+from xcloud.rank.restarts import attempt_of
 
 
 def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:

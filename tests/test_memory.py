@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.codecs import COMPRESSORS
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased, Selectable
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.net.frame import TensorSpec
 
 ROWS = SampleRows(ids=(7, 3), counts=(2, 3))
 

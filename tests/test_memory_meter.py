@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xcloud.rank.reports import MemoryMeter, SavedTensors, optimizer_bytes
-from xcloud.record.mlflow_store import final_metrics
 from xcloud.record.summary import RunStatistics
+from xcloud.tracking.mlflow_store import final_metrics
 
 KB = 1024
 

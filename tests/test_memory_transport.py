@@ -9,24 +9,24 @@ import torch
 from tests.one_way_toy import ToyFeed
 from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LinkName, LinkRecord
-from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, heartbeat
-from xcloud.cluster.link_profile import LinkProfile, Liveness
-from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression
-from xcloud.job.one_way import OneWayExperiment, OneWayTraining
-from xcloud.join.agreement import Verdict
-from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way import Order
-from xcloud.rank.one_way.consumer import ConsumerRank
-from xcloud.rank.one_way.producer import ProducerRank
+from xcloud.features.checkpoints.saving import StopSignal
+from xcloud.features.one_way.consumer import ConsumerRank
+from xcloud.features.one_way.feed import Order
+from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.producer import ProducerRank
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.link import LinkName, LinkRecord
+from xcloud.net.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.net.link_profile import LinkProfile, Liveness
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
-from xcloud.record.tracking import NullTracker
-from xcloud.survive.saving import StopSignal
+from xcloud.tracking.tracker import NullTracker
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)

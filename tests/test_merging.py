@@ -13,8 +13,8 @@ from tests.replicas import averagers, exchange, same_bits
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, Terms
-from xcloud.parallel.merging import (
+from xcloud.features.replicas.averaging import AllToAll, Terms
+from xcloud.features.replicas.merging import (
     Contribution,
     Median,
     NormBound,

@@ -13,8 +13,8 @@ from tests.event_lines import append_event, append_step
 from tests.runs import command
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.record.mlflow_store import VIEW_TAG, Store, view_of
-from xcloud.record.tracking import (
+from xcloud.tracking.mlflow_store import VIEW_TAG, Store, view_of
+from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TRACKED_FILE,
     MlflowTracker,
@@ -170,7 +170,7 @@ import sys
 from pathlib import Path
 from tests.event_lines import append_event
 from xcloud.record.events import StepCollector
-from xcloud.record.tracking import MlflowTracker, TrackedRun
+from xcloud.tracking.tracker import MlflowTracker, TrackedRun
 
 root, number = sys.argv[1:]
 run_dir = Path(root).parent / number

@@ -16,20 +16,20 @@ from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, LinkClosed, RunFailed
+from xcloud.experiment import Experiment
+from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job import config as configs
 from xcloud.job import given
-from xcloud.job.experiment import Experiment
 from xcloud.launch import local, several_machines
 from xcloud.launch.failures import write_failure
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.record.tracking import Recording
-from xcloud.security.wire_audit import audit_file
-from xcloud.survive.resume import check_can_go_on
-from xcloud.watch.following import main
-from xcloud.watch.monitor import Monitor
+from xcloud.security.audit import audit_file
+from xcloud.show.following import main
+from xcloud.show.monitor import Monitor
+from xcloud.tracking.tracker import Recording
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -196,8 +196,8 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
-    monkeypatch.setattr("xcloud.watch.following.time.sleep", write_later)
-    monkeypatch.setattr("xcloud.watch.following.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("xcloud.show.following.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.show.following.signal.signal", lambda number, handler: None)
     words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
     assert main([*words, "--parent", str(os.getppid())]) == 1
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody

@@ -11,9 +11,9 @@ import torch
 
 from tests.electra_reference import feed_context
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.electra.model import MultilingualElectra
-from xcloud.electra.parts import Generator
 from xcloud.models.backbone import PretrainedBackbone, export
+from xcloud.models.electra.model import MultilingualElectra
+from xcloud.models.electra.parts import Generator
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.text_sources import DemoText, FolderText, HubText

@@ -15,11 +15,11 @@ from tests import runs
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import command, losses, no_workers, read, wait_for, weights
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.features.checkpoints.resume import check_can_go_on
+from xcloud.features.one_way.ranks import OneWayRank
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.rank.one_way import OneWayRank
-from xcloud.security.wire_audit import compact
-from xcloud.survive.resume import check_can_go_on
+from xcloud.security.audit import compact
 
 pytestmark = pytest.mark.slow
 ONE = {"disc": cloud(1), "one": cloud(1, 1.0)}
@@ -284,7 +284,7 @@ def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     """300 ms round trip, steps of 50 ms: run-ahead covers what the link takes; the same bits."""
-    link = {"_target_": "xcloud.cluster.link_profile.LinkProfile",
+    link = {"_target_": "xcloud.net.link_profile.LinkProfile",
             "bandwidth_bits_per_s": 1e7, "latency_s": 0.15}  # fmt: skip
     training = {"max_steps": 40, "batches_per_step": 1}
     summary = start(
@@ -304,7 +304,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a producer has two ranks, of which one may have been ordered more."""
-    saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
+    saves = {"_target_": "xcloud.pipeline.settings.Checkpoints", "every_steps": 20}
     groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.02}}
     runs.in_threads(tmp_path / "whole", feed_config(WIDE, **groups), monkeypatch)
 

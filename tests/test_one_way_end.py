@@ -15,27 +15,27 @@ from tests.electra_reference import feed_context
 from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config
 from tests.one_way_toy import cloud as feed_cloud
 from xcloud.base.errors import LinkError, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link_end import PeerLife, ReceivingEnd, SendingEnd
-from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.features.checkpoints.checkpointing import Checkpointer
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
+from xcloud.features.one_way.consumer import ConsumerRank, ConsumerRun
+from xcloud.features.one_way.feed import NOBODY, Order
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.producer import OrderBook, ProducerRank, ProducerRun
+from xcloud.features.one_way.ranks import OneWayEnds
 from xcloud.job.config import job_from_config
-from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.one_way import OneWayEnds
-from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
-from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.producer import OrderBook, ProducerRank, ProducerRun
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.link_end import PeerLife, ReceivingEnd, SendingEnd
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.pipeline.trainer import DivergenceGuard
 from xcloud.rank.reports import MemoryMeter
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.settings import Checkpoints
-from xcloud.training.trainer import DivergenceGuard
-from xcloud.watch.display import ProgressLine
+from xcloud.show.display import ProgressLine
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:

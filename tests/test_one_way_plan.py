@@ -6,10 +6,10 @@ import pytest
 
 from tests.one_way_toy import feeding
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.link_profile import FREE, LinkProfile
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.parallel.one_way import ConsumptionPlan, Feed, Order, State
-from xcloud.training.settings import Optimizer
+from xcloud.features.one_way.feed import ConsumptionPlan, Feed, Order, State
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.net.link_profile import FREE, LinkProfile
+from xcloud.pipeline.settings import Optimizer
 
 
 def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> ConsumptionPlan:

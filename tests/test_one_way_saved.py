@@ -10,8 +10,8 @@ import torch
 
 from tests.combinations import STEPS, interrupted, run, state
 from tests.golden import one_way
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.survive.saving import CheckpointWriter
+from xcloud.features.checkpoints.saving import CheckpointWriter
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 
 
 def test_a_batch_ordered_after_a_checkpoint_is_not_in_it_however_late_a_rank_copies(

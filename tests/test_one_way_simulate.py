@@ -11,7 +11,7 @@ from benchmarks.one_way_prediction import (
     scale_consumer,
     simulate_one_way,
 )
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link_profile import LinkProfile
 
 FREE = LinkProfile(1e12)
 JOB = SimulatedJob(

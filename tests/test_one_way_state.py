@@ -19,13 +19,13 @@ from tests.golden import one_way
 from tests.one_way_toy import ToyFeed, feeding
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link_end import PeerLife
-from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order, unpacked
-from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.producer import OrderBook
-from xcloud.training.settings import Checkpoints
+from xcloud.features.one_way.feed import NOBODY, ConsumptionPlan, Feed, Order, unpacked
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.producer import OrderBook
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.link_end import PeerLife
+from xcloud.pipeline.settings import Checkpoints
 
 
 def whole_run(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.training.settings import Optimizer
+from xcloud.pipeline.settings import Optimizer
 
 
 def test_inverse_sqrt_rises_to_the_peak_and_falls() -> None:

@@ -19,7 +19,7 @@ from xcloud.job import config as configs
 from xcloud.job import given as job_given
 from xcloud.job.given import composed as composed_words
 from xcloud.job.given import explained, grid, with_overrides
-from xcloud.sweep.points import with_also
+from xcloud.study.points import with_also
 
 # A path and the character in it that cannot stand there unquoted.
 PATHS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import hub as packaged_checkpoint
+from xcloud import pretrained as packaged_checkpoint
 from xcloud.base.errors import DataError
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 

@@ -10,12 +10,12 @@ import torch
 from tests.pipelines import in_threads
 from tests.runs import free_port
 from xcloud.base.errors import ConfigError, LinkTimeout
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.transport import Meeting, meeting_store
-from xcloud.join.restarts import server_store
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_profile import LinkWindow
+from xcloud.net.transport import Meeting, meeting_store
+from xcloud.rank.restarts import server_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()

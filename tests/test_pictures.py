@@ -18,8 +18,9 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
-from xcloud.report.canvas import COLOURS, ink_on, running_mean, wrapped
-from xcloud.report.pictures import (
+from xcloud.show.canvas import COLOURS, ink_on, running_mean, wrapped
+from xcloud.show.monitor import Monitor
+from xcloud.show.pictures import (
     KINDS,
     short,
     write_loss,
@@ -27,7 +28,6 @@ from xcloud.report.pictures import (
     write_step_time,
     write_timeline,
 )
-from xcloud.watch.monitor import Monitor
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -177,7 +177,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[str] = []
-    tracker = "xcloud.record.tracking.Recording.artifact"
+    tracker = "xcloud.tracking.tracker.Recording.artifact"
     monkeypatch.setattr(tracker, lambda self, path: kept.append(path.name))
 
     follow(tmp_path, [*step_events(12), *two_ranks()], None)
@@ -195,7 +195,7 @@ def test_pictures_that_cannot_be_drawn_are_one_warning(
     def fail(*_: object) -> None:
         raise OSError("no font at all")
 
-    monkeypatch.setattr("xcloud.report.pictures.write_loss", fail)
+    monkeypatch.setattr("xcloud.show.pictures.write_loss", fail)
     with caplog.at_level(logging.WARNING):
         follow(tmp_path, [*step_events(12), *two_ranks()], None)
 
@@ -223,8 +223,8 @@ def test_no_worker_imports_what_draws() -> None:
             libraries = {imported.split(".")[0] for imported in imports(MODULES[name])}
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
-    assert {"comm.step_clock", "rank.stage_rank", "record.reporter"} <= reached
-    drawing = {"report.pictures", "report.figures", "watch.monitor"}
+    assert {"comm.step_clock", "train.stage_rank", "record.reporter"} <= reached
+    drawing = {"show.pictures", "show.canvas", "show.monitor"}
     assert not reached & drawing
 
 

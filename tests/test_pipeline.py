@@ -5,18 +5,18 @@ from tests.in_process_link import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from tests.runs import one_at_a_time
 from xcloud.base.errors import FrameError, LinkTimeout
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Stage, StageOutput
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.training.batch_plan import cut
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe, Schedule
 
 IDS = torch.arange(12)
 IDENTITY = ChannelId(7, 0, "forward", 0, 1)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.replicas import connected, exchange
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Terms, averager_for
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.merging import Median, weighted_sum
-from xcloud.plan.costs import FREE, AveragingCodec
-from xcloud.plan.formulas import exchange_of
+from xcloud.features.replicas.averaging import Terms, averager_for
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.merging import Median, weighted_sum
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.simulator.costs import FREE, AveragingCodec
+from xcloud.simulator.formulas import exchange_of
 
 SHAPES = {"weight": torch.Size((12, 10)), "bias": torch.Size((37,))}
 TENSORS = [torch.ones(shape) for shape in SHAPES.values()]

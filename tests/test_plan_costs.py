@@ -14,16 +14,16 @@ import pytest
 from benchmarks.paper_step import simulate
 from tests.plan_pieces import EIGHT, piece
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import FREE, Costs, Curve, Direction, Profile, Update
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
+from xcloud.simulator.costs import FREE, Costs, Curve, Direction, Profile, Update
+from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, typical
+from xcloud.simulator.prediction import Prediction
+from xcloud.simulator.pricing import Pricer
 
 FULL = Costs(
     [0.010, 0.020],

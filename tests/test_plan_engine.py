@@ -12,14 +12,16 @@ import pytest
 
 from tests.plan_pieces import EIGHT
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, line_bytes
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import ZeroBubble
-from xcloud.parallel.schedule import Action, GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import (
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile, line_bytes
+from xcloud.pipeline.one_forward_one_backward import ZeroBubble
+from xcloud.pipeline.schedule import Action, GPipe
+from xcloud.planner.settings import Planning
+from xcloud.record.timeline import read_predicted, write_predicted
+from xcloud.simulator.costs import (
     FREE,
     NORM,
     AveragingCodec,
@@ -31,11 +33,9 @@ from xcloud.plan.costs import (
     Update,
     lines_of,
 )
-from xcloud.plan.engine import NEVER, Program, run
-from xcloud.plan.formulas import Exchange, exchange_of
-from xcloud.plan.prediction import Simulator
-from xcloud.plan.settings import Planning
-from xcloud.record.timeline import read_predicted, write_predicted
+from xcloud.simulator.engine import NEVER, Program, run
+from xcloud.simulator.formulas import Exchange, exchange_of
+from xcloud.simulator.prediction import Simulator
 
 
 def plainly(

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import AveragingCodec, BoundaryCodec, CompressorCosts
-from xcloud.plan.pricing import OverEpochs, Pricer, over_epochs
-from xcloud.plan.search import Space, search
-from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.schedule import GPipe
+from xcloud.planner.search import Space, search
+from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.timeline import predicted_of
-from xcloud.report.plan_report import Report, print_plans, write_plan
-from xcloud.report.tables import epochs_text
+from xcloud.show.plan_report import Report, print_plans, write_plan
+from xcloud.show.tables import epochs_text
+from xcloud.simulator.costs import AveragingCodec, BoundaryCodec, CompressorCosts
+from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 FROZEN = BoundaryCodec(codec(1e6).forward)

@@ -10,14 +10,16 @@ from itertools import pairwise, permutations
 import pytest
 
 from tests.plan_pieces import EIGHT, codec, drawn, every_plan, piece
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import (
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.search import Ranked, Space, fastest
+from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
+from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -29,11 +31,9 @@ from xcloud.plan.costs import (
     Update,
     lines_of,
 )
-from xcloud.plan.formulas import exchange_of
-from xcloud.plan.prediction import Simulator
-from xcloud.plan.pricing import Pricer, alike, over_epochs
-from xcloud.plan.search import Ranked, Space, fastest
-from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
+from xcloud.simulator.formulas import exchange_of
+from xcloud.simulator.prediction import Simulator
+from xcloud.simulator.pricing import Pricer, alike, over_epochs
 
 SEEDS = range(8)
 

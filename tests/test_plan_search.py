@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn, every_plan
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import AveragingCodec, CompressorCosts, Curve
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.search import (
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.search import (
     Space,
     fastest,
     search,
     splits_of,
 )
-from xcloud.plan.settings import (
+from xcloud.planner.settings import (
     NO_COMPRESSION,
     Arranged,
     Plan,
@@ -30,7 +28,9 @@ from xcloud.plan.settings import (
     with_micro_batches,
 )
 from xcloud.record.timeline import PLAN_FILE, predicted_of
-from xcloud.report.plan_report import Report, write_plan, write_plan_picture
+from xcloud.show.plan_report import Report, write_plan, write_plan_picture
+from xcloud.simulator.costs import AveragingCodec, CompressorCosts, Curve
+from xcloud.simulator.pricing import Pricer
 
 
 @pytest.mark.parametrize("seed", range(12))

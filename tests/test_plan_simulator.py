@@ -12,19 +12,19 @@ import pytest
 from benchmarks.paper_step import UniformCosts, simulate
 from tests.timelines import assert_valid_trace
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import Action, GPipe, Schedule
-from xcloud.plan.costs import Costs, Direction, Update
-from xcloud.plan.formulas import (
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import Action, GPipe, Schedule
+from xcloud.record.timeline import chrome_trace
+from xcloud.show.pictures import write_timeline
+from xcloud.simulator.costs import Costs, Direction, Update
+from xcloud.simulator.formulas import (
     bubble_of_a_free_link,
     bubble_of_blocking_transfers,
     step_of_overlapped_transfers,
 )
-from xcloud.plan.prediction import Prediction, Simulator
-from xcloud.record.timeline import chrome_trace
-from xcloud.report.pictures import write_timeline
+from xcloud.simulator.prediction import Prediction, Simulator
 
 GRID = list(product([1, 2, 3, 5], [1, 2, 7], [(1.0, 2.0), (1.3, 0.7)], [0.0, 0.5, 1.5, 5.0]))
 
@@ -303,8 +303,8 @@ def test_a_real_network_has_no_numbers() -> None:
 
 def test_the_simulator_needs_no_torch() -> None:
     code = (
-        "import sys, xcloud.plan.prediction, xcloud.record.timeline, "
-        "xcloud.plan.measured; sys.exit('torch' in sys.modules)"
+        "import sys, xcloud.simulator.prediction, xcloud.record.timeline, "
+        "xcloud.simulator.measured; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -10,13 +10,13 @@ from itertools import product
 import pytest
 
 from benchmarks.paper_step import UniformCosts, simulate
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import Costs, Direction, Update
-from xcloud.plan.measured import measured_costs
-from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.simulator.costs import Costs, Direction, Update
+from xcloud.simulator.measured import measured_costs
+from xcloud.simulator.prediction import Prediction, Simulator
 
 SEEDS = range(10)
 

@@ -8,15 +8,24 @@ import pytest
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec, every_plan, piece
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan import formulas
-from xcloud.plan.costs import (
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe
+from xcloud.planner.search import (
+    Space,
+    crossings,
+    over_micro_batches,
+    search,
+    splits_of,
+    step_at,
+)
+from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, Planning
+from xcloud.simulator import formulas
+from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -27,16 +36,7 @@ from xcloud.plan.costs import (
     read_profile,
     write_profile,
 )
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.search import (
-    Space,
-    crossings,
-    over_micro_batches,
-    search,
-    splits_of,
-    step_at,
-)
-from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, Planning
+from xcloud.simulator.pricing import Pricer
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 PIPELINE = Strategy()

@@ -14,24 +14,23 @@ from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec, encode_frame
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.launch.local import run
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import Action, GPipe, Schedule
-from xcloud.plan import codec_timer
-from xcloud.plan.costs import Direction, Profile, read_profile, write_profile
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.settings import Plan
-from xcloud.planner import trial
+from xcloud.net.frame import TensorSpec, encode_frame
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import Action, GPipe, Schedule
+from xcloud.planner import codec_timer, trial
 from xcloud.planner.planning import Planner, planned
+from xcloud.planner.settings import Plan
 from xcloud.record.summary import read_summary
 from xcloud.record.timeline import PLAN_FILE, read_predicted
+from xcloud.simulator.costs import Direction, Profile, read_profile, write_profile
+from xcloud.simulator.pricing import Pricer
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import CONSTRUCTORS, Policy
-from xcloud.watch.following import monitor_of
+from xcloud.show.following import monitor_of
 
 ROOT = project.project_root()
 Reader = Callable[[Path], object]
@@ -435,7 +435,11 @@ def test_only_an_approved_file_is_parsed(
 def test_a_cloud_requires_what_every_job_must_have(
     tmp_path: Path, policy: Callable[..., None]
 ) -> None:
-    noise = {"_target_": "xcloud.security.defences.GaussianNoise", "sigma": 0.3, "clip": 1.0}
+    noise = {
+        "_target_": "xcloud.security.defences.GaussianNoise",
+        "sigma": 0.3,
+        "clip": 1.0,
+    }
     file = written(tmp_path, security__defences={"forward": noise})
     read = SHARING["worker"]
     for key, wanted, said in (
@@ -715,7 +719,7 @@ def test_a_strict_policy_names_what_its_experiment_leads_to(tmp_path: Path) -> N
     task = {"_target_": "xcloud.tasks.translation.FolderTranslation", "path": str(tmp_path)}
     tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
     task["source_tokenizer"] = {**tokenizer, "name_or_path": "owner/name"}  # type: ignore[assignment]
-    tracker = {"_target_": "xcloud.record.tracking.MlflowTracker", "uri": "http://here:5000"}
+    tracker = {"_target_": "xcloud.tracking.tracker.MlflowTracker", "uri": "http://here:5000"}
     found = strict_policy.strict_policy(written(tmp_path, task=task, tracker=tracker), "cloud_b")
     assert found["read"] == [str(tmp_path)] and found["hub"] == ["owner/name"]
     assert found["addresses"] == ["http://here:5000"] and found["max_ranks"] == 2

@@ -21,27 +21,27 @@ from xcloud.job.job import Job
 from xcloud.security.policy import CONSTRUCTORS
 
 FILE = """\
-_target_: xcloud.job.experiment.Experiment
+_target_: xcloud.experiment.Experiment
 name: fuzzed
 task: {_target_: tests.toy.ToyTask, num_samples: 40}
 model: {_target_: tests.toy.ToyModel}
 cluster:
-  _target_: xcloud.cluster.layout.ClusterLayout
+  _target_: xcloud.layout.ClusterLayout
   clouds:
-    a: {_target_: xcloud.cluster.layout.Cloud, num_ranks: 1, stages: [0]}
-    b: {_target_: xcloud.cluster.layout.Cloud, num_ranks: 2}
+    a: {_target_: xcloud.layout.Cloud, num_ranks: 1, stages: [0]}
+    b: {_target_: xcloud.layout.Cloud, num_ranks: 2}
   wan: real
-schedule: {_target_: xcloud.parallel.schedule.GPipe, num_micro_batches: 2}
+schedule: {_target_: xcloud.pipeline.schedule.GPipe, num_micro_batches: 2}
 compression:
   _target_: xcloud.comm.compression.Compression
   forward: {_target_: xcloud.comm.precision.BlockInt, bits: 4}
   backward: {_target_: xcloud.comm.low_rank.Svd, rate: 0.5}
 training:
-  _target_: xcloud.training.settings.Training
+  _target_: xcloud.pipeline.settings.Training
   max_steps: 8
   batch_size: 8
-  optimizer: {_target_: xcloud.training.settings.Optimizer, learning_rate: 1.0e-3}
-tracker: {_target_: xcloud.record.tracking.MlflowTracker, root: mlruns, uri: null}
+  optimizer: {_target_: xcloud.pipeline.settings.Optimizer, learning_rate: 1.0e-3}
+tracker: {_target_: xcloud.tracking.tracker.MlflowTracker, root: mlruns, uri: null}
 cache_dir: .cache
 """
 WORDS = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm import low_rank as power_sgd
 from xcloud.comm.low_rank import PowerSgd, outer_sum
+from xcloud.net.frame import TensorSpec
 
 
 def gradients(num: int) -> list[Tensor]:

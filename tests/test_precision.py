@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from xcloud.base.errors import ConfigError
-from xcloud.training.settings import Optimizer, Training, autocast_for, is_emulated
+from xcloud.pipeline.settings import Optimizer, Training, autocast_for, is_emulated
 
 CPU = torch.device("cpu")
 

@@ -16,14 +16,15 @@ from tests.pipelines import D, ToyStage, in_threads, samples
 from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.strategy import Strategy
-from xcloud.rank.gradient_parts import account
+from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.security.defences import (
     Privacy,
     gaussian_epsilon,
@@ -31,8 +32,7 @@ from xcloud.security.defences import (
     private_contribution,
     sampled_epsilon,
 )
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.train.gradient_parts import account
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")

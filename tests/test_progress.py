@@ -9,7 +9,7 @@ import pytest
 
 from xcloud.base.units import human_duration
 from xcloud.record.events import Key, StepTotals
-from xcloud.watch.display import ProgressLine
+from xcloud.show.display import ProgressLine
 
 
 class Terminal(io.StringIO):

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from tests.codecs import arrives, relative_error
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.precision import BlockInt
+from xcloud.net.frame import TensorSpec
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

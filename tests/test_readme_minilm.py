@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.configs import composed
 from tests.runs import start
-from xcloud import hub
+from xcloud import pretrained as hub
 
 pytestmark = [pytest.mark.slow]
 FEW = ["tracker=none", "training.max_steps=2", "training.batch_size=4", "training.eval_samples=8",

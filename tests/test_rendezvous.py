@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import PrefixStore
 from tests.pipelines import in_threads
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster import rendezvous
-from xcloud.cluster.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
-from xcloud.join import addresses, restarts
-from xcloud.join.addresses import choose_interface, own_address, store_at, why_unreachable
-from xcloud.join.restarts import Doorbell, FailureDetector, Line, Word, unreachable
 from xcloud.launch import failures
 from xcloud.launch.torchrun import Machines, StopAsked, _endings, _place, _tell
+from xcloud.net import addresses, rendezvous
+from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
+from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
+from xcloud.rank import restarts
+from xcloud.rank.restarts import Doorbell, FailureDetector, Line, Word, unreachable
 
 Address = namedtuple("Address", "family address")
 INTERFACES = {

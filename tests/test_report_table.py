@@ -9,7 +9,7 @@ from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.summary import RunStatistics
-from xcloud.report.tables import print_report
+from xcloud.show.tables import print_report
 
 SUMMARY: dict[str, Any] = {
     "name": "abnet [iwslt]",

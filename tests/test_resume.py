@@ -17,10 +17,10 @@ from tests.nightly import each_once
 from tests.pipelines import in_threads, samples
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import State
-from xcloud.parallel.part import StepReport
-from xcloud.parallel.schedule import GPipe
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.schedule import GPipe
 
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
 

@@ -19,18 +19,15 @@ from tests.replicas import averagers, connected, exchange, same_bits
 from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import MessageKey
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import Parts
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import Batch
-from xcloud.parallel.averaging import AllToAll, Averager, Terms, averager_for
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
-from xcloud.parallel.merging import (
+from xcloud.features.replicas.averaging import AllToAll, Averager, Terms, averager_for
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
+from xcloud.features.replicas.merging import (
     Contribution,
     Median,
     Merge,
@@ -40,14 +37,17 @@ from xcloud.parallel.merging import (
     weighted_mean,
     weighted_sum,
 )
-from xcloud.parallel.part import StepReport
-from xcloud.parallel.replicas import OuterOptimizer, Replicas
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Averaging, Strategy
-from xcloud.rank.gradient_parts import replicas_exchange
+from xcloud.features.replicas.outer import OuterOptimizer, Replicas
+from xcloud.job.strategy import Averaging, Strategy
+from xcloud.layout import ClusterLayout
+from xcloud.net.frame import MessageKey
+from xcloud.net.link import Parts
+from xcloud.pipeline.batch_plan import BatchPlan, replica_samples
+from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.record.reporter import Reporter
-from xcloud.training.batch_plan import BatchPlan, replica_samples
-from xcloud.training.settings import Optimizer, Training
+from xcloud.train.gradient_parts import replicas_exchange
 
 ROBUST: list[Robust] = [Median(), TrimmedMean(0.2), NormBound(2.0)]
 MEAN = OuterOptimizer(1.0, 0.0, False)

@@ -25,7 +25,7 @@ from tests.runs import (
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.launch import processes
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +229,7 @@ def test_a_cloud_may_prepare_longer_than_a_message_may_take(tmp_path: Path) -> N
     config = toy_config("two_clouds", ["cluster/wan=free", "training.max_steps=2"])
     config["model"] = {"_target_": "tests.toy.ToyModelThatPrepares", "prepare_s": 6.5}
     config["cluster"]["wan"] = {
-        "_target_": "xcloud.cluster.link_profile.LinkProfile",
+        "_target_": "xcloud.net.link_profile.LinkProfile",
         "bandwidth_bits_per_s": 1e9, "latency_s": 0.0, "timeout_s": 4.0,
     }  # fmt: skip
 

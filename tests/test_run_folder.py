@@ -19,14 +19,14 @@ from xcloud.base import run_folder
 from xcloud.base.errors import ConfigError
 from xcloud.base.locks import LockTaken, locked
 from xcloud.base.run_folder import owned, refuse_links
+from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job import config as configs
 from xcloud.launch import local, several_machines
 from xcloud.planner.planning import planned
 from xcloud.record.events import EventReader
-from xcloud.record.mlflow_store import Store
 from xcloud.record.reporter import EventFile
-from xcloud.survive.resume import check_can_go_on
-from xcloud.sweep.points import Decision, SweepState
+from xcloud.study.points import Decision, SweepState
+from xcloud.tracking.mlflow_store import Store
 
 Writer = Callable[[Path], object]
 
@@ -221,7 +221,7 @@ def test_a_second_command_does_not_disturb_a_living_run(tmp_path: Path) -> None:
     program = (
         "import json, sys; from pathlib import Path; from omegaconf import OmegaConf\n"
         "from xcloud.launch.local import run; folder = Path(sys.argv[1])\n"
-        "from xcloud.survive.resume import check_can_go_on\n"
+        "from xcloud.features.checkpoints.resume import check_can_go_on\n"
         "config = OmegaConf.create(json.loads((folder / 'job.json').read_text()))\n"
         "run(config, folder / 'run', check_can_go_on if sys.argv[2:] else None)\n"
     )
@@ -246,7 +246,7 @@ BAD_NAMES = ["$(touch x)", "`id`", "../up", "a/b", " a", "", "a;b", "a'b", "-rf"
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_leads_neither_out_of_a_folder_nor_into_a_shell(name: str, tmp_path: Path) -> None:
     """Of clouds and sweeps; what only describes a run may have more characters."""
-    one = {"_target_": "xcloud.cluster.layout.Cloud"}
+    one = {"_target_": "xcloud.layout.Cloud"}
     for key, value in {
         "cluster": {**layout(a=cloud(1)), "clouds": {name: one}},
         "sweep": name,

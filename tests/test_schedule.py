@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import (
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import (
     Action,
     GPipe,
     Schedule,

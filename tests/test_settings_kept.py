@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 from tests.combinations import FACTORS, SAVED, experiment, losses, run
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, Liveness
 from xcloud.job import config as configs
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.pinned_batches import PinnedBatchPlan
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import LinkProfile, Liveness
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 
 OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "num_ranks": [{"num_ranks": 2}],

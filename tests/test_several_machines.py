@@ -20,7 +20,7 @@ from benchmarks.namespaces import (
 from benchmarks.several_machines import run_on_two_machines
 from tests.runs import losses, start, weights
 from tests.toy import toy_config
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.net.link_profile import LinkProfile
 
 pytestmark = [
     pytest.mark.slow,

@@ -22,18 +22,20 @@ from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, in_threads, samples
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.gloo_groups import GlooCollectives
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compressor import Chain
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.outer import Replicas
 from xcloud.job.config import job_from_config
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
-from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work, local_part
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.within_cloud import (
+from xcloud.net.gloo_groups import GlooCollectives
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup, Work, local_part
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer
+from xcloud.pipeline.trainer import TrainedModule
+from xcloud.pipeline.within_cloud import (
     Sharder,
     check_in_step,
     is_sharded,
@@ -41,8 +43,6 @@ from xcloud.parallel.within_cloud import (
 )
 from xcloud.rank.export import whole
 from xcloud.record.reporter import Reporter
-from xcloud.training.settings import Optimizer
-from xcloud.training.trainer import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]
 

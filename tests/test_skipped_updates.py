@@ -12,19 +12,19 @@ from torch import Tensor
 from tests.strategy_jobs import clouds
 from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, spoil, update
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.merging import Median
-from xcloud.parallel.part import StepReport
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.training.settings import Optimizer, Training
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.merging import Median
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer, Training
 
 SKIP = Training(
     40, batch_size=12, optimizer=Optimizer(0.01, 1, clip_norm=1.0), on_divergence="skip"

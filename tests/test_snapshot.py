@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from tests.channels import same_state
 from xcloud.comm.memory import DeltaCache, SampleRows
 from xcloud.comm.state import State, copy_of, states_of
-from xcloud.parallel.control import Signal
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.features.checkpoints.checkpointing import Checkpointer
+from xcloud.features.checkpoints.saving import (
+    CheckpointWriter,
+    SnapshotBuffer,
+    Timing,
+    bytes_to_copy,
+)
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.settings import Checkpoints, Optimizer
+from xcloud.pipeline.trainer import TrainedModule
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, SnapshotBuffer, Timing, bytes_to_copy
-from xcloud.training.settings import Checkpoints, Optimizer
-from xcloud.training.trainer import TrainedModule
 
 NEVER = threading.Event()
 

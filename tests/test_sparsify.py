@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codecs import arrives
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPositions
+from xcloud.net.frame import TensorSpec
 
 
 @given(rate=st.floats(0.001, 1), numel=st.integers(1, 3000), seed=st.integers(0, 99))

@@ -17,10 +17,10 @@ import torch
 from tests.runs import start, wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.parallel.exchange import RankGroup
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.link_end import PeerLife
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.exchange import RankGroup
 from xcloud.record.files import (
     LAUNCHER_FILE,
     error_file,
@@ -29,7 +29,7 @@ from xcloud.record.files import (
     state_file,
 )
 from xcloud.record.reporter import RankState
-from xcloud.watch.status import culprits, describe, main, ranks_of
+from xcloud.show.status import culprits, describe, main, ranks_of
 
 
 def write(run_dir: Path, rank: int, **facts: Any) -> None:

@@ -11,19 +11,19 @@ import torch
 
 from tests.pipelines import BORDER, D, in_threads, pipelines, samples, wired
 from tests.runs import wait_for
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooOutLink
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LinkName, LinkRecord, MessageLog
-from xcloud.cluster.link_end import OutSettings
-from xcloud.cluster.link_profile import LinkWindow
 from xcloud.comm.compression import Compression
 from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.gloo_link import GlooOutLink
+from xcloud.net.link import LinkName, LinkRecord, MessageLog
+from xcloud.net.link_end import OutSettings
+from xcloud.net.link_profile import LinkWindow
+from xcloud.pipeline.batch_plan import cut
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.rank.reports import GpuClock
-from xcloud.training.batch_plan import cut
 
 
 def test_every_span_is_counted_in_its_sum_and_nowhere_else() -> None:

@@ -9,21 +9,21 @@ import torch
 from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ReplicasDiffer
-from xcloud.cluster.frame import Kind
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import Median, TrimmedMean
-from xcloud.parallel.replicas import OuterOptimizer
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.settings import Optimizer, Training
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import Median, TrimmedMean
+from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.schedule import GPipe
+from xcloud.pipeline.settings import Optimizer, Training
 
 DATA_PARALLEL = Strategy("data_parallel", None, GradientAveraging(check_every=1))
 HYBRID = Strategy("hybrid", 2, GradientAveraging(check_every=1))

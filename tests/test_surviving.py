@@ -20,7 +20,7 @@ from tests.runs import (
     weights,
 )
 from tests.toy import toy_config
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
 from xcloud.record.further_figures import read_run
-from xcloud.sweep import report
-from xcloud.sweep.pictures import LOSSES, curves_of, write_losses
-from xcloud.sweep.report import print_sweep, write_csv
-from xcloud.sweep.results import Results, from_folder
+from xcloud.study import report
+from xcloud.study.pictures import LOSSES, curves_of, write_losses
+from xcloud.study.report import print_sweep, write_csv
+from xcloud.study.results import Results, from_folder
 
 NUM_STEPS = 60
 

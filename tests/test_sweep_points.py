@@ -8,7 +8,7 @@ import pytest
 
 from tests.sweep_runs import compose, points
 from xcloud.job.config import flatten
-from xcloud.sweep.points import (
+from xcloud.study.points import (
     differences,
     identity,
     name_points,

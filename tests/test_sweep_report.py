@@ -17,14 +17,14 @@ from rich.console import Console
 from tests.sweep_runs import blank_store, compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
-from xcloud.record import mlflow_store as ui
-from xcloud.record.mlflow_store import COSTS, VIEW_TAG, Store, show_first
-from xcloud.record.tracking import MlflowTracker, NullTracker
-from xcloud.report.canvas import canvas
-from xcloud.sweep import pictures, report
-from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.report import columns_of, page_in_mlflow, print_sweep, write_csv
-from xcloud.sweep.results import Result, Results, from_folder, open_sweep, spread_text
+from xcloud.show.canvas import canvas
+from xcloud.study import pictures, report
+from xcloud.study.pictures import front, write_pictures
+from xcloud.study.report import columns_of, page_in_mlflow, print_sweep, write_csv
+from xcloud.study.results import Result, Results, from_folder, open_sweep, spread_text
+from xcloud.tracking import mlflow_store as ui
+from xcloud.tracking.mlflow_store import COSTS, VIEW_TAG, Store, show_first
+from xcloud.tracking.tracker import MlflowTracker, NullTracker
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
 

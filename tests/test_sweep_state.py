@@ -12,9 +12,9 @@ import pytest
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.sweep.points import Decision, Point, SweepState, code_fingerprint, name_points
-from xcloud.sweep.runner import OUTPUT_FILE, Processes, check_name
+from xcloud.record.checkpoint_files import CheckpointFolder
+from xcloud.study.points import Decision, Point, SweepState, code_fingerprint, name_points
+from xcloud.study.runner import OUTPUT_FILE, Processes, check_name
 
 GRID = ["seed=1", "seed=2", "seed=3"]
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have their own tests, and take most of the time."""
-    monkeypatch.setattr("xcloud.sweep.pictures.write_pictures", lambda *arguments: [])
+    monkeypatch.setattr("xcloud.study.pictures.write_pictures", lambda *arguments: [])
 
 
 def test_a_wrong_point_refuses_the_sweep_with_its_reason(
@@ -190,7 +190,7 @@ def test_ctrl_c_counts_points_of_older_code_that_were_still_to_come(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_sweep(folder, GRID, FakeRuns())
-    monkeypatch.setattr("xcloud.sweep.points.code_fingerprint", lambda: "other")
+    monkeypatch.setattr("xcloud.study.points.code_fingerprint", lambda: "other")
 
     assert run_sweep(folder, GRID, FakeRuns(fail=["interrupt"])) == 130
     assert "interrupted, 3 of 3 points are left" in capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_a_change_of_code_is_said_and_the_point_runs_again(
 ) -> None:
     run_sweep(folder, GRID[:1], FakeRuns())
     capsys.readouterr()
-    monkeypatch.setattr("xcloud.sweep.points.code_fingerprint", lambda: "other code")
+    monkeypatch.setattr("xcloud.study.points.code_fingerprint", lambda: "other code")
     again = FakeRuns()
 
     assert run_sweep(folder, GRID[:1], again) == 0
@@ -247,7 +247,7 @@ def test_a_point_whose_files_are_others_runs_again_from_the_start(
     too."""
     run_sweep(folder, GRID[:1], FakeRuns(fail=["none s1"] if status == "failed" else []))
     capsys.readouterr()
-    monkeypatch.setattr("xcloud.sweep.points.inputs_of", lambda *of: {"task.path": "another"})
+    monkeypatch.setattr("xcloud.study.points.inputs_of", lambda *of: {"task.path": "another"})
     again = FakeRuns()
 
     assert run_sweep(folder, GRID[:1], again) == 0
@@ -262,7 +262,7 @@ def test_code_that_decides_nothing_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = partial(code_digests, tmp_path)
-    monkeypatch.setattr("xcloud.sweep.points.code_digests", digests)
+    monkeypatch.setattr("xcloud.study.points.code_digests", digests)
     for name in ("sweep", "claims"):
         (tmp_path / name).mkdir()
     (tmp_path / "a.py").write_text("1")
@@ -316,7 +316,7 @@ def test_a_point_that_begins_while_the_sweep_ends_is_ended_too(
     processes.end()
     asleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(
-        "xcloud.sweep.runner.start_point",
+        "xcloud.study.runner.start_point",
         lambda *given: subprocess.Popen(asleep, stdout=subprocess.PIPE, encoding="utf-8"),
     )
     (point,) = points("seed=1")

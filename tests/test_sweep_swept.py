@@ -11,15 +11,15 @@ from rich.console import Console
 
 from tests.split_runs import fig_9, split_run
 from tests.sweep_runs import compose, write_run
-from xcloud.sweep.pictures import write_swept_picture
-from xcloud.sweep.points import (
+from xcloud.study.pictures import write_swept_picture
+from xcloud.study.points import (
     differences,
     identity,
     varying,
     with_also,
 )
-from xcloud.sweep.report import print_sweep, print_swept, write_swept
-from xcloud.sweep.results import Result, Results, from_folder, published_for, swept_of
+from xcloud.study.report import print_sweep, print_swept, write_swept
+from xcloud.study.results import Result, Results, from_folder, published_for, swept_of
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

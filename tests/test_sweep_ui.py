@@ -13,8 +13,8 @@ import pytest
 
 from tests.chromium import browser, chromium
 from tests.runs import completed
-from xcloud.record.mlflow_store import UI_HOST
-from xcloud.report.tables import Page, Table, write_site
+from xcloud.show.tables import Page, Table, write_site
+from xcloud.tracking.mlflow_store import UI_HOST
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from tests.runs import ROOT
 from xcloud.base.terminal import printable, say, signals_to_stop
-from xcloud.report.tables import Column, markdown_of, print_report, print_table, write_csv
-from xcloud.watch.display import ProgressLine
-from xcloud.watch.status import describe
+from xcloud.show.display import ProgressLine
+from xcloud.show.status import describe
+from xcloud.show.tables import Column, markdown_of, print_report, print_table, write_csv
 
 ESCAPES = "\x1b]0;owned\x07 \x9b2J \r over \x08 \u202e txt"
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from xcloud.record.mlflow_store import Point, Thinner, points_of
+from xcloud.tracking.mlflow_store import Point, Thinner, points_of
 
 
 def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[Point]:

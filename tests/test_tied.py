@@ -14,15 +14,15 @@ from tests.pipelines import D
 from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM
-from xcloud.rank.gradient_parts import TiedGradients
-from xcloud.training.settings import Optimizer, Training
+from xcloud.pipeline.settings import Optimizer, Training
+from xcloud.train.gradient_parts import TiedGradients
 
 LAYOUTS = {
     "one rank": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

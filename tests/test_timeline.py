@@ -13,7 +13,7 @@ from tests.toy import toy_config
 from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
-from xcloud.watch.display import TRACE_FILE
+from xcloud.show.display import TRACE_FILE
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

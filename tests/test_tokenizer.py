@@ -223,10 +223,10 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_fails_at_once_and_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xcloud.hub._answers", lambda url: False)
+    monkeypatch.setattr("xcloud.pretrained._answers", lambda url: False)
     from huggingface_hub import constants
 
-    from xcloud import hub as hub_access
+    from xcloud import pretrained as hub_access
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

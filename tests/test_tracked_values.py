@@ -3,7 +3,7 @@
 import pytest
 
 from xcloud.record.events import StepTotals
-from xcloud.record.mlflow_store import (
+from xcloud.tracking.mlflow_store import (
     final_metrics,
     legal_name,
     quality_metrics,

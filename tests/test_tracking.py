@@ -18,8 +18,9 @@ from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.record.mlflow_store import Store, final_metrics
-from xcloud.record.tracking import (
+from xcloud.study.report import main as report_command
+from xcloud.tracking.mlflow_store import Store, final_metrics
+from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TOKEN_TAG,
     TRACKED_FILE,
@@ -29,7 +30,6 @@ from xcloud.record.tracking import (
     TrackedRun,
     Tracker,
 )
-from xcloud.sweep.report import main as report_command
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
 
@@ -155,7 +155,7 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.tracking.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("xcloud.tracking.tracker.RETRY_AFTER_S", 0.01)
     with caplog.at_level(logging.WARNING):
         tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(tracked(tmp_path))
         append_step(tmp_path, 1, 1.0)
@@ -188,7 +188,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    monkeypatch.setattr("xcloud.tracking.tracker.FINISH_ATTEMPTS", 1)
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(tracked(tmp_path))
     append_step(tmp_path, 1, 1.0)
     wait_for(lambda: len(client.curve("train/loss")) == 1)
@@ -255,7 +255,7 @@ def test_the_first_load_is_measured_and_the_run_lists_its_model(
 
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.tracking.psutil.cpu_percent", cpu_percent)
+    monkeypatch.setattr("xcloud.tracking.tracker.psutil.cpu_percent", cpu_percent)
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path))
     tracker.finish("finished", SUMMARY)
 
@@ -313,7 +313,7 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
-    modules = "record.events record.summary report.tables record.tracking base.project __main__"
+    modules = "record.events record.summary show.tables tracking.tracker base.project __main__"
     code = f"""
 import importlib, sys
 for name in {modules.split()}:
@@ -328,7 +328,7 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = FakeClient()
-    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+    monkeypatch.setattr("xcloud.tracking.mlflow_store.Store.open", lambda *_: (client, "1"))
 
     def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> Sender:
         tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(
@@ -360,7 +360,7 @@ def test_a_resumed_run_shows_the_last_attempts_figures_and_what_it_changed(
 ) -> None:
     """MLflow shows the value of the highest step as the latest, and cannot change a parameter."""
     client = FakeClient()
-    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+    monkeypatch.setattr("xcloud.tracking.mlflow_store.Store.open", lambda *_: (client, "1"))
 
     def attempt(number: int, params: dict[str, Any], **figures: Any) -> None:
         run = tracked(tmp_path, params=params)
@@ -391,7 +391,7 @@ def test_a_file_from_elsewhere_cannot_name_somebody_elses_run(
     client = FakeClient()
     client.tags[TOKEN_TAG] = "the victim's"
     client.delete_run = lambda run_id: pytest.fail("deleted")  # type: ignore[attr-defined]
-    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+    monkeypatch.setattr("xcloud.tracking.mlflow_store.Store.open", lambda *_: (client, "1"))
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.01)
     for file in (TRACKED_FILE, REPLACED_FILE):
         named = {"run_id": "id-of-the-run", "store": tracker.store.tracking_uri, "token": token}
@@ -433,7 +433,7 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
             is_down.set()
         tracker.finish("finished", SUMMARY)
 
-    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    monkeypatch.setattr("xcloud.tracking.tracker.FINISH_ATTEMPTS", 1)
     whole, broken = FakeClient(refuse), FakeClient(refuse)
     (tmp_path / "whole").mkdir()
     attempt(whole, tmp_path / "whole", range(1, 1501), is_killed=False)

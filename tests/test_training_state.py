@@ -12,8 +12,8 @@ from torch import nn
 from tests.channels import same_state, stored
 from tests.trainers import LAYOUTS, SKIP, ranks, spoil, update
 from xcloud.base.errors import DataError
-from xcloud.training.settings import Optimizer
-from xcloud.training.trainer import TrainedModule
+from xcloud.pipeline.settings import Optimizer
+from xcloud.pipeline.trainer import TrainedModule
 
 
 def trained(**changes: Any) -> TrainedModule:

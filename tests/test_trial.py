@@ -17,21 +17,21 @@ from tests import combinations
 from tests.plan_pieces import EIGHT
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
+from xcloud.features.autopilot.pilot import StageMeter
 from xcloud.job import config as configs
+from xcloud.job.strategy import Strategy
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import read_profile
-from xcloud.plan.measured import measured_costs
-from xcloud.plan.settings import NO_COMPRESSION, Tour
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import GPipe
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
+from xcloud.planner.settings import NO_COMPRESSION, Tour
 from xcloud.planner.trial import TrialRun
-from xcloud.rank.autopilot import StageMeter
 from xcloud.record.timeline import Lane, Timeline
+from xcloud.simulator.costs import read_profile
+from xcloud.simulator.measured import measured_costs
 
 BLOCKS = 5
 

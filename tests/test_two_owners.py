@@ -8,13 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.cluster.frame import Kind
 from xcloud.job import config as configs
 from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.net.frame import Kind
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import Reporter
-from xcloud.watch import following
-from xcloud.watch.following import monitor_of
+from xcloud.show import following
+from xcloud.show.following import monitor_of
 
 HERE = "/data/eu/hospital.b/train.es"
 

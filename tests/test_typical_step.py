@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link import LinkName, MessageLog, ReceivedMessage, SentMessage
 from xcloud.comm.step_clock import Place, RecordedStep, Span
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.link import LinkName, MessageLog, ReceivedMessage, SentMessage
 from xcloud.rank.reports import most_typical, timeline_events
 
 FORWARD = LinkName(0, 0, 1)

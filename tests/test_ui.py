@@ -14,7 +14,7 @@ import pytest
 
 from tests.sweep_runs import blank_store
 from xcloud.base.errors import ConfigError
-from xcloud.record import mlflow_store as ui
+from xcloud.tracking import mlflow_store as ui
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from experiments.gradient_leaks.meter import AveragesMeter
 from tests.configs import CONF, build, composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.experiment import Experiment
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run
+from xcloud.layout import Cloud, ClusterLayout
 
 FITTING = [
     ("u_shape", "owner_keeps_text_and_labels"),
@@ -54,7 +54,9 @@ def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
         assert found.fields_of(rank) == read | ({"label"} if last in place.stages else set())
         for name in found.fields_of(rank):
             assert place.cloud in found.security.holders.get(name, [place.cloud])
-    with pytest.raises(ConfigError, match="Move the stage|name their stages"):  # a copy for each cloud
+    with pytest.raises(
+        ConfigError, match=r"Move the stage|name their stages"
+    ):  # a copy for each cloud
         configs.job_from_config(composed(*chats, "strategy=data_parallel"))
 
 

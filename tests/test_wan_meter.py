@@ -4,14 +4,14 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from xcloud.cluster.frame import Kind
-from xcloud.cluster.link import LinkRecord
 from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.part import StepReport
-from xcloud.rank.stage_rank import WanMeter
+from xcloud.net.frame import Kind
+from xcloud.net.link import LinkRecord
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.part import StepReport
 from xcloud.rank.task_data import gather_predictions
 from xcloud.record.reporter import Reporter
+from xcloud.train.stage_rank import WanMeter
 
 
 def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> None:

@@ -15,11 +15,11 @@ from tests.plan_pieces import EIGHT
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.units import human_bytes, human_duration
-from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.schedule import GPipe
-from xcloud.plan import formulas
-from xcloud.plan.costs import write_profile
+from xcloud.net.link_profile import line_bytes
+from xcloud.pipeline.schedule import GPipe
+from xcloud.simulator import formulas
+from xcloud.simulator.costs import write_profile
 
 EXAMPLE = project_root() / "docs" / "plans" / "eight_clouds.yaml"
 LAYER_S, TOKENS = 0.01, 16

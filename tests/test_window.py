@@ -13,17 +13,17 @@ from tests.memory_group import MemoryGroup
 from tests.pipelines import BORDER, D, wired
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError, LinkClosed
-from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LinkClock, PostedReceives, Reservation
-from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
-from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.comm.channel import SendChannel
 from xcloud.comm.compression import Compression
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.schedule import GPipe, Schedule, most_in_flight
-from xcloud.wire.ends import FRAME_SLACK_BYTES
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink
+from xcloud.net.link import LinkClock, PostedReceives, Reservation
+from xcloud.net.link_end import ByteQueue, InSettings, OutSettings
+from xcloud.net.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
+from xcloud.pipeline.ends import FRAME_SLACK_BYTES
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.schedule import GPipe, Schedule, most_in_flight
 
 
 def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:

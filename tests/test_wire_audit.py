@@ -13,14 +13,15 @@ from torch import Tensor
 from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
-from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
-from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
-from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.ranks import CARRIES, noting
 from xcloud.launch.local import run
-from xcloud.rank.one_way import CARRIES, noting
-from xcloud.rank.one_way.intake import Inbox
-from xcloud.security.wire_audit import (
+from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame
+from xcloud.net.link import CONTROL, LinkName, LinkRecord
+from xcloud.net.link_end import PeerLife
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.security.audit import (
     as_table,
     audit_file,
     compact,
@@ -28,7 +29,6 @@ from xcloud.security.wire_audit import (
     main,
     write_rank_audit,
 )
-from xcloud.training.batch_plan import BatchPlan
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)

@@ -14,8 +14,10 @@ import torch
 from tests.pipelines import in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.transport import Meeting, meeting_store
-from xcloud.cluster.words import (
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.job.job import Job
+from xcloud.net.transport import Meeting, meeting_store
+from xcloud.net.words import (
     MAX_NAME_BYTES,
     MAX_TEXT_BYTES,
     MAX_WORDS,
@@ -26,9 +28,7 @@ from xcloud.cluster.words import (
     encode,
     line_of,
 )
-from xcloud.job.job import Job
-from xcloud.join.agreement import agree
-from xcloud.survive.common_step import newest_common
+from xcloud.rank.agreement import agree
 
 
 def meeting(folder: Path, rank: int, within_s: float = 60.0, beginning: int = 0) -> Meeting:

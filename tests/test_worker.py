@@ -18,20 +18,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, LinkClosed
-from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.features.checkpoints.restored import restored
+from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.checkpoints.saving import StopSignal, about_part
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config
 from xcloud.job.given import read_job
 from xcloud.job.job import Job
-from xcloud.join import agreement
-from xcloud.join.agreement import Verdict
 from xcloud.launch import failures, rank_process, several_machines
 from xcloud.launch.torchrun import torchrun
-from xcloud.rank.checkpoints import restored
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.rank import agreement
+from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import Role
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import StopSignal, about_part
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
 

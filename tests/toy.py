@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import (
     Batch,
@@ -29,6 +28,7 @@ from xcloud.contracts.model import (
     StageOutput,
     TokenIds,
 )
+from xcloud.net.frame import TensorSpec
 
 VOCABULARY = 16
 LENGTH = 6

@@ -10,26 +10,26 @@ import torch
 
 from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
 from xcloud.base.errors import TrainingDiverged
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.part import Part, Parts, StepReport
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
+from xcloud.features.replicas.outer import Replicas
+from xcloud.job.strategy import Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.batch_plan import BatchPlan, Feed, replica_samples
+from xcloud.pipeline.exchange import AllReduce, Exchange, Work
+from xcloud.pipeline.part import Part, Parts, StepReport
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.pipeline.settings import Optimizer, Training
+from xcloud.pipeline.trainer import LossReport, Trainer
+from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.channel_memories import ChannelMemories
-from xcloud.rank.gradient_parts import PrivateGradients, join_tied, overlapped_sums
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
-from xcloud.training.batch_plan import BatchPlan, Feed, replica_samples
-from xcloud.training.settings import Optimizer, Training
-from xcloud.training.trainer import LossReport, Trainer
-from xcloud.wire.wiring import Wiring
+from xcloud.train.gradient_parts import PrivateGradients, join_tied, overlapped_sums
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

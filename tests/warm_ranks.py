@@ -119,9 +119,9 @@ IMPORTED_BY_COMMANDS = (
     "rich.live",
     "xcloud.launch.local",
     "xcloud.planner.planning",
-    "xcloud.report.pictures",
-    "xcloud.sweep.report",
-    "xcloud.sweep.runner",
+    "xcloud.show.pictures",
+    "xcloud.study.report",
+    "xcloud.study.runner",
 )
 
 
@@ -177,9 +177,9 @@ def become_process(
         match command[2 - len(own) :]:
             case ["-m", "xcloud", *words]:
                 be_rank(words)
-            case ["-m", "xcloud.sweep.runner", *words]:
+            case ["-m", "xcloud.study.runner", *words]:
                 sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # no file, as before
-                point = importlib.import_module("xcloud.sweep.runner")
+                point = importlib.import_module("xcloud.study.runner")
                 be_launcher(["point", *words], lambda: sys.exit(point.main()))
             case ["-m", name, *words]:
                 be_launcher([name, *words], lambda: runpy.run_module(name, run_name="__main__"))
@@ -224,7 +224,7 @@ def be_launcher(words: list[str], body: Callable[[], object]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
     importlib.import_module("xcloud.launch.processes").start_process = fork_rank
     if "tracker=none" in words:  # else a thread of the sweep may be importing MLflow
-        importlib.import_module("xcloud.sweep.runner").start_point = fork_point
+        importlib.import_module("xcloud.study.runner").start_point = fork_point
     sys.argv = words
     body()
 
@@ -246,7 +246,7 @@ def fork_point(run_dir: Path, threads: int) -> Child:
         child.stdout = open(read, encoding="utf-8")  # type: ignore[attr-defined]
         return child
     os.close(read)
-    command = [sys.executable, "-P", "-m", "xcloud.sweep.runner", str(run_dir)]
+    command = [sys.executable, "-P", "-m", "xcloud.study.runner", str(run_dir)]
     command += ["--parent", parent]
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     become_process(command, environment, os.getcwd(), f"/proc/self/fd/{write}")

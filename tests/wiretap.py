@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.toy_text import ToyTextTask
-from xcloud.cluster.gloo_link import Pair
+from xcloud.net.gloo_link import Pair
 
 _TAPPED = False
 

@@ -26,11 +26,11 @@ class Command(NamedTuple):
 TABLE = """
 entry.main | run +exp=abnet_iwslt | run an experiment, as python run.py does
 job.catalogue.main | settings training | list what may be set, with defaults and meanings
-record.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
-sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
-claims.pages.main | claims | list what is claimed with its state; write docs/paper.md
-claims.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record
-claims.pages.site | site --out site | write the records as a static site
+tracking.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
+study.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
+study.pages.main | claims | list what is claimed with its state; write docs/paper.md
+study.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record
+study.pages.site | site --out site | write the records as a static site
 use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines with a trained run
 use.generate | generate outputs/DATE/TIME "The doctor" \
     | let a trained causal language model write on
@@ -42,15 +42,15 @@ launch.rank_process.main | worker experiment.yaml --cloud cloud_a --run-dir runs
     | one rank of a run; run.py starts it, and over several machines torchrun
 job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
     | write a policy under which this cloud runs that file and no other
-watch.following.main | monitor runs/first --experiment experiment.yaml --again \
+show.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
-watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom
+show.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom
 tasks.multilingual_text.train_tokenizer \
     | train-tokenizer FOLDER --languages es en --out tokenizer.json \
     | make the tokenizer that the clouds of a one-way job share
-security.wire_audit.main | wire-audit outputs/DATE/TIME \
+security.audit.main | wire-audit outputs/DATE/TIME \
     | join the clouds' records of what left them
-security.leak_meter.main | leak-meter outputs/DATE/TIME \
+features.leak_meter.meter.main | leak-meter outputs/DATE/TIME \
     | measure what other clouds could recover, from the notes of a run
 """
 ROWS = (Command(*map(str.strip, row.split("|"))) for row in TABLE.strip().splitlines())

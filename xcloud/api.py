@@ -30,7 +30,7 @@ from xcloud.record.summary import SUMMARY_FILE, read_summary
 if TYPE_CHECKING:
     from torch import nn
 
-    from xcloud.parallel.gradient_averaging import CompressedAveraging
+    from xcloud.features.replicas.gradient_averaging import CompressedAveraging
 
 __all__ = [
     "ConfigError",
@@ -136,8 +136,8 @@ def sweep(
     The closing table and the pictures are in `multirun/NAME`. Raises ConfigError if a point cannot
     run (nothing is started then) and RunFailed if one has failed; the others have run.
     """
-    from xcloud.sweep.points import read_points, with_also
-    from xcloud.sweep.runner import (
+    from xcloud.study.points import read_points, with_also
+    from xcloud.study.runner import (
         FINISHED,
         INTERRUPTED,
         REFUSED,
@@ -187,7 +187,10 @@ def compress_ddp(model: nn.Module, name: str, *, feedback: bool = True) -> Compr
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    from xcloud.parallel.gradient_averaging import CompressedAveraging, compressed_averaging
+    from xcloud.features.replicas.gradient_averaging import (
+        CompressedAveraging,
+        compressed_averaging,
+    )
 
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"compress_ddp takes a DistributedDataParallel, got {type(model)}")

@@ -97,10 +97,10 @@ def run_composed(config: DictConfig) -> None:
     composed = True
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from xcloud.features.checkpoints.resume import check_can_go_on
         from xcloud.launch.local import run
-        from xcloud.survive.resume import check_can_go_on
 
-        # Hydra's own launcher; ours starts a process for each point (xcloud/sweep/runner.py).
+        # Hydra's own launcher; ours starts a process for each point (xcloud/study/runner.py).
         run(config, run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():
@@ -123,8 +123,8 @@ def with_plan(config: DictConfig, run_dir: Path) -> DictConfig | None:
 def resume(words: Sequence[str]) -> None:
     """Resume a run, and the one that follows it. words: resume=FOLDER and changed settings."""
     from xcloud.base.errors import ConfigError
+    from xcloud.features.checkpoints.resume import check_can_go_on
     from xcloud.job.given import resumed
-    from xcloud.survive.resume import check_can_go_on
 
     asked = [word for word in words if word.startswith(RESUME)]
     overrides = [word for word in words if word not in (*asked, ANEW)]

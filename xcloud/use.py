@@ -28,16 +28,16 @@ from xcloud.base.run_folder import owned
 from xcloud.base.settings import NotNegativeFloat, Positive, Rate
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
+from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
-from xcloud.job.experiment import Experiment
 from xcloud.job.given import check_is_run, read_job
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
+from xcloud.net.frame import TensorSpec
 from xcloud.rank.export import exporting
 from xcloud.tasks.language_modelling import read_chats
 

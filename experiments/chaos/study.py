@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.chaos_record import GOOD
 from xcloud.base.project import project_root
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 
 def main() -> None:

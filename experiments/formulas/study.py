@@ -25,12 +25,12 @@ from benchmarks.paper_step import UniformCosts, simulate
 from benchmarks.sleeping_job import WARM_UP, Job
 from benchmarks.sleeping_model import SAMPLE_BYTES, read_usage
 from tests import warm_ranks
-from xcloud.claims.reproduce import Rows
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import line_bytes
 from xcloud.launch import processes as launch
-from xcloud.parallel.schedule import GPipe
-from xcloud.plan import formulas
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link_profile import line_bytes
+from xcloud.pipeline.schedule import GPipe
+from xcloud.simulator import formulas
+from xcloud.study.reproduce import Rows
 
 FORWARD_S, BACKWARD_S, TRANSFER_S = 0.03, 0.06, 0.015  # of a micro-batch, which is one sample
 STEPS = 5  # timed, of each run
@@ -75,7 +75,7 @@ class Case(NamedTuple):
         line: Any = "free"
         if self.tt:
             rate = 8 * line_bytes(SAMPLE_BYTES) / self.tt
-            line = {"_target_": "xcloud.cluster.link_profile.LinkProfile",
+            line = {"_target_": "xcloud.net.link_profile.LinkProfile",
                     "bandwidth_bits_per_s": rate}  # fmt: skip
         job = Job([1] * self.p, self.m, self.m, sample_s=FORWARD_S, line=line)
         summary = run_quietly(job.config(WARM_UP + STEPS + 1), folder)

@@ -1,6 +1,6 @@
 """Attacks on the gradient of a whole batch, or on a weight change: which tokens made it, and in
 which order; and scores of the tokens that they guess. Pure tensor code: reads no file, knows no
-link. Of single messages: xcloud/security/leak_meter.py.
+link. Of single messages: xcloud/features/leak_meter/meter.py.
 
 Shapes: V words, H features of a layer's input, O outputs, N candidates, B texts, S positions,
 K dimensions of a row space.
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.rank.leaks import ReadingStage
+from xcloud.features.leak_meter.observers import ReadingStage
 
 TEXTS = "texts"  # the attack that guesses whole texts; the others guess sets of tokens
 _LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less

@@ -33,14 +33,14 @@ from experiments.gradient_leaks.gradient_attacks import (
 )
 from xcloud.base.errors import XcloudError
 from xcloud.base.settings import Positive, settings
-from xcloud.rank.leaks import Observer, ReadingStage
-from xcloud.security.leak_meter import (
+from xcloud.features.leak_meter.meter import (
     OBSERVATIONS_DIR,
     LeakMeter,
     entries,
     main,
     read_observations,
 )
+from xcloud.features.leak_meter.observers import Observer, ReadingStage
 
 
 @settings("security.meter")

@@ -36,8 +36,8 @@ from experiments.gradient_leaks.gradient_matching import (
 )
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
+from xcloud.experiment import Experiment
 from xcloud.job.config import job_from_config
-from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network
 from xcloud.rank.task_data import load
 from xcloud.security.defences import clip_factor

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from xcloud.base.project import project_root
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 U_SHAPE = ["cluster=u_shape", "security=owner_keeps_text_and_labels"]
 TWO_STAGES = ["cluster=bottom_only", "security=owner_keeps_text"]

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from xcloud.base.project import project_root
-from xcloud.claims.reproduce import Rows
-from xcloud.training.settings import resolve_precision
+from xcloud.pipeline.settings import resolve_precision
+from xcloud.study.reproduce import Rows
 
 FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip

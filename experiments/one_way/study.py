@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.bench_one_way import ONE_CLOUD, config_of, measure
 from experiments.one_way.prepare_text import prepare
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 LINES = {ONE_CLOUD: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 RANKS = (1, 2, 4, 8)

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.strategies.rows import ROWS, settings
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 COMPARED = [
     "data parallel, FP32", "pipeline, INT4", "streaming, every 16, INT4", "FedAvg every 15, INT4",

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.real_text.word_adapters import columns, further_texts
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 UPDATES = 1200
 DROPOUT, TWICE = "model.dropout=0.2", f"training.max_steps={2 * UPDATES}"

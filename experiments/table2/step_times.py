@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.table2.one_model import ROWS, corpora, words_of
-from xcloud.claims.reproduce import Rows
+from xcloud.study.reproduce import Rows
 
 WIRES = {"wire FP32": "compression=none", "wire BF16": "compression=bf16"}
 FIGURES = ("step_s", "bytes_forward", "bytes_backward", "bytes", "ratio", "wall_s")

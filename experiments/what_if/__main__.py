@@ -42,7 +42,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.wording import meant
 from xcloud.job.config import read_plain
-from xcloud.plan.costs import Profile, read_profile
+from xcloud.simulator.costs import Profile, read_profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

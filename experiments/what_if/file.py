@@ -18,13 +18,13 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegativeFloat, Positive, PositiveFloat, settings
 from xcloud.base.wording import unknown_key
-from xcloud.cluster.frame import TensorSpec, frame_bytes
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.comm.compressor import Compressor
-from xcloud.plan.costs import (
+from xcloud.net.frame import TensorSpec, frame_bytes
+from xcloud.net.link_profile import LinkProfile
+from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from experiments.what_if.file import WhatIf
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
-from xcloud.plan.costs import Profile
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.search import Space, fastest, splits_of
-from xcloud.plan.settings import Arranged, Plan, Priced
+from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.strategy import WHOLE_MODEL, Strategy
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.search import Space, fastest, splits_of
+from xcloud.planner.settings import Arranged, Plan, Priced
+from xcloud.simulator.costs import Profile
+from xcloud.simulator.pricing import Pricer
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
 MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated

@@ -28,7 +28,8 @@ Seconds = NotNegativeFloat
 class Leads:
     """Marks a text setting that leads out of the experiment, in an Annotated: to files that are
     read or written, to a checkpoint or data set of the hub (or in a folder), to a server. A text
-    without this mark is a word: nothing is opened by it. security/places.py looks for it."""
+    without this mark is a word: nothing is opened by it. security/places.py looks for
+    it."""
 
     to: Literal["read", "write", "hub", "address"]
 

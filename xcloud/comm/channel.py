@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.net.link_end import ReceivingEnd, SendingEnd
 
 Samples = Mapping[str, Tensor]
 """What a rank may see of a message's samples, axis 0 = sample: "ids", int64 [B], and fields of the

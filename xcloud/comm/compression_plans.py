@@ -1,5 +1,5 @@
 """Compression that changes by step, boundary or tensor, and what a run may choose between while it
-goes on (rank/autopilot.py chooses).
+goes on (features/autopilot/pilot.py chooses).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.state import StatefulParts, StateTree
+from xcloud.net.frame import TensorSpec
 
 Parts = tuple[Tensor, ...]
 Family = Literal["none", "low_rank", "sparse", "precision"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.settings import Positive, Rate, settings
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor, Family, Feedback, Parts, refuse_integers, wide
 from xcloud.comm.state import State
+from xcloud.net.frame import TensorSpec
 
 
 class WarmFactors(Compressor):

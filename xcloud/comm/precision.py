@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xcloud.base.settings import Positive, settings
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import (
     Compressor,
     Draws,
@@ -30,6 +29,7 @@ from xcloud.comm.compressor import (
     refuse_integers,
     wide,
 )
+from xcloud.net.frame import TensorSpec
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}

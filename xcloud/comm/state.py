@@ -1,5 +1,5 @@
 """State: what something needs to resume exactly, and how it is composed of the state of parts.
-When it is saved is decided elsewhere (survive/).
+When it is saved is decided elsewhere (features/checkpoints/).
 """
 
 from __future__ import annotations

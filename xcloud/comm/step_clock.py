@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from xcloud.cluster.link import MessageLog
+from xcloud.net.link import MessageLog
 
 Computing = Literal["fetch", "forward", "backward", "weights", "clip", "optimizer"]
 What = Computing | Literal["compress", "decompress", "wait", "average"]

@@ -27,6 +27,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.overrides import as_override, parsed, unreadable, with_home
 from xcloud.base.run_folder import check_is_folder
 from xcloud.base.wording import meant, unknown_key
+from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     dotted,
@@ -37,7 +38,6 @@ from xcloud.job.config import (
     this_clouds_policy,
 )
 from xcloud.job.job import Job, PipelineJob
-from xcloud.job.one_way import OneWayExperiment
 from xcloud.record.files import EVENTS_FILE
 from xcloud.record.summary import read_summary
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xcloud.hub import contents_of
+from xcloud.pretrained import contents_of
 
 _READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
 

@@ -19,24 +19,24 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
-from xcloud.cluster.layout import ClusterLayout, Layout
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel, Task
-from xcloud.parallel.part import FurtherPart
-from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.strategy import Places, Strategy
-from xcloud.plan.settings import Autopilot, Planning
+from xcloud.features.leak_meter.meter import LeakMeter
+from xcloud.job.strategy import Places, Strategy
+from xcloud.layout import ClusterLayout, Layout
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.part import FurtherPart
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.schedule import Schedule
+from xcloud.pipeline.settings import Checkpoints, Training
+from xcloud.planner.settings import Autopilot, Planning
 from xcloud.record.events import StepCollector
 from xcloud.record.further_figures import ENTRIES, ElasticCollector
 from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
-from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.pinned_batches import PinnedBatchPlan
-from xcloud.training.settings import Checkpoints, Training
+from xcloud.tracking.tracker import Tracker
 
 
 @settings("launch")
@@ -111,7 +111,7 @@ class Job(Names, ABC):
 
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (planner/planning.py); null in whatever is run.
-    autopilot: what may change while it runs (rank/autopilot.py); null: nothing.
+    autopilot: what may change while it runs (features/autopilot/pilot.py); null: nothing.
     """
 
     cluster: SkipValidation[Layout]

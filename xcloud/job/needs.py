@@ -15,10 +15,10 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.memory import NoMemory
+from xcloud.features.activation_cache.cache import decodes_rows_alone
 from xcloud.job.job import PipelineJob
-from xcloud.parallel.activation_cache import decodes_rows_alone
-from xcloud.parallel.schedule import put_off
-from xcloud.parallel.within_cloud import check_in_step
+from xcloud.pipeline.schedule import put_off
+from xcloud.pipeline.within_cloud import check_in_step
 from xcloud.security.defences import LABEL
 
 MAX_CHOICES = 255  # rank 0 sends the number in a byte

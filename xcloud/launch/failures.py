@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
-from xcloud.cluster.rendezvous import Ending
+from xcloud.net.rendezvous import Ending
 from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1

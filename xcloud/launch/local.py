@@ -21,12 +21,12 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import compared_settings
 from xcloud.launch.failures import check_gpu, named_failures
 from xcloud.launch.processes import LocalRanks, RunStopped
+from xcloud.rank.agreement import compared_settings
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
-from xcloud.watch.monitor import Monitor
+from xcloud.show.monitor import Monitor
 
 CanGoOn = Callable[[Job, Path, Mapping[str, str]], None]
 
@@ -41,7 +41,7 @@ def run(
     return its summary.
 
     resumes: an earlier run in run_dir goes on, if there is one and this check of it raises nothing
-        (survive/resume.py).
+        (features/checkpoints/resume.py).
     more_follows: this process has more to run, so a signal while the record is written raises
         RunStopped as well.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from xcloud.base.units import human_bytes, human_duration
 from xcloud.record.files import read_json
-from xcloud.watch.display import PRINT_S
+from xcloud.show.display import PRINT_S
 
 
 class OwnProgress:

@@ -18,8 +18,8 @@ import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.base.project import module_paths, python_command
-from xcloud.cluster.transport import num_cores
 from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
+from xcloud.net.transport import num_cores
 from xcloud.record.files import ready_file
 
 POLL_EVERY_S = 0.1
@@ -32,7 +32,7 @@ LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has w
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
     # Tensors come from the heap, which is not given back: activations need no new pages in every
-    # step. Long messages of links have pages of their own (cluster/frame.py).
+    # step. Long messages of links have pages of their own (net/frame.py).
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "GOMP_SPINCOUNT": "10000",  # a thread that waits for others gives a busy core away (OpenMP)

@@ -25,27 +25,27 @@ from typing import Any, NoReturn
 import torch
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.transport import Meeting, Transport
+from xcloud.experiment import Experiment
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.checkpoints.saving import StopSignal
+from xcloud.features.one_way.consumer import ConsumerRank
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.producer import ProducerRank
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.job.one_way import OneWayExperiment
-from xcloud.join.agreement import Table, Verdict, agree, meet_here, table_of
-from xcloud.join.restarts import meet_at_any_time
 from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, check_gpu, failed, write_failure
-from xcloud.rank.one_way.consumer import ConsumerRank
-from xcloud.rank.one_way.producer import ProducerRank
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.transport import Meeting, Transport
+from xcloud.rank.agreement import Table, Verdict, agree, meet_here, table_of
+from xcloud.rank.restarts import meet_at_any_time
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.stage_rank import StageRank
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import CheckpointSteps, has_events
 from xcloud.record.intake import Intake
 from xcloud.record.reporter import EventFile, RankState, Reporter
-from xcloud.security.wire_audit import write_rank_audit
-from xcloud.survive.common_step import newest_common
-from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import StopSignal
+from xcloud.security.audit import write_rank_audit
+from xcloud.train.stage_rank import StageRank
 
 DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
 LAST_WORDS_S = 0.3

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from xcloud.cluster.memory_transport import MemoryTransport, in_threads
+from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job
-from xcloud.join.agreement import Table
 from xcloud.launch import rank_process
 from xcloud.launch.rank_process import DONE, STOPPED, Process, join
+from xcloud.net.memory_transport import MemoryTransport, in_threads
+from xcloud.rank.agreement import Table
 from xcloud.record.reporter import RankState
-from xcloud.survive.saving import StopSignal
 
 
 def live(job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState) -> bool:

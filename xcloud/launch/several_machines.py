@@ -18,16 +18,16 @@ from xcloud.base.errors import ConfigError, DataError, LinkError
 from xcloud.base.project import MODEL_DIR, module_paths, python_command
 from xcloud.base.run_folder import check_owned_by_parent, owned
 from xcloud.base.terminal import say, signals_to_stop
-from xcloud.cluster.rendezvous import Ending
-from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, rank_name
-from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
+from xcloud.net.rendezvous import Ending
+from xcloud.net.transport import Meeting
+from xcloud.rank.agreement import Verdict, rank_name
+from xcloud.rank.restarts import FailureDetector, meet_under_torchrun
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.files import CheckpointSteps

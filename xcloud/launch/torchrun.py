@@ -29,10 +29,10 @@ from torch.distributed.elastic.rendezvous import (
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import module_paths
 from xcloud.base.terminal import say, signals_to_stop
-from xcloud.cluster.rendezvous import JOIN_WITHIN_S, Ending, Waiting, ended_key
-from xcloud.join.addresses import store_at, why_unreachable
 from xcloud.launch.failures import ENDINGS, EXIT_START_AGAIN
 from xcloud.launch.processes import LIBRARY_SETTINGS
+from xcloud.net.addresses import store_at, why_unreachable
+from xcloud.net.rendezvous import JOIN_WITHIN_S, Ending, Waiting, ended_key
 
 _LOOK_EVERY_S = 0.2
 _TELL_WITHIN_S = 5.0

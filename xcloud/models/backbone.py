@@ -21,14 +21,6 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, HubName, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
-from xcloud.hub import (
-    WeightFiles,
-    bytes_of,
-    key_of,
-    made_once,
-    raw_config,
-    resolve,
-)
 from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_heads
 from xcloud.models.pretraining import (
     HeldOutScore,
@@ -38,6 +30,14 @@ from xcloud.models.pretraining import (
     same_arithmetic,
 )
 from xcloud.models.stages import seeded
+from xcloud.pretrained import (
+    WeightFiles,
+    bytes_of,
+    key_of,
+    made_once,
+    raw_config,
+    resolve,
+)
 
 # Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 2

@@ -29,7 +29,6 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import HubName, NotNegative, Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
-from xcloud.hub import WeightFiles
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -46,6 +45,7 @@ from xcloud.models.causal_stage import CausalStage, OwnCausal
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
+from xcloud.pretrained import WeightFiles
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 OWN_BASE = "own_base"  # of an architecture: the folder in the cache that the run has made

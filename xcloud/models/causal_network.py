@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
-from xcloud.hub import WeightFiles, raw_config
 from xcloud.models.stages import seeded
+from xcloud.pretrained import WeightFiles, raw_config
 
 Masks = Tensor | None | dict[str, Tensor | None]
 

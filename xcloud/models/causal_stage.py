@@ -35,7 +35,6 @@ from xcloud.contracts.model import (
     StageOutput,
     TokenIds,
 )
-from xcloud.hub import bytes_of, key_of, made_once
 from xcloud.models.causal_network import (
     ADAPTER,
     HEAD,
@@ -52,6 +51,7 @@ from xcloud.models.encoder import Packing, check_heads
 from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
+from xcloud.pretrained import bytes_of, key_of, made_once
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 2

@@ -1,5 +1,5 @@
 """Small networks are pretrained on the spot: on what public text, by which descent, and masked
-language modelling for our encoders. Not a run's training loop (training/); next tokens are learned
+language modelling for our encoders. Not a run's training loop (pipeline/); next tokens are learned
 in causal_stage.py.
 
 Shapes: R rows (tokens that are not padding), M rows to predict from, H features.
@@ -37,9 +37,9 @@ from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import TokenIds
 from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.stages import seed_of, seeded_on
-from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.training.settings import Optimizer
-from xcloud.training.trainer import TrainedModule
+from xcloud.pipeline.settings import Optimizer
+from xcloud.pipeline.trainer import TrainedModule
+from xcloud.record.checkpoint_files import CheckpointFolder
 
 FIRST_REPORT_S = 2.0  # by then the time of a step is known
 REPORT_EVERY_S = 30.0

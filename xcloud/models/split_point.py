@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.cluster.frame import TensorSpec
 from xcloud.contracts.model import NO_TOKEN, Batch, BuildContext, Stage, TokenIds
-from xcloud.hub import key_of, make_once
 from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.stages import TEXT, TYPES, seeded
+from xcloud.net.frame import TensorSpec
+from xcloud.pretrained import key_of, make_once
 
 CODE_VERSION = 4  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32

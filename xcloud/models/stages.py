@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.base.errors import TrainingDiverged
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
+from xcloud.net.frame import TensorSpec
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.model.Head

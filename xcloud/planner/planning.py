@@ -15,14 +15,12 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
+from xcloud.features.activation_cache.cache import MEGABYTE
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
-from xcloud.parallel.activation_cache import MEGABYTE
-from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import Profile, lines_of, read_profile
-from xcloud.plan.pricing import OverEpochs, Pricer, over_epochs
-from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.settings import (
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.search import Space, search, splits_of
+from xcloud.planner.settings import (
     NO_COMPRESSION,
     Arranged,
     FreelyCut,
@@ -33,8 +31,10 @@ from xcloud.plan.settings import (
 )
 from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
 from xcloud.record.timeline import write_predicted
-from xcloud.report.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.security.defences import LABEL
+from xcloud.show.plan_report import Report, print_plans, write_plan, write_plan_picture
+from xcloud.simulator.costs import Profile, lines_of, read_profile
+from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
 
 PICTURE = "plan.png"
 

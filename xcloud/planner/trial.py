@@ -30,21 +30,24 @@ from torch import nn
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.terminal import say
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.transport import num_cores
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import SplitModel
+from xcloud.features.autopilot.pilot import FACTS_FILE
 from xcloud.job import config as configs
 from xcloud.job.inputs import inputs_of
 from xcloud.job.job import PipelineJob
+from xcloud.job.strategy import Strategy
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.codec_timer import time_around_averaging, time_averaging
-from xcloud.plan.costs import (
+from xcloud.layout import ClusterLayout
+from xcloud.net.transport import num_cores
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.schedule import Schedule, put_off
+from xcloud.planner.codec_timer import time_around_averaging, time_averaging
+from xcloud.planner.settings import FreelyCut, with_micro_batches
+from xcloud.record.timeline import Timeline, timeline_of
+from xcloud.simulator.costs import (
     BoundaryCodec,
     CompressorCosts,
     Costs,
@@ -54,10 +57,7 @@ from xcloud.plan.costs import (
     read_profile,
     write_profile,
 )
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.settings import FreelyCut, with_micro_batches
-from xcloud.rank.autopilot import FACTS_FILE
-from xcloud.record.timeline import Timeline, timeline_of
+from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, typical
 
 PROFILES_DIR = "profiles"
 MOST_SIZES = 6  # of micro-batches
@@ -242,7 +242,7 @@ class TrialRun:
         legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
         settings = {
             "plan": None,
-            "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
+            "tracker": {"_target_": "xcloud.tracking.tracker.NullTracker"},
             "launch.max_restarts": 0,
             "cluster.wan": "free",
             "cluster.links": {},
@@ -259,7 +259,7 @@ class TrialRun:
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
             "autopilot": {
-                "_target_": "xcloud.plan.settings.Tour",
+                "_target_": "xcloud.planner.settings.Tour",
                 "choices": choices,
                 "schedules_tried": [table_of(shape) for shape in self.shapes],
                 "legs": legs,

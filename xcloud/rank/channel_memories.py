@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from xcloud.parallel.part import Part, StepReport
+from xcloud.pipeline.part import Part, StepReport
 
 
 class Settled(Protocol):

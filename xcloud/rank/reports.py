@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link import MessageLog
-from xcloud.cluster.link_end import QueuedBytes
-from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, Span, StepClock
-from xcloud.parallel.control import Control
-from xcloud.parallel.exchange import local_part
-from xcloud.parallel.part import Part, StepReport
+from xcloud.features.checkpoints.saving import bytes_to_copy
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.link import MessageLog
+from xcloud.net.link_end import QueuedBytes
+from xcloud.net.transport import machine_id
+from xcloud.pipeline.control import Control
+from xcloud.pipeline.exchange import local_part
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.trainer import Trainer
 from xcloud.record.reporter import Reporter
-from xcloud.survive.saving import bytes_to_copy
-from xcloud.training.trainer import Trainer
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 

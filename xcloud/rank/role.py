@@ -11,15 +11,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from xcloud.cluster.link import LinkRecord
-from xcloud.cluster.link_end import PeerLife, heartbeat
-from xcloud.cluster.transport import Transport
+from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict
-from xcloud.parallel.control import Control
+from xcloud.net.link import LinkRecord
+from xcloud.net.link_end import PeerLife, heartbeat
+from xcloud.net.transport import Transport
+from xcloud.pipeline.control import Control
+from xcloud.pipeline.ends import OnReport
+from xcloud.rank.agreement import Verdict
 from xcloud.record.reporter import Reporter
-from xcloud.survive.saving import StopSignal
-from xcloud.wire.ends import OnReport
 
 JobT = TypeVar("JobT", bound=Job)
 

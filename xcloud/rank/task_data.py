@@ -19,7 +19,6 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.terminal import say
-from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import (
     SPLITS,
     Batch,
@@ -28,17 +27,18 @@ from xcloud.contracts.model import (
     Split,
     TaskData,
 )
+from xcloud.experiment import Experiment
 from xcloud.job.config import this_clouds_policy
-from xcloud.job.experiment import Experiment
-from xcloud.join.agreement import agree_on
-from xcloud.parallel.control import Signal
-from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.part import Part, StepReport
-from xcloud.parallel.pipeline import Pipeline
+from xcloud.net.transport import Meeting
+from xcloud.pipeline.batch_plan import on_device
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.rank.agreement import agree_on
 from xcloud.rank.role import RankContext
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE, note_trackable
 from xcloud.record.reporter import Reporter
-from xcloud.training.batch_plan import on_device
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Frame
+from xcloud.net.frame import Frame
 from xcloud.record.events import AVERAGING, HEAD, MEMORY, TIMES, TRAFFIC, Event
 from xcloud.record.reporter import EventFile
 

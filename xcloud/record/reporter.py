@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from xcloud.base.terminal import say
-from xcloud.cluster.link_end import PeerLife
+from xcloud.net.link_end import PeerLife
 from xcloud.record import files, segments
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.files import replace_text, state_file

@@ -1,5 +1,5 @@
 """Merge the ranks' "timeline" events of one step onto one clock, and write a trace for Perfetto or
-chrome://tracing. Drawing is in report/pictures.py; no torch.
+chrome://tracing. Drawing is in show/pictures.py; no torch.
 
 Times are whole microseconds since the first rank began the step.
 """

@@ -1,1 +1,1 @@
-"""Layer "security and privacy" of the paper: what a cloud may hold."""
+"""What may be known where: visibility, policy, noise, and the audit of what left."""

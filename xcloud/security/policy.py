@@ -22,48 +22,49 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import PACKAGED, Positive, settings
+from xcloud.features.leak_meter.meter import LeakMeter
 from xcloud.security.defences import Defence, Privacy
-from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
 
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
     for name in """
-base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
-cluster.link_profile.LinkProfile cluster.link_profile.Liveness cluster.one_way_layout.OneWayCloud
-cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
-comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
-comm.compressor.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
-comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK
-comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
-electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
-job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
-models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
-models.backbone.SeededBackbone models.causal.CausalLM models.causal_stage.NextTokenPretraining
-models.causal_stage.OwnCausal models.causal_network.Lora models.transformer.Beam
-models.transformer.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
-models.pretraining.MaskedLanguageModelling models.transformer.Transformer
-parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
-parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
-parallel.one_forward_one_backward.OneForwardOneBackward
-parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
-parallel.replicas.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
-plan.settings.Autopilot plan.settings.Planning record.tracking.MlflowTracker
-record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
-security.defences.MaxNorm security.defences.Privacy
-security.leak_meter.LeakMeter security.policy.Visibility
-tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
-tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
-tasks.classification.HubClassification tasks.classification.HubCrossLingual
-tasks.language_modelling.DemoLanguageModelling tasks.language_modelling.FolderLanguageModelling
-tasks.language_modelling.HubLanguageModelling tasks.multilingual_text.MultilingualText
-tasks.question_answering.DemoQuestionAnswering tasks.question_answering.FolderQuestionAnswering
-tasks.question_answering.HubQuestionAnswering tasks.text_sources.DemoText
-tasks.text_sources.FolderText tasks.text_sources.HubText tasks.text_sources.PublicText
-tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
+base.settings.nothing layout.Cloud layout.ClusterLayout net.link_profile.LinkProfile
+net.link_profile.Liveness features.one_way.layout.OneWayCloud features.one_way.layout.OneWayLayout
+comm.compression.Compression comm.compression_plans.PerBoundary comm.compression_plans.PerTensor
+comm.compression_plans.Phase comm.compression_plans.Phased comm.compressor.Chain
+comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
+comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK
+comm.sparsify.TopK comm.sparsify.TopRows models.electra.model.MultilingualElectra
+models.electra.parts.DiscriminatorSettings models.electra.parts.Generator experiment.Experiment
+job.job.Launch features.one_way.job.OneWayExperiment features.one_way.job.OneWayTraining
+models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
+models.backbone.PublicBackbone models.backbone.SeededBackbone models.causal.CausalLM
+models.causal_stage.NextTokenPretraining models.causal_stage.OwnCausal models.causal_network.Lora
+models.transformer.Beam models.transformer.Greedy models.low_rank_split.LowRankSplit
+models.split_point.Split models.pretraining.MaskedLanguageModelling models.transformer.Transformer
+features.replicas.gradient_averaging.GradientAveraging
+features.replicas.local_updates.LocalUpdates features.replicas.merging.Median
+features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
+pipeline.one_forward_one_backward.OneForwardOneBackward
+pipeline.one_forward_one_backward.ZeroBubble features.one_way.feed.Feed
+features.replicas.outer.OuterOptimizer pipeline.schedule.GPipe job.strategy.Strategy
+planner.settings.Autopilot planner.settings.Planning tracking.tracker.MlflowTracker
+tracking.tracker.NullTracker security.defences.GaussianNoise
+security.defences.Marvell security.defences.MaxNorm
+security.defences.Privacy features.leak_meter.meter.LeakMeter
+security.policy.Visibility tasks.classification.DemoClassification
+tasks.classification.DemoCrossLingual tasks.classification.FolderClassification
+tasks.classification.FolderCrossLingual tasks.classification.HubClassification
+tasks.classification.HubCrossLingual tasks.language_modelling.DemoLanguageModelling
+tasks.language_modelling.FolderLanguageModelling tasks.language_modelling.HubLanguageModelling
+tasks.multilingual_text.MultilingualText tasks.question_answering.DemoQuestionAnswering
+tasks.question_answering.FolderQuestionAnswering tasks.question_answering.HubQuestionAnswering
+tasks.text_sources.DemoText tasks.text_sources.FolderText tasks.text_sources.HubText
+tasks.text_sources.PublicText tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
 tasks.tokenizer.TrainedTokenizer tasks.translation.DemoTranslation
 tasks.translation.FolderTranslation tasks.translation.HubTranslation tasks.wit3.Wit3Translation
-training.settings.Checkpoints training.settings.Optimizer training.settings.Training
+pipeline.settings.Checkpoints pipeline.settings.Optimizer pipeline.settings.Training
 """.split()
 )
 

@@ -26,7 +26,7 @@ from xcloud.base.settings import settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
-from xcloud.hub import generation_config, resolve
+from xcloud.pretrained import generation_config, resolve
 from xcloud.tasks.chat_template import TemplateError, template_process
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error

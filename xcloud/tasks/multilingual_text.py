@@ -29,7 +29,7 @@ from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import kept_digest, key_of, make_once
+from xcloud.pretrained import kept_digest, key_of, make_once
 from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
 from xcloud.tasks.text_task import TokenTable, write_table
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer

@@ -30,7 +30,7 @@ from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check
 from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import Split
-from xcloud.hub import go_offline_if_unreachable
+from xcloud.pretrained import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
     FileKind,

@@ -22,7 +22,7 @@ from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
-from xcloud.hub import kept_digest
+from xcloud.pretrained import kept_digest
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
 from xcloud.tasks.sources import (
     HubTable,

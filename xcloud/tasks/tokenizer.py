@@ -22,7 +22,7 @@ from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import quoted
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import (
+from xcloud.pretrained import (
     TOKENIZER_FILES,
     check_tokenizer_files,
     go_offline_if_unreachable,

@@ -1,4 +1,4 @@
-"""Hydra's door to xcloud.sweep: composes the points of a sweep. What a sweep is, runs and says is
+"""Hydra's door to xcloud.study: composes the points of a sweep. What a sweep is, runs and says is
 in xcloud/sweep; keep this file thin.
 
 Hydra finds it because run.py puts xcloud/_hydra on the path. It is imported for tab completion
@@ -54,7 +54,7 @@ class SweepLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         from xcloud.base.errors import ConfigError
-        from xcloud.sweep.runner import LauncherSettings, check_name, refuse
+        from xcloud.study.runner import LauncherSettings, check_name, refuse
 
         self.context, self.config = hydra_context, config
         try:
@@ -67,8 +67,8 @@ class SweepLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         from xcloud.base.terminal import signals_to_stop
-        from xcloud.sweep.points import with_also
-        from xcloud.sweep.runner import Processes, Sweep
+        from xcloud.study.points import with_also
+        from xcloud.study.runner import Processes, Sweep
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)

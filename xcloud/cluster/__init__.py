@@ -1,1 +1,0 @@
-"""Layer "cloud hardware" of the paper: the clouds as they are, and the links between them."""

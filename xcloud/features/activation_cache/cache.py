@@ -1,0 +1,203 @@
+"""Rows of frozen parts, kept by the receiver of a channel so that they cross once, not in every
+epoch. Both ends know what is kept from the messages alone.
+
+Shapes: B samples of a micro-batch, M of them missing, which is not kept by the receiver; R rows;
+D features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
+from xcloud.comm.compressor import Compressor
+from xcloud.contracts.model import Batch
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.pipeline.part import Part
+from xcloud.pipeline.pipeline import InFlight, Pass, Pipeline
+from xcloud.pipeline.schedule import Action, SplitBackward
+from xcloud.record.reporter import Reporter
+
+MEGABYTE = 1_000_000
+
+
+class ActivationCache:
+    """Which samples the receiver keeps: those that come first and fit into max_bytes, to the end.
+    Each end has its own; both see the same messages in the same order, so they stay equal."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.refused: set[int] = set()
+        self._ids: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def missing(self, ids: Tensor) -> Tensor:
+        """Positions, int64 [M], of the samples that must cross. ids: int64 [B]."""
+        found = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
+        return torch.tensor(found, dtype=torch.int64)
+
+    def note(self, ids: Tensor, messages: Sequence[Message]) -> list[int]:
+        """Samples have crossed, each with its part of a message. Returns the positions of those
+        that are kept from now on."""
+        new = []
+        for position, (sample, message) in enumerate(zip(ids.tolist(), messages, strict=True)):
+            num_bytes = sum(tensor.nbytes for tensor in message.values())
+            if sample in self._ids:
+                continue
+            if self.num_bytes + num_bytes > self.max_bytes:
+                self.refused.add(sample)
+                continue
+            self._ids.add(sample)
+            self.num_bytes += num_bytes
+            new.append(position)
+        return new
+
+
+def describe(all_kept: Sequence[ActivationCache]) -> str:
+    """What one rank keeps, in a line."""
+    num_bytes = sum(kept.num_bytes for kept in all_kept)
+    num_kept = sum(len(kept) for kept in all_kept)
+    num_refused = sum(len(kept.refused) for kept in all_kept)
+    said = f"kept the frozen rows of {num_kept} samples in {num_bytes / MEGABYTE:.2f} MB"
+    if not num_refused:
+        return said
+    return (
+        f"{said}; {num_refused} did not fit and crossed in every epoch: raise "
+        "training.activation_cache_mb"
+    )
+
+
+class CachingChannel(ReceiveChannel):
+    """A ReceiveChannel that keeps what was decoded in training, in main memory, and receives only
+    what is missing: nothing where it has all samples of a micro-batch. What is kept is no state,
+    so a resumed run begins with nothing at both ends."""
+
+    def __init__(self, kept: ActivationCache, *channel: Any) -> None:
+        super().__init__(*channel)
+        self.kept = kept
+        self._messages: dict[int, Message] = {}
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        if key.kind is Kind.EVALUATION:
+            return super().recv(key, samples, known)
+        missing = self.kept.missing(samples["ids"])
+        came: dict[int, Message] = {}
+        if len(missing):
+            part = samples_at(samples, missing)
+            message = super().recv(key, part, known)
+            each = by_sample(message, self.fields, part)
+            for n in self.kept.note(part["ids"], each):
+                own = {name: value.to("cpu", copy=True) for name, value in each[n].items()}
+                self._messages[int(part["ids"][n])] = own
+            if len(missing) == len(samples["ids"]):
+                return message
+            came = dict(zip(missing.tolist(), each, strict=True))
+        with self.clock.during("decompress"):
+            ids = enumerate(samples["ids"].tolist())
+            each = [came[n] if n in came else self._messages[sample] for n, sample in ids]
+            return joined(each, self.device)
+
+
+class ActivationCaches(dict[tuple[int, int], ActivationCache]):
+    """What both ends of a rank's boundaries know to be kept: by the stage before and the peer."""
+
+
+class CachingPipeline(Pipeline):
+    """A Pipeline in which a stage before a constant boundary leaves out, in training, what its
+    receiver keeps: it is neither computed nor sent."""
+
+    def __init__(self, caches: ActivationCaches, *pipeline: Any) -> None:
+        super().__init__(*pipeline)
+        self.caches = caches
+
+    def _forward(
+        self,
+        action: Action,
+        batch: Batch,
+        received: Message | None,
+        now: Pass,
+        weights: SplitBackward | None = None,
+    ) -> InFlight:
+        stage = action.stage
+        kept = None
+        if stage in self.ports and now.kind is not Kind.EVALUATION:
+            kept = self.caches.get((stage, self.layout.owner(stage + 1, action.micro_batch)))
+        if kept is None:
+            return super()._forward(action, batch, received, now, weights)
+        missing = kept.missing(batch["ids"])
+        if not len(missing):
+            return InFlight(batch, None, None, None, weights)
+        if received is not None:
+            fields = self.ports[stage - 1].boundary.fields
+            received = message_at(received, fields, batch, missing)
+        batch = samples_at(batch, missing)
+        work = super()._forward(action, batch, received, now, weights)
+        assert work.send is not None
+        kept.note(batch["ids"], by_sample(work.send, self.ports[stage].boundary.fields, batch))
+        return work
+
+
+class CacheReport(Part):
+    """Of a rank's activation caches."""
+
+    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
+        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
+        self._reporter = reporter
+
+    def finish(self) -> None:
+        if self._caches:
+            self._reporter.note(describe(self._caches))
+
+
+def samples_at(samples: Samples, positions: Tensor) -> dict[str, Tensor]:
+    return {name: value[positions] for name, value in samples.items()}
+
+
+def by_sample(
+    message: Message, fields: Sequence[BoundaryField], samples: Samples
+) -> list[Message]:
+    """The boundary's fields of each sample, as views."""
+    counts = message.get("counts")
+    parts = [
+        torch.split(message[field.name], list(field.sample_rows(samples, counts).counts))
+        for field in fields
+    ]
+    names = [field.name for field in fields]
+    return [dict(zip(names, each, strict=True)) for each in zip(*parts, strict=True)]
+
+
+def joined(messages: Sequence[Message], device: torch.device) -> Message:
+    """The message of several samples from those of each. `by_sample` undoes it."""
+    return {name: torch.cat([m[name].to(device) for m in messages]) for name in messages[0]}
+
+
+def message_at(
+    message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
+) -> Message:
+    """What the message says of the samples at these positions, at least one."""
+    each = by_sample(message, fields, samples)
+    chosen = [each[n] for n in positions.tolist()]
+    return joined(chosen, next(iter(message.values())).device)
+
+
+def decodes_rows_alone(compressor: Compressor, num_features: int) -> bool:
+    """Whether a row comes out the same whichever rows cross with it, and in every message. Tried
+    with rows of unlike size, which show random numbers, what is carried from message to message,
+    choices among all rows, and scales that rows share."""
+    generator = torch.Generator().manual_seed(0)
+    rows_RD = torch.randn(9, num_features, generator=generator)
+    rows_RD *= torch.logspace(3, -1, 9)[:, None]
+    used = copy.deepcopy(compressor)
+
+    def crossed(rows: Tensor) -> Tensor:
+        return used.decompress(used.compress(rows), TensorSpec.of(rows))
+
+    whole = crossed(rows_RD)
+    return all(torch.equal(crossed(rows_RD[n:]), whole[n:]) for n in (0, 1, 2, 3, 5, 8))

@@ -1,0 +1,1 @@
+"""Chooses compression and schedule while a run goes on, as the line changes."""

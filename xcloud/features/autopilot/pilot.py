@@ -1,0 +1,377 @@
+"""One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
+decides (rule.py), and every rank hears of the choice right behind the norm of an update,
+before anything of the next one is computed or sent. So all switch between the same two updates. In
+a planner's trial run the choices are those of a Tour, and what the rank did is left in a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.base.errors import FrameError
+from xcloud.comm.channel import Boundary
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable, Selection
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree
+from xcloud.contracts.model import Stage
+from xcloud.experiment import Experiment
+from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.net.link import Parts
+from xcloud.net.link_profile import LinkProfile, line_bytes
+from xcloud.pipeline.further_ends import LineMeters
+from xcloud.pipeline.one_forward_one_backward import can_wait
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import Wiring
+from xcloud.planner.codec_timer import time_codec
+from xcloud.planner.settings import Tour
+from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
+from xcloud.rank.role import RankContext
+from xcloud.record.reporter import Reporter
+from xcloud.simulator.costs import Direction
+
+FACTS_FILE = "trial-rank{}.json"
+KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
+MOST_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
+_FREE_BITS_PER_S = 1e15
+_MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of the line float64",)
+_CHOSEN = ("the autopilot's choice uint8",)
+
+
+def pilot_of(
+    context: RankContext[Experiment], trainer: Trainer, wiring: Wiring, program_bytes: int
+) -> Switching:
+    """Return what changes the rank's compression and schedule while it trains, of a job that has
+    one. program_bytes: of memory that the rank took before it had a model."""
+    job = context.job
+    if isinstance(job.autopilot, Tour):
+        file = context.run_dir / FACTS_FILE.format(context.rank)
+        return TourPilot(job, wiring, trainer, file=file, program_bytes=program_bytes)
+    forecast = forecast_of(job, context.device) if context.rank == 0 else None
+    return RunPilot(job, wiring, trainer, context.reporter, forecast)
+
+
+class _InForce(StatefulParts):
+    own_names = ("choice",)
+    choice = 0
+
+
+class Switching(Part):
+    """Carries out choices: from the next update on another compression, another schedule. A
+    choice is schedule x number of compressions + compression."""
+
+    name = "autopilot"
+
+    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer) -> None:
+        assert isinstance(job.compression, Selectable)
+        self._compression, self._schedules = job.compression, job.schedules
+        self._layout, self._wiring, self._trainer = job.cluster, wiring, trainer
+        self._in_force = _InForce()
+
+    def switch(self, step: int, choice: int) -> None:
+        """After this update."""
+        self._in_force.choice = choice
+        shape, compression = divmod(choice, len(self._compression.choices))
+        self._selection.switch(compression, step + 1)
+        self._trainer.schedule = self._schedules[shape]
+
+    def parts(self) -> StateTree:
+        """With another compression or cluster it begins again with its first choice."""
+        return {MEMORY: self._remembered()}
+
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {"switches": self._selection, "in force": self._in_force}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
+        if shape >= len(self._schedules) or compression != self._selection.choice:
+            number = self._in_force.choice
+            raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
+        self._trainer.schedule = self._schedules[shape]
+
+    @property
+    def _selection(self) -> Selection:
+        return self._wiring.boundaries.shared(Selection)
+
+
+class RunPilot(Switching):
+    """Measures are sums since the start, in a table: [seconds of the main thread, those it
+    computed], then for each boundary and direction [bytes, messages, seconds on the line, delay].
+    Rank 0, which has the forecast, takes differences between two looks. They travel ahead of a
+    leader's norm, the choice behind rank 0's reply.
+
+    The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter).
+    delay: the latency of a message; of a real line + what both clocks differ by."""
+
+    def __init__(
+        self,
+        job: Experiment,
+        wiring: Wiring,
+        trainer: Trainer,
+        reporter: Reporter,
+        forecast: Forecast | None,
+    ) -> None:
+        super().__init__(job, wiring, trainer)
+        assert job.autopilot is not None
+        self._settings, self._rule = job.autopilot, Rule(job.autopilot)
+        self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
+        layout = job.cluster
+        crossed = filter(layout.leaves_cloud, range(layout.num_stages - 1))
+        self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
+        self._spent_s = torch.zeros(2, dtype=torch.float64)  # in all updates before this one
+        self._last: dict[int, Tensor] = {}
+        self._last_step = 0
+        self._next: int | None = None
+
+    def after_exchange(self, step: int) -> None:
+        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
+        if not self._is_look(step) or sums.rank not in sums.leader_of:
+            return
+        mine, (first, *others) = self.measured(), sums.leaders
+        if sums.rank != first:
+            sums.out[first].send(key, (mine,), _MEASURED)
+            return
+        told = {leader: sums.incoming[leader].recv(key, sums.overdue_s) for leader in others}
+        measured = {leader: like(mine, parts, leader) for leader, parts in told.items()}
+        self._next = self.decide(step, {first: mine, **measured})
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._spent_s += self._of_this_update()
+        if not self._is_look(step):
+            return
+        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
+        in_force, (first, *others) = self._in_force.choice, sums.leaders
+        choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)
+        if sums.rank == first:
+            for leader in others:
+                sums.out[leader].send(key, (choice,), _CHOSEN)
+        elif sums.rank in others:
+            choice = like(choice, sums.incoming[first].recv(key, sums.overdue_s), first)
+        for stage in self._trainer.stages.values():
+            choice = stage.group.from_leader(choice)
+        if int(choice) != in_force:
+            self.switch(step, int(choice))
+        # Lines are idle: each has delivered all that it had of this step.
+        for channel in self._wiring.boundaries.wan_sends:
+            wan = self._layout.wan_between(channel.identity.sender, channel.identity.receiver)
+            if wan is not None and wan.is_metered:
+                channel.link.say_alive()  # a probe, see LineMeter
+
+    def measured(self) -> Tensor:
+        found = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
+        found[0, :2] = self._spent_s + self._of_this_update()
+        for channel in self._wiring.boundaries.wan_sends:
+            row = found[self._rows[channel.identity.boundary, channel.identity.direction]]
+            kind, sent = KINDS[channel.identity.direction], channel.link.record
+            row[0] += sent.num_bytes[kind]
+            row[1] += sent.num_messages[kind]
+            row[2] += sent.line_s[kind]
+            row[3] = sent.latency_s
+        meters = self._wiring.boundaries.shared(LineMeters)
+        for identity, line_s in meters.line_s.items():
+            row = found[self._rows[identity.boundary, identity.direction]]
+            row[2] += line_s
+            row[3] = meters.by_sender[identity.sender].delay_s
+        return found
+
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        """In rank 0: what all use from the next update on; None: as before. measured: by rank."""
+        before, self._last = self._last, dict(measured)
+        updates, self._last_step = step - self._last_step, step
+        if not before:  # the first look of this attempt
+            return None
+        assert self.forecast is not None
+        grown = self._since(before, updates)
+        in_force, since_step = self._in_force.choice, self._selection.since_step
+        predicted_s = self.forecast.step_s(grown, in_force)
+        choice = self._rule.choose(step, in_force, since_step, predicted_s)
+        if choice is not None:
+            self._tell(step, choice, predicted_s, grown)
+        return choice
+
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {**super()._remembered(), "rule": self._rule, "forecast": self.forecast}
+
+    def _is_look(self, step: int) -> bool:
+        """The first update is one, so that the next look has something to compare with."""
+        return step == 1 or step % self._settings.every == 0
+
+    def _of_this_update(self) -> Tensor:
+        clock = self._trainer.pipeline.clock
+        clock.settle()
+        return torch.tensor([sum(clock.seconds.values()), clock.seconds["compute_s"]])
+
+    def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
+        layout, leaders = self._layout, self._layout.leader_of()
+        grown = {rank: now - before[rank] for rank, now in self._last.items()}
+        compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
+        # Whoever is at neither end of a boundary tells nothing of it.
+        told = torch.stack([*grown.values()]).sum(0)
+        delays_s = torch.stack([*self._last.values()]).sum(0)[:, 3].tolist()
+        sent: dict[tuple[int, str], float] = {}
+        sums: dict[tuple[str, str], Any] = defaultdict(float)
+        latency_s: dict[tuple[str, str], float] = {}
+        for (boundary, direction), row in self._rows.items():
+            here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
+            way = (here, there) if direction == "forward" else (there, here)
+            if not told[row, 1]:
+                continue
+            sent[boundary, direction] = float(told[row, 0] / told[row, 1])
+            sums[way] += told[row, :3]
+            if direction == "backward":  # there and back what clocks differ by drops out
+                both_s = max(0.0, delays_s[row - 1] + delays_s[row])
+                latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
+        lines = {
+            way: LinkProfile(_bits_per_s(*own.tolist()), latency_s.get(way, 0.0))
+            for way, own in sums.items()
+        }
+        return Measured(float(grown[0][0, 0]) / updates, compute_s, sent, lines)
+
+    def _tell(self, step: int, choice: int, predicted_s: Sequence[float], by: Measured) -> None:
+        names = self._compression.names
+        if len(self._schedules) > 1:
+            names = [f"{name}, {s.label}" for s in self._schedules for name in names]
+        before = self._in_force.choice
+        rates = ", ".join(
+            f"{here} to {there} {line.bandwidth_bits_per_s / 1e6:.1f} Mbit/s"
+            for (here, there), line in by.lines.items()
+        )
+        better = f"{predicted_s[choice]:.3f} s a step instead of {predicted_s[before]:.3f}"
+        self._reporter.event(
+            "autopilot", now=True, step=step, choice=names[choice], before=names[before],
+            reason=f"{rates}: {better}",
+            predicted_s={n: round(s, 6) for n, s in zip(names, predicted_s, strict=True)},
+        )  # fmt: skip
+
+
+def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
+    """Raises FrameError for anything but finite numbers of the same kind and shape."""
+    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec.of(mine)]
+    if found != expected or not parts[0].isfinite().all():
+        raise FrameError(
+            f"rank {sender} sent {found} to the autopilot, not all finite; expected {expected}"
+        )
+    return parts[0]
+
+
+def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
+    """Of a line, on which packets have headers."""
+    of_each = line_bytes(round(num_bytes / num_messages))
+    return min(8 * num_messages * of_each / max(line_s, 1e-15), _FREE_BITS_PER_S)
+
+
+def forecast_of(job: Experiment, device: torch.device) -> Forecast:
+    """With the codecs of all choices measured on this device, which stands for all."""
+    assert isinstance(job.compression, Selectable)
+    layout, rows = job.cluster, -(-job.training.batch_size // job.num_pieces)
+    crossed = [(n, own) for n, own in job.boundaries.items() if layout.leaves_cloud(n)]
+    codecs = []
+    for choice in job.compression.choices.values():
+        each = ((n, codec_costs(boundary, choice, rows, device)) for n, boundary in crossed)
+        codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
+    return Forecast(job.schedules, layout, job.training.accumulate_steps, codecs)
+
+
+def codec_costs(
+    boundary: Boundary, choice: Compression, num_samples: int, device: torch.device
+) -> Iterator[tuple[str, Direction]]:
+    """By direction. num_samples: of a micro-batch."""
+    for direction, fields, compressor in (
+        ("forward", boundary.fields, choice.forward),
+        ("backward", boundary.gradient_fields, choice.backward),
+    ):
+        floating = [field for field in fields if field.dtype.is_floating_point]
+        if floating:
+            most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
+            specs = [field.spec(min(MOST_ROWS, most)) for field in floating]
+            yield direction, time_codec(compressor, specs, device)
+
+
+class TourPilot(Switching):
+    """Changes schedule and compression between updates as a Tour says, and measures nothing that a
+    run does not."""
+
+    def __init__(
+        self,
+        job: Experiment,
+        wiring: Wiring,
+        trainer: Trainer,
+        *,
+        file: Path,
+        program_bytes: int,
+    ) -> None:
+        super().__init__(job, wiring, trainer)
+        assert isinstance(job.autopilot, Tour)
+        self._tour, self._file, self._clock = job.autopilot, file, trainer.pipeline.clock
+        self._program_bytes = program_bytes
+        self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
+        assert self._clock.messages is not None
+        self._messages = self._clock.messages
+        self._messages.from_step = 1 + len(self._tour.legs)  # the first turn warms caches up
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.switch(step, self._tour.leg(step + 1))
+
+    def finish(self) -> None:
+        feed, rank = self._trainer.feed, self._trainer.pipeline.rank
+        head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
+        found = {
+            "events": [
+                head | part
+                for step in self._clock.recorded
+                for part in timeline_events(step, self._messages)
+            ],
+            "stages": {number: meter.facts for number, meter in self._stages.items()},
+            "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()
+                        for name, shape in meter.trained.items()},
+            "num_samples": feed.plan.num_samples,
+            "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
+            "program_bytes": self._program_bytes,
+        }  # fmt: skip
+        self._file.write_text(json.dumps(found), encoding="utf-8")
+
+
+class StageMeter:
+    """What is known of a stage beside its times, by its first forward: bytes of weights, and of
+    what a sample leaves in memory until its backward, or until its weights' gradients.
+    trained: shapes, by name."""
+
+    def __init__(self, stage: Stage) -> None:
+        trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+        self.trained = {name: list(p.shape) for name, p in trained.items()}
+        self.facts = {
+            "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
+            "trained_bytes": bytes_of(trained.values()),
+            "activation_bytes": 0.0,
+            "put_off_bytes": 0.0,
+        }
+        self._saved = SavedTensors()
+        self._waiting: dict[int, int] = {}  # bytes, by address
+        self._hooks = [
+            stage.register_forward_pre_hook(lambda module, given: self._saved.__enter__()),
+            stage.register_forward_hook(self._end),
+            *(part.register_forward_hook(self._wait) for part in can_wait(stage)),
+        ]
+
+    def _wait(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        """A layer whose weights may wait keeps its input and its output's gradient."""
+        for tensor in (given[0], output):
+            self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+
+    def _end(self, module: nn.Module, given: tuple[Any, ...], output: object) -> None:
+        self._saved.__exit__(None, None, None)
+        num_samples = max(1, len(given[1]["ids"]))
+        self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
+        self.facts["put_off_bytes"] = sum(self._waiting.values()) / num_samples
+        for hook in self._hooks:
+            hook.remove()

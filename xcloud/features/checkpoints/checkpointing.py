@@ -1,0 +1,355 @@
+"""When and how the ranks save what their run can resume from. The files are
+files.py, resuming is resume.py.
+
+Rank 0 decides after which update to save, and its control signal reaches every rank with the norm
+of that update: no message of the pipeline is under way then that belongs to any rank's state. Each
+rank copies its state between two updates, which is all that training waits for, writes it in the
+background (saving.py) and reports to rank 0. A checkpoint is being saved until all ranks have
+reported; then it is agreed, or lost where a rank could not copy or write its part (no memory, a
+full disk). Rank 0 tells everybody: older ones are deleted once a newer one is agreed; a lost one
+is deleted, and the run goes on with the older ones.
+
+Replicas of a pipeline have no signal of rank 0 in every step: they save by the number of the step.
+Rank 0 tells every how many, ahead, where that follows from minutes or from a slow disk. A rank
+that has not heard it in time costs one checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from enum import IntEnum
+from functools import partial
+
+import torch
+
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.comm.state import StateTree
+from xcloud.features.checkpoints.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
+from xcloud.pipeline.control import Control, Signal
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.record.reporter import Reporter
+
+CHECKPOINT_CARRIES = (
+    "how far a rank is with its part of a checkpoint, or how often to save uint8",
+)
+_MOST_OPEN = 16  # checkpoints of which a rank may report before all have
+
+
+class CheckpointMessage(IntEnum):
+    """What ranks tell each other of a checkpoint."""
+
+    DONE = 1  # to rank 0: my part is on the disk
+    FAILED = 2  # to rank 0: I have none
+    AGREED = 3  # from rank 0: every rank has its part
+    STOP = 4  # to rank 0: I was asked to end
+    SAVE = 5  # from rank 0, where no signal comes with the step (one-way jobs)
+    SAVE_AND_STOP = 6
+    LOST = 7  # from rank 0: some rank has no part
+    EVERY = 8  # from rank 0, in place of a step: replicas save at multiples of this number
+
+
+_OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
+
+
+def code_of(frame: Frame, peer: int) -> int:
+    """Of a message about a checkpoint. Raises FrameError for anything but one code."""
+    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec((1,), torch.uint8):
+        raise FrameError(
+            f"{frame.key} of rank {peer} must carry one code, got "
+            f"{[TensorSpec.of(part) for part in frame.parts]}"
+        )
+    return int(frame.parts[0])
+
+
+class Ledger:
+    """Rank 0's account of the checkpoints that are being saved. Reports come in any thread, also
+    before rank 0 itself begins."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected: dict[int, frozenset[int]] = {}  # ranks that save, by step
+        self._reports: dict[int, dict[int, bool]] = {}  # by step and rank: whether it has its part
+
+    def begin(self, step: int, ranks: Collection[int]) -> None:
+        with self._lock:
+            self._expected[step] = frozenset(ranks)
+
+    @property
+    def missing(self) -> dict[int, frozenset[int]]:
+        """Ranks that have not reported, by the steps that are being saved."""
+        with self._lock:
+            return {
+                step: ranks - self._reports.get(step, {}).keys()
+                for step, ranks in sorted(self._expected.items())
+            }
+
+    def report(self, rank: int, step: int, is_written: bool) -> dict[int, bool]:
+        """Whether each rank has its part, once all have reported; empty until then."""
+        with self._lock:
+            reports = self._reports.setdefault(step, {})
+            reports[rank] = is_written
+            if sum(rank in who for who in self._reports.values()) > _MOST_OPEN:
+                raise FrameError(f"rank {rank} tells of more than {_MOST_OPEN} open checkpoints")
+            if not self._expected.get(step, frozenset({-1})) <= reports.keys():
+                return {}
+            # Every rank reports its steps in their order: nothing more comes of earlier ones.
+            self._reports = {later: who for later, who in self._reports.items() if later > step}
+            self._expected = {later: who for later, who in self._expected.items() if later > step}
+        return reports
+
+
+class Checkpointer(Part):
+    """One rank's. parts: what is saved, by name. asked: a stop from outside. among: ranks that
+    save; None = all. is_told: rank 0's signal comes with every step; else all go by the step.
+    """
+
+    def __init__(
+        self,
+        timing: Timing,
+        writer: CheckpointWriter,
+        control: Control | None,
+        parts: StateTree,
+        reporter: Reporter,
+        asked: StopSignal | None = None,
+        among: Collection[int] | None = None,
+        is_told: bool = True,
+    ) -> None:
+        self.timing, self.writer, self.rank = timing, writer, writer.rank
+        self._control, self._among, self._parts = control, among, parts
+        self._notes, self._asked = Notes(reporter), asked or StopSignal()
+        self._ledger, self._stops, self._is_told = Ledger(), False, is_told
+        self._num_updates = timing.saved_step  # that the state which is saved next has
+        if control is not None:
+            control.listen(self._hear)
+
+    def before_update(self, step: int) -> None:
+        self._asked.is_armed = self._is_told and self.timing.settings.are_made
+
+    def signal(self, step: int) -> Signal:
+        """In rank 0: what all ranks do after this update."""
+        if not self._is_told:
+            return self._signal_by_step(step)
+        if self._stops or self._asked.was_asked:
+            return Signal.STOP
+        if self.timing.look(step):
+            self._note_if_slow(step)
+        # Never two under way: they would be held in memory twice.
+        is_free = self.timing.is_due and not self.is_pending
+        return Signal.CHECKPOINT if is_free else Signal.GO_ON
+
+    def _signal_by_step(self, step: int) -> Signal:
+        """The same where the replicas of a pipeline have no signal of each other in every step: by
+        the number of the step alone, so that all of them decide alike."""
+        is_multiple = self.timing.is_multiple(step)
+        if self.rank == 0:
+            every = self.timing.better_every(step)
+            if is_multiple and self.is_pending:
+                self._note_if_slow(step)
+                every = 2 * (every or self.timing.every)  # a multiple, or they might never meet
+            if every is not None:
+                self.timing.every = every
+                for peer in self._others:
+                    self._tell(peer, every, CheckpointMessage.EVERY)
+        return Signal.CHECKPOINT if is_multiple else Signal.GO_ON
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        with report.clock.paused():
+            self.after(step, report.signal)
+
+    def after(self, step: int, signal: Signal) -> bool:
+        """Between two updates; whether this rank ends here."""
+        self._num_updates = step
+        is_last = step >= self.timing.final_step
+        self._notes.flush()
+        if self._asked.was_asked and not self._asked.is_reported:
+            self._asked.is_reported = True
+            if self.rank != 0:
+                self._tell(0, step, CheckpointMessage.STOP)
+        if signal is Signal.GO_ON:
+            if self.timing.is_half_way(step):
+                self.writer.prepare(self._parts)
+        elif signal is Signal.CHECKPOINT and self.writer.is_writing and not is_last:
+            self.fail(step, f"that of step {self.timing.saved_step} is still being written")
+        else:
+            self.save(step)
+        return signal is Signal.STOP
+
+    def save(self, step: int) -> None:
+        """Copy the state and have it written. Every rank calls it after the same update."""
+        self.writer.wait()  # for the last one, which would be held in memory twice
+        started_s = time.monotonic()
+        self.timing.saved(step)
+        self._begin(step, {0, *self._others})
+        self._notes.reporter.flush()  # what was reported of these steps must not be lost
+        try:
+            state = self.writer.copy(self._parts)
+        except (RuntimeError, MemoryError) as error:  # there is no room for the copy
+            return self._lack(step, error)
+        pause_s = time.monotonic() - started_s
+
+        def written(outcome: int | Exception, write_s: float) -> None:
+            if isinstance(outcome, Exception):
+                return self._lack(step, outcome)
+            self._notes.later(partial(
+                self._notes.reporter.event, "checkpoint", step=step, num_bytes=outcome,
+                pause_s=round(pause_s, 4), write_s=round(write_s, 3),
+            ))  # fmt: skip
+            self._report(step, CheckpointMessage.DONE)
+
+        self.writer.write(step, state, written)
+
+    def fail(self, step: int, reason: str) -> None:
+        """In place of `save`, where this rank cannot."""
+        self.timing.saved(step, is_complete=False)
+        self._begin(step, {0})
+        self._lack(step, reason)
+
+    def finish(self) -> None:
+        """Save the state after the last update, however short the run."""
+        if self.timing.settings.are_made and self.timing.saved_step != self._num_updates:
+            self.save(self._num_updates)
+
+    @property
+    def is_pending(self) -> bool:
+        """Rank 0: not all ranks have reported of the last one."""
+        return bool(self._ledger.missing)
+
+    def lose(self, peer: int) -> None:
+        """Rank 0: a rank is gone, and the run goes on without it."""
+        for step, ranks in self._ledger.missing.items():
+            if peer in ranks:
+                self._take(peer, step, CheckpointMessage.FAILED)
+
+    def settle(self, is_urgent: bool = True) -> None:
+        """Until this rank has written what it began; see CheckpointWriter.wait."""
+        self.writer.wait(is_urgent)
+        self._notes.flush()
+
+    def close(self, is_finished: bool = False) -> None:
+        """After a meeting: wait until what was begun and heard of is written. Of a finished run
+        only what training longer could resume from is kept."""
+        self.writer.close()
+        self._notes.flush()
+        if is_finished:
+            with contextlib.suppress(OSError):
+                self.writer.folder.prune(self.rank, 1, self.writer.places)
+
+    @property
+    def _others(self) -> frozenset[int]:
+        peers = frozenset(self._control.peers if self._control is not None else ())
+        return peers if self._among is None else peers & frozenset(self._among)
+
+    def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
+        if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
+            told = torch.tensor([message], dtype=torch.uint8)
+            out.send(MessageKey(Kind.CHECKPOINT, step), (told,), CHECKPOINT_CARRIES)
+
+    def _report(self, step: int, message: CheckpointMessage) -> None:
+        if self.rank == 0:
+            self._take(0, step, message)
+        else:
+            self._tell(0, step, message)
+
+    def _begin(self, step: int, ranks: Collection[int]) -> None:
+        if self.rank == 0:
+            self._ledger.begin(step, ranks)
+
+    def _lack(self, step: int, why: Exception | str) -> None:
+        self._notes.later(partial(self._notes.lost, step, why))
+        self.writer.later(lambda: self._report(step, CheckpointMessage.FAILED))
+
+    def _hear(self, peer: int, frame: Frame) -> None:
+        self._take(peer, frame.key.step, code_of(frame, peer))
+
+    def _take(self, peer: int, step: int, code: int) -> None:
+        """In a link's thread, or in the one that writes."""
+        message = CheckpointMessage(code)
+        if message is CheckpointMessage.STOP:
+            if self.rank == 0 and not (self._stops or self._asked.was_asked):
+                self._notes.later(partial(self._notes.reporter.event, "stop_asked", of=peer))
+            self._stops = True
+        elif self.rank == 0 and message in _OF_RANK_0:
+            raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
+        elif message is CheckpointMessage.EVERY:
+            self.timing.every = step
+        elif message is CheckpointMessage.AGREED:
+            self.writer.later(lambda: self._agree(step))
+        elif message is CheckpointMessage.LOST:
+            self.writer.later(partial(self._delete_lost, step))
+        elif reports := self._ledger.report(peer, step, message is CheckpointMessage.DONE):
+            if all(reports.values()):
+                verdict, others = CheckpointMessage.AGREED, frozenset(reports)
+                self.writer.later(lambda: self._agree(step, others))
+            else:
+                verdict, others = CheckpointMessage.LOST, self._others
+                self.writer.later(partial(self._delete_lost, step))
+            for other in sorted(others - {0}):
+                with contextlib.suppress(LinkError):  # it is gone, and its part is there
+                    self._tell(other, step, verdict)
+
+    def _delete_lost(self, step: int) -> None:
+        self.writer.folder.delete_lost(step, self.rank)
+
+    def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
+        folder, later = self.writer.folder, self._notes.later
+        if self.rank not in folder.ranks(step):  # or what is there would be pruned for nothing
+            return later(partial(self._notes.lost, step, "agreed on, but its part is not here"))
+        try:
+            folder.mark_agreed(step, self.rank, {"held_by": sorted(held_by)})
+        except OSError as error:
+            return later(partial(self._notes.lost, step, error))
+        try:
+            folder.prune(self.rank, self.timing.settings.keep, self.writer.places)
+        except OSError as error:
+            text = f"old checkpoints cannot be deleted ({error}) and fill the disk"
+            later(partial(self._notes.once, text, "prune"))
+
+    def _note_if_slow(self, step: int) -> None:
+        for begun, ranks in self._ledger.missing.items():
+            self._notes.once(
+                f"at step {step} a checkpoint is due, and that of step {begun} is still being "
+                f"written by rank {', '.join(map(str, sorted(ranks)))}; they are made as often "
+                "as the disk allows", "slow",
+            )  # fmt: skip
+
+
+class Notes:
+    """What a rank reports of its checkpoints: by the training thread only."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._noted: set[str] = set()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """From any thread: have `flush` make the call."""
+        self._calls.put(call)
+
+    def flush(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def lost(self, step: int, why: Exception | str) -> None:
+        reason = f"{_short(why):.200}"
+        text = f"the checkpoint of step {step} could not be written ({reason}); "
+        self.once(text + "the run goes on, older checkpoints stay", "lost")
+        self.reporter.event("lost_checkpoint", step=step, reason=reason)
+
+    def once(self, text: str, what: str) -> None:
+        """What fails now will fail again."""
+        if what not in self._noted:
+            self._noted.add(what)
+            self.reporter.note(text)
+
+
+def _short(why: Exception | str) -> str:
+    """Return what went wrong, without the file, which is nobody else's matter."""
+    if isinstance(why, OSError) and why.strerror:
+        return why.strerror
+    return why if isinstance(why, str) else repr(why)

@@ -1,0 +1,386 @@
+"""Going on from a checkpoint: what may differ from the run that it is of (TABLE, shown in
+docs/surviving.md), and what a rank takes over. Sends nothing: what ranks hold is compared with all
+else that they compare before the start (rank/agreement.py), and common_step.py finds the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from xcloud import __version__
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.comm.state import MEMORY, OUTER, State
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.saving import Facts
+from xcloud.job.job import Job
+from xcloud.job.strategy import Places
+from xcloud.record.checkpoint_files import CheckpointFolder
+
+MAX_STEPS = "training.max_steps"
+_REMEMBERED = "what compression remembers of earlier steps"
+_SINCE_MERGE = "what other clouds did since the last merge"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """lost: by going on. refused: why it does not go on. is_equal: to the bits of a run that was
+    not interrupted. needs_merge: goes on only from a step after which all replicas were equal."""
+
+    lost: tuple[str, ...] = ()
+    refused: str = ""
+    is_equal: bool = False
+    needs_merge: bool = False
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        words = "equal bits" if self.is_equal else "goes on"
+        words += f", losing {'; '.join(self.lost)}" if self.lost else ""
+        return words + (", from a merge of all parameters only" if self.needs_merge else "")
+
+
+EQUAL, GOES_ON, FORGETS = Outcome(is_equal=True), Outcome(), Outcome((_REMEMBERED,))
+OTHER_RUN = Outcome(refused="that would be another run")
+COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
+
+
+class Row(NamedTuple):
+    """keys: the settings, as one pattern; "" where it is decided by who holds what (Places).
+    others: of columns that differ from `usual`; None where a job has no such setting."""
+
+    keys: str
+    usual: Outcome
+    others: Mapping[str, Outcome | None] = {}
+
+
+def _elastic(lost: str = "") -> Outcome:
+    return Outcome((lost, _SINCE_MERGE) if lost else (_SINCE_MERGE,))
+
+
+_NONE = {"one-way": None}
+_AFTER_MERGE = Outcome((_REMEMBERED,), needs_merge=True)
+NOTHING, CUT = "link, liveness, slowdown, evaluation, checkpoints", "number of stages"
+LANES, SHARD = "cluster: which ranks hold a stage", "cluster: parts of a sharded stage"
+TABLE: Mapping[str, Row] = {
+    NOTHING: Row(
+        r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
+        r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
+        EQUAL, {"elastic": _elastic()},
+    ),
+    "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
+        r"training\.(max_steps|optimizer\.|on_divergence|max_skips_in_a_row|precision)|"
+        r"security(?!\.privacy)|model\.decoding|feed\.on_(slow|dead)",
+        GOES_ON, {"elastic": _elastic()},
+    ),
+    "compression": Row("compression", FORGETS, {"elastic": _elastic(_REMEMBERED), **_NONE}),
+    "schedule, accumulation": Row(
+        r"schedule|training\.accumulate_steps", FORGETS,
+        {"elastic": _elastic(_REMEMBERED), **_NONE},
+    ),
+    LANES: Row(
+        "", FORGETS,
+        {
+            "local updates": _AFTER_MERGE, "streaming": _AFTER_MERGE, "elastic": _AFTER_MERGE,
+            "one-way": Outcome(refused="its ranks cannot change places"),
+        },
+    ),
+    SHARD: Row("", Outcome(refused="each rank has a part, and parts are not joined"), _NONE),
+    CUT: Row("", Outcome(refused="stages hold other layers then"), _NONE),
+    "security.privacy": Row(
+        r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), _NONE
+    ),
+    "model, task, data, seed, batch size, strategy, release": Row("", OTHER_RUN),
+}  # fmt: skip
+
+
+def outcome_of(row: str, column: str) -> Outcome:
+    return TABLE[row].others.get(column, TABLE[row].usual) or OTHER_RUN
+
+
+@dataclass
+class Changes:
+    """What differs from the run that a checkpoint is of. said: the settings, in words. refused:
+    why it does not go on, and what to set back."""
+
+    said: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    moves: bool = False
+    needs_merge: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        return _REMEMBERED in self.lost
+
+    def price(self, has_memory: bool) -> str:
+        """What going on costs, for the user. has_memory: whether compression remembers any."""
+        lost = [what for what in self.lost if what != _REMEMBERED or has_memory]
+        return f"lost by this: {'; '.join(lost)}" if lost else "nothing is lost by this"
+
+    def take(self, outcome: Outcome, what: str, back: str) -> None:
+        if outcome.refused:
+            self.refused.append(f"{what}: {outcome.refused}; {back}, or start a new run")
+        self.lost += [lost for lost in outcome.lost if lost not in self.lost]
+        self.needs_merge |= outcome.needs_merge
+
+
+def changes(
+    saved: Mapping[str, str], now: Mapping[str, str], before: Places, after: Places
+) -> Changes:
+    """saved, now: settings as the ranks compare them (rank/agreement.py), and who holds what."""
+    found = Changes()
+    keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    found.said = _in_words(keys, saved, now, before.labels, after.labels)
+    found.moves = list(before.ranks) != list(after.ranks)
+    for key in keys:
+        row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
+        if row is None and key.startswith("cluster."):
+            row = NOTHING if before.ranks else LANES  # what moves is looked at below
+        old = saved.get(key)
+        back = f"leave {key} out" if old is None else f"set {key} back to {old}"
+        outcome = OTHER_RUN if row is None else outcome_of(row, after.column)
+        found.take(outcome, f"{key} is {now.get(key, 'not set')}", back)
+    if found.moves:
+        moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
+        moved = moved if before.num_stages == after.num_stages else CUT
+        found.take(outcome_of(moved, after.column), moved, f"undo {', '.join(found.said)}")
+    return found
+
+
+def _in_words(
+    keys: Sequence[str], saved: Mapping[str, str], now: Mapping[str, str],
+    before: Mapping[str, str], after: Mapping[str, str],
+) -> list[str]:  # fmt: skip
+    """Of each group that has a label and more than one key in `keys`, the labels."""
+    said: dict[str, None] = {}
+    for key in keys:
+        group = key.partition(".")[0]
+        many = sum(other.partition(".")[0] == group for other in keys) > 1
+        if many and before.get(group, "") != after.get(group, ""):
+            said[f"{group} {before.get(group)} -> {after.get(group)}"] = None
+        else:
+            said[f"{key} {saved.get(key, 'not set')} -> {now.get(key, 'not set')}"] = None
+    return list(said)
+
+
+_SHARED = ("trainer.num_updates", "trainer.guard.")
+
+
+@dataclass(frozen=True)
+class RankCheckpoints:
+    """What one rank goes on with, from the parts in its run folder.
+
+    places: who holds what now. settings: as compared with other ranks.
+    """
+
+    folder: CheckpointFolder
+    rank: int
+    places: Places
+    settings: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, str]
+    ) -> RankCheckpoints:
+        return cls(CheckpointFolder(run_dir), rank, job.places, settings)
+
+    def table(self, is_thorough: bool = True) -> dict[str, str]:
+        """For the comparison of all ranks, by step: "ok agreed ATTEMPT 0,1" or "bad agreed WHY"
+        ("written" instead of "agreed" without word of all ranks). Rank 0 names the ranks that had
+        a part in it: those of a one-way job that were lost before have none. is_thorough: read
+        every file to the end."""
+        lines = {}
+        for step in self.folder.steps():
+            agreed = "agreed" if self.folder.is_agreed(step) else "written"
+            try:
+                attempt = self._check(step, is_thorough)
+                found = self.folder.agreed(step) if not self.places.ranks else {}
+                held_by = map(str, found.get("held_by", ()))
+                lines[str(step)] = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
+            except DataError as error:
+                why = str(error).encode("ascii", "replace").decode()
+                lines[str(step)] = f"bad {agreed} {why}"
+        return lines
+
+    def changes(self, step: int) -> Changes:
+        parts = self.folder.ranks(step)
+        about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
+        return changes(about["settings"], self.settings, Places.read(about["places"]), self.places)
+
+    def done_beyond(self, max_steps: int | None) -> str:
+        """Say that more steps are done than a run is to have; empty if they are not.
+
+        Going on from an earlier one would delete what came after it.
+        """
+        done = max(self.folder.agreed_steps(), default=0)
+        if max_steps is None or done <= max_steps:
+            return ""
+        return (
+            f"{done} steps are done, and training.max_steps is {max_steps}; give at least {done}, "
+            "or start a new run"
+        )
+
+    def own_step(self, step: int) -> int:
+        """The newest step up to this one of which this rank has what it needs: an earlier one, or
+        0, where it was lost before and the run went on without it."""
+        if self.places.ranks:
+            return step
+        has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
+        return max(has, default=0)
+
+    def restore(self, step: int, fresh: State, facts: Facts) -> tuple[State, bool]:
+        """Return this rank's state after `step`, and whether compression's memory was dropped.
+
+        fresh: its state now, for what has no meaning any more.
+        facts: digests of what it reads, which must be those it was trained on.
+        Raises DataError.
+        """
+        self.check_facts(step, facts)
+        changed, needed = self.changes(step), self._needed(step)
+        if not changed.moves:
+            state = self.folder.read(step, self.rank)
+            if not changed.forgets:
+                return state, False
+            kept = {key: v for key, v in state.items() if not is_marked(key, MEMORY)}
+            new = {key: v for key, v in fresh.items() if is_marked(key, MEMORY)}
+            return kept | new, _remembers(state)
+        parts = {rank: self.folder.read(step, rank) for rank in needed}
+        outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
+        held = {key: outer[_tail(key)] if OUTER in key else v for key, v in fresh.items()}
+        for stage in self.places.ranks[self.rank].stages:
+            own = (f"trainer.stage {stage}.", *_SHARED)
+            held = {key: value for key, value in held.items() if not key.startswith(own)}
+            part = parts[self._holder(step, stage)]
+            held |= {key: value for key, value in part.items() if key.startswith(own)}
+        return held, any(map(_remembers, parts.values()))
+
+    def check_facts(self, step: int, facts: Facts) -> None:
+        """Raise DataError if what this rank reads is not what the checkpoint was made with. Where
+        ranks change places, what both have read is compared."""
+        is_same_place = not self.changes(step).moves
+        for rank, (kind, now) in product(self._needed(step), facts.items()):
+            saved = self.folder.about(step, rank)["facts"].get(kind, {})
+            compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
+            differing = sorted(name for name in compared if saved.get(name) != now.get(name))
+            if differing:
+                raise DataError(
+                    f"not what the checkpoint of step {step} was made with: "
+                    f"{', '.join(differing)}. Samples would mean other texts, or ids other "
+                    "pieces, than those learned from. Put that back, or start a new run"
+                )
+
+    def _check(self, step: int, is_thorough: bool) -> int:
+        """The attempt that the parts which this rank needs are of. Raises DataError if one is
+        missing, damaged or of another experiment."""
+        parts = self.folder.ranks(step)
+        if not parts:
+            raise DataError("no part of it is complete here")
+        abouts = {rank: self.folder.about(step, rank) for rank in parts}
+        for about in abouts.values():
+            if about["release"] != __version__:
+                raise DataError(
+                    f"it was written by xcloud {about['release']}, this is {__version__}: go on "
+                    "with that release"
+                )
+        changed = self.changes(step)
+        if changed.refused:
+            raise DataError("; ".join(changed.refused))
+        if changed.moves and len({about["attempt"] for about in abouts.values()}) > 1:
+            raise DataError("its parts are of different attempts at this step")
+        if too_short := self.done_beyond(json.loads(self.settings.get(MAX_STEPS, "null"))):
+            raise DataError(too_short)
+        needed = self._needed(step)
+        for rank in needed if is_thorough else ():
+            self.folder.check(step, rank)
+        return int(abouts[needed[0]]["attempt"])
+
+    def _needed(self, step: int) -> list[int]:
+        parts, changed, before = self.folder.ranks(step), self.changes(step), self._before(step)
+        if not changed.moves:
+            if self.rank not in parts:
+                raise DataError(f"the part of rank {self.rank} is not here, or incomplete")
+            return [self.rank]
+        if changed.needs_merge and before.column != self.places.column:
+            raise DataError(
+                "one replica made it, so nothing was merged that others could take over"
+            )
+        if not before.is_merged(step):
+            when = f"every {before.merges_every} steps, and " if before.merges_every else ""
+            raise DataError(
+                "replicas differed then, and other ranks can take over after a merge of all "
+                f"parameters only ({when}the last step)"
+            )
+        if self.rank >= len(self.places.ranks):
+            raise DataError(f"this cluster has {len(self.places.ranks)} ranks")
+        stages = self.places.ranks[self.rank].stages
+        found = {self._holder(step, stage) for stage in stages}
+        if changed.needs_merge:  # each rank carries a share of what is kept from merge to merge
+            replicas = {before.ranks[rank].replica for rank in found}
+            mates = {r for s in stages for one in replicas for r in before.holders(s, one)}
+            if missing := mates - set(parts):
+                raise DataError(f"the part of rank {min(missing)} is not here, or incomplete")
+            found |= mates
+        return sorted(found)
+
+    def _holder(self, step: int, stage: int) -> int:
+        """Of those that have a part here one as near to this rank as there is."""
+        before, own = self._before(step), self.places.ranks[self.rank]
+        group_rank = self.places.holders(stage, own.replica).index(self.rank)
+        found = []
+        for rank in self.folder.ranks(step):
+            there = before.ranks[rank]
+            if stage in there.stages:
+                its = before.holders(stage, there.replica).index(rank)
+                if its == group_rank or not there.is_sharded:
+                    found.append((there.replica != own.replica, its != group_rank, rank))
+        if not found:
+            raise DataError(f"stage {stage}, held by other ranks then, is not in this folder")
+        return min(found)[2]
+
+    def _before(self, step: int) -> Places:
+        return Places.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
+
+
+def is_marked(key: str, mark: str) -> bool:
+    return mark in key.split(".")
+
+
+def _remembers(state: State) -> bool:
+    # Numbers only count messages.
+    return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
+
+
+def _tail(key: str) -> str:
+    """From the mark on: what follows names a parameter, whatever holds it."""
+    return key[key.index(OUTER) :] if OUTER in key else key
+
+
+def check_can_go_on(
+    job: Job, run_dir: Path, settings: Mapping[str, str], anew: bool = False
+) -> None:
+    """Before any rank starts, where one folder has the parts of all. Raises ConfigError, also for
+    a run that would begin anew unless that is asked for."""
+    holders = {
+        rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
+    }
+    first = holders[min(holders)]
+    if too_short := first.done_beyond(job.max_steps):
+        raise ConfigError(f"{run_dir} cannot go on. {too_short}")
+    with contextlib.suppress(DataError, IndexError):  # damaged or not here: ranks say so of each
+        if refused := first.changes(first.folder.agreed_steps()[0]).refused:
+            raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
+    held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
+    if not newest_common(held, lambda rank: f"rank {rank}")[0] and not anew:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint, so there is nothing to go on from. To begin anew in "
+            "this folder add resume_anew=true; the run's own command begins in a new one"
+        )

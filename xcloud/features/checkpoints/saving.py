@@ -1,0 +1,285 @@
+"""What one rank does to save its state: when, whether it was asked to end, and the thread that
+writes. Knows no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xcloud import __version__
+from xcloud.base.errors import LinkError
+from xcloud.base.project import commit
+from xcloud.comm.state import State, StateTree, copying, states_of
+from xcloud.job.strategy import Places
+from xcloud.pipeline.settings import Checkpoints
+from xcloud.record.checkpoint_files import CheckpointFolder
+
+_NICENESS = 10  # of the thread that writes
+_ALIGN = 64
+_PAGE_BYTES = 4096
+_PIECE_PAGES = 4096  # touched before looking whether to stop
+
+
+class StopSignal:
+    """Whether this process was asked to end. SIGUSR1 asks, and in ranks that no launcher watches
+    (torchrun) all signals to stop do; while nothing can be saved, and for the second time, the
+    process ends at once."""
+
+    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self.is_reported = False  # to rank 0
+        self.before_exit: Callable[[], object] = lambda: None  # where it ends at once
+        self._asked_at_s: float | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        return self._asked_at_s is not None
+
+    def install(self, *numbers: signal.Signals, exit_code: int) -> None:
+        def take(number: int, frame: object) -> None:
+            now_s = time.monotonic()
+            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
+            if again or not self.is_armed:
+                self.before_exit()
+                os._exit(128 + number if again else exit_code)
+            self._asked_at_s = self._asked_at_s or now_s
+
+        for number in numbers:
+            signal.signal(number, take)
+
+
+class Timing:
+    """After which updates one rank saves. from_step: of the checkpoint that this attempt resumes
+    from, 0 for none. last_step: of the run. clock: seconds. every: steps, as rank 0 last said."""
+
+    def __init__(
+        self,
+        settings: Checkpoints,
+        from_step: int = 0,
+        last_step: int = sys.maxsize,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.final_step, self.saved_step = settings, last_step, from_step
+        self.every, self.is_due = settings.every_steps, False
+        self._first_step, self._clock = from_step, clock
+        self._begun_s = self._saved_s = clock()
+        self._next_estimate_s = 30 * settings.every_minutes
+
+    def is_multiple(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def look(self, step: int) -> bool:
+        """Whether a checkpoint has become due now; it stays due until one is made."""
+        minutes, waited_s = self.settings.every_minutes, self._clock() - self._saved_s
+        is_new = self.is_multiple(step) or (minutes > 0 and waited_s > 60 * minutes)
+        self.is_due |= is_new
+        return is_new
+
+    def saved(self, step: int, is_complete: bool = True) -> None:
+        """A checkpoint was begun; is_complete: and copied."""
+        self._saved_s, self.is_due = self._clock(), False
+        if is_complete:
+            self.saved_step = step
+
+    def better_every(self, step: int) -> int | None:
+        """The steps in `every_minutes`, from those so far: after half of that time, and each time
+        when twice as long has passed; None if `every` is near it."""
+        minutes, elapsed_s = self.settings.every_minutes, self._clock() - self._begun_s
+        if not minutes or elapsed_s < self._next_estimate_s:
+            return None
+        self._next_estimate_s = 2 * elapsed_s
+        every = max(1, round(60 * minutes * (step - self._first_step) / elapsed_s))
+        every = min(every, self.settings.every_steps or every)
+        # Each change may cost a checkpoint.
+        return None if 0.8 * self.every <= every <= 1.25 * self.every else every
+
+    def is_half_way(self, step: int) -> bool:
+        """To the next checkpoint. One by steps may come after the end of the run."""
+        every, minutes = self.every, self.settings.every_minutes
+        since = step % every if every else 0
+        if every and 2 * since >= every - 1 and step - since + every <= self.final_step:
+            return True
+        return bool(minutes) and self._clock() - self._saved_s >= 30 * minutes
+
+
+Facts = Mapping[str, Mapping[str, str]]
+"""Digests of what a rank reads, by kind ("data", "base") and by a name for messages. They stay
+with its part of a checkpoint."""
+
+
+def about_part(
+    places: Places, settings: Mapping[str, str], attempt: int, facts: Facts
+) -> dict[str, Any]:
+    """Return what a rank writes beside its state, for whoever resumes from it.
+
+    settings: as the ranks compare them.
+    attempt: tells parts of one attempt at a step from those of another.
+    facts: what must stay the same.
+    """
+    return {
+        "release": __version__,
+        "commit": commit(),
+        "attempt": attempt,
+        "places": asdict(places),
+        "settings": dict(settings),
+        "facts": {kind: dict(digests) for kind, digests in facts.items()},
+    }
+
+
+class CheckpointWriter:
+    """Copies one rank's state, and writes it in a thread of its own. The memory of the copy is
+    kept; it is made in that thread, half way to the first checkpoint, as new memory would stop
+    training for longer than the copy itself.
+
+    about: see about_part.
+    """
+
+    def __init__(self, folder: CheckpointFolder, rank: int, about: Mapping[str, Any]) -> None:
+        self.folder, self.rank, self.places = folder, rank, about.get("places")
+        self._about, self._buffer = dict(about), SnapshotBuffer()
+        self.is_writing = self._is_prepared = False
+        self._is_needed_now = threading.Event()  # the buffer, however far it is
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def prepare(self, parts: StateTree) -> None:
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        with contextlib.suppress(RuntimeError, MemoryError):  # the copy itself will say so
+            num_bytes = bytes_to_copy(lambda: states_of(parts))
+            self._is_needed_now.clear()
+            self.later(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
+
+    def copy(self, parts: StateTree) -> State:
+        """Raises RuntimeError or MemoryError where there is no room for it."""
+        self._is_prepared = False
+        with self._buffer.snapshot():
+            return states_of(parts)
+
+    def write(
+        self, step: int, state: State, then: Callable[[int | Exception, float], None]
+    ) -> None:
+        """Returns at once. then: called in the thread with the bytes, or why there are none, and
+        the seconds that it took."""
+        self.is_writing = True
+
+        def write() -> None:
+            started_s = time.monotonic()
+            try:
+                outcome: int | Exception = self.folder.write(step, self.rank, state, self._about)
+            except Exception as error:  # of a GPU, too: it must not end this thread
+                outcome = error
+            self.is_writing = False
+            then(outcome, time.monotonic() - started_s)
+
+        self.later(write)
+
+    def later(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def wait(self, is_urgent: bool = True) -> None:
+        """Until the thread has done what it was given; unless that is urgent, the next copy's room
+        is prepared to the end too."""
+        if is_urgent:
+            self._is_needed_now.set()
+        done = threading.Event()
+        self.later(done.set)
+        while not done.wait(1.0):
+            assert self._thread.is_alive(), "the thread that writes checkpoints has failed"
+
+    def close(self) -> None:
+        self._is_needed_now.set()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (job := self._jobs.get()) is not None:
+            # A link's failure is met by the training loop itself, on the next message. A part that
+            # cannot be deleted goes with the next `prune`.
+            with contextlib.suppress(LinkError, OSError):
+                job()
+            del job  # or it would hold its state until the next one comes
+
+
+def bytes_to_copy(take: Callable[[], object]) -> int:
+    """Of host memory that the snapshot `take` needs in a `SnapshotBuffer`. Nothing is copied."""
+    num_bytes = 0
+
+    def count(tensors: tuple[Tensor, ...]) -> Tensor:
+        nonlocal num_bytes
+        num_bytes += _aligned(sum(tensor.nbytes for tensor in tensors))
+        return tensors[0]
+
+    with copying(count):
+        take()
+    return num_bytes
+
+
+class SnapshotBuffer:
+    """Host memory for one snapshot at a time, of tensors of any device, kept for the next one: on
+    a GPU the copy would need room that training does not have. What does not fit gets host memory
+    of its own."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within, `copy_of` copies into this memory, over the snapshot before."""
+        self._used = 0
+        with copying(self._copy):
+            yield
+
+    def enlarge(self, num_bytes: int, stop: threading.Event) -> None:
+        """To so many bytes, which no snapshot is in meanwhile, and touch all of them unless `stop`
+        comes first. Touching holds no lock of Python's and uses one core."""
+        if num_bytes <= len(self._memory):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
+        with contextlib.suppress(RuntimeError):  # no memory now: the copy itself will say so
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        pages = self._memory.numpy()[::_PAGE_BYTES]
+        for first in range(0, len(pages), _PIECE_PAGES):
+            if stop.is_set():
+                return
+            pages[first : first + _PIECE_PAGES] = 0
+
+    def _copy(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        like, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+        end = self._used + num_bytes
+        if end > len(self._memory):
+            place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+        else:
+            place = self._memory[self._used : end].view(like.dtype)
+            self._used = _aligned(end)
+        with torch.no_grad():
+            if len(tensors) == 1:
+                return place.view(like.shape).copy_(like)
+            rows = place.view(sum(map(len, tensors)), *like.shape[1:])
+            for own, tensor in zip(torch.split(rows, [*map(len, tensors)]), tensors, strict=True):
+                own.copy_(tensor)
+            return rows
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

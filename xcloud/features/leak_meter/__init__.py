@@ -1,0 +1,1 @@
+"""Measures what other clouds could recover from what crossed to them."""

@@ -1,0 +1,393 @@
+"""Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
+the observations of observers.py, after training (docs/privacy.md, section 3). What replicas
+average is attacked by experiments/gradient_leaks (security/meter=averages).
+
+Shapes of attacks: N samples or rows, D features, C classes.
+
+Labels, for every cloud that may not see them, from each kind of message it received or computed:
+    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. Several classes: mean of one
+    against the rest. A numeric label: above its median or not. A cloud that holds the text is
+    judged by gradients only.
+Text, for every cloud that may not see it, from activations it received:
+    linear and network inverter guess each row's token -> fraction correct, without special
+    tokens; the baseline is always the most frequent one.
+Attacks that learn are fitted on half of the samples and judged on the other half. Each figure is
+the largest over attacks and messages. Deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor
+
+from xcloud.base.errors import DataError
+from xcloud.base.run_folder import check_is_folder, owned
+from xcloud.base.settings import Positive, settings
+from xcloud.base.terminal import say
+from xcloud.security.defences import LABEL
+
+OBSERVATIONS_DIR = "observations"
+TRUTH = "truth"
+SUMMARY_FILE = "summary.json"
+MAX_SAMPLES = 4000
+MAX_ROWS = 8000
+FEWEST_SAMPLES = 20
+_NUM_KNOWN_POSITIVES = 16
+_PROBE_PENALTY = 1e-2
+
+
+@settings("security.meter")
+class LeakMeter:
+    """last_steps: keep the messages of this many updates, the last ones of training. max_rows: of
+    each kind of message, the newest. keep: leave the observations, which hold plain text and
+    labels, in each rank's run folder; by default they are deleted once measured."""
+
+    last_steps: Positive = 50
+    max_rows: Annotated[int, Field(ge=100)] = 20_000
+    keep: bool = False
+
+    def measure(self, run_dir: Path) -> dict[str, Any]:
+        """See `measure`. Forgets what was observed, unless it is to be kept."""
+        found = measure(run_dir)
+        if not self.keep:
+            shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
+        return found
+
+
+class Stream(NamedTuple):
+    """One kind of message as one rank saw it. direction: forward or backward. boundary: number of
+    the stage before it. how: "received" from another cloud, or computed here and "sent" to it."""
+
+    direction: str
+    boundary: int
+    how: str
+    field: str
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self))
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        direction, boundary, how, field = name.split(".", 3)
+        return cls(direction, int(boundary), how, field)
+
+    def __str__(self) -> str:
+        kind = "activation" if self.direction == "forward" else "gradient"
+        return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
+
+
+class Rows(NamedTuple):
+    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
+
+    ids: Tensor
+    counts: Tensor
+    rows: Tensor
+
+    @classmethod
+    def join(cls, parts: Iterable[Rows]) -> Rows:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Each sample's id and rows, in the order of messages."""
+        split = torch.split(self.rows, self.counts.tolist())
+        return zip(self.ids.tolist(), split, strict=True)
+
+
+Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or figure
+
+
+@dataclass
+class Observations:
+    """What each cloud saw, and the truth; of each sample the rows of its newest message."""
+
+    seen: dict[str, dict[Stream, dict[int, Tensor]]] = field(default_factory=dict)
+    holds: dict[str, set[str]] = field(default_factory=dict)
+    truth: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    special_ids: dict[str, list[int]] = field(default_factory=dict)
+
+
+def measure(run_dir: Path) -> dict[str, Any]:
+    """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
+    attacks that they come from. Raises DataError if observations are missing, naming the ranks."""
+    notes = read_observations(run_dir)
+    label, text = _labels(notes), _texts(notes)
+
+    def auc_of(kind: str) -> float | None:
+        found = [e for by in label.values() for message, e in by.items() if kind in message]
+        aucs = [auc for e in found for name, auc in e.items() if name != "num_samples"]
+        return max(aucs, default=None)
+
+    recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in entries(text)]
+    recovery = max(recoveries, key=lambda pair: pair[0], default=(None, None))
+    return {
+        "label_leak_auc": auc_of(""),
+        "label_leak_auc_gradient": auc_of(" gradient"),
+        "label_leak_auc_activation": auc_of(" activation"),
+        "token_recovery": recovery[0],
+        "token_recovery_baseline": recovery[1],
+        "leakage": {"label": label, "text": text},
+    }
+
+
+def entries(found: Found) -> Iterator[dict[str, float]]:
+    return (entry for by_message in found.values() for entry in by_message.values())
+
+
+def read_observations(run_dir: Path) -> Observations:
+    notes, parts = Observations(), dict[tuple[str, str], list[Rows]]()
+    files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
+    if not files:
+        raise DataError(
+            f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
+            "security/meter=attack security.meter.keep=true, over more than one cloud"
+        )
+    found, num_ranks = set(), 0
+    for path in files:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            found.add(about["rank"])
+            num_ranks = about["num_ranks"]
+            notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
+            notes.special_ids |= about["special_ids"]
+            for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
+                rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
+                whose = TRUTH if name.startswith(f"{TRUTH}.") else about["cloud"]
+                parts.setdefault((whose, name), []).append(rows)
+    for (cloud, name), some in parts.items():
+        newest = dict(Rows.join(some).pieces())
+        if name.startswith(f"{TRUTH}."):
+            notes.truth[name.removeprefix(f"{TRUTH}.")] = newest
+        else:
+            notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
+    if missing := sorted(set(range(num_ranks)) - found):
+        raise DataError(
+            f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
+            f"{', '.join(map(str, missing))}; copy the {OBSERVATIONS_DIR} folders of all machines "
+            "into one and run python -m xcloud leak-meter RUN_DIR"
+        )
+    return notes
+
+
+def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
+    """Cloud, kind of message and its rows by sample, of clouds that may not see a field."""
+    for cloud, streams in notes.seen.items():
+        if field not in notes.holds[cloud]:
+            for stream in sorted(streams):
+                yield cloud, stream, streams[stream]
+
+
+def _labels(notes: Observations) -> Found:
+    if LABEL not in notes.truth:
+        return {}  # not known here, or spans or tokens, which are no classes
+    truth, texts = notes.truth[LABEL], notes.truth.keys() - {LABEL}
+    results: Found = {}
+    for cloud, stream, samples in _hidden(notes, LABEL):
+        if stream.direction == "forward" and notes.holds[cloud] & texts:
+            continue
+        if (aucs := _attack_labels(samples, truth)) is not None:
+            results.setdefault(cloud, {})[str(stream)] = aucs
+    return results
+
+
+def _attack_labels(
+    samples: dict[int, Tensor], truth: dict[int, Tensor]
+) -> dict[str, float] | None:
+    ids = _chosen([i for i in samples if i in truth], MAX_SAMPLES)
+    if len(ids) < FEWEST_SAMPLES:
+        return None
+    labels = torch.cat([truth[i] for i in ids])
+    if labels.is_floating_point():
+        labels = (labels > labels.median()).long()
+    values, classes = torch.unique(labels, return_inverse=True)
+    if len(values) < 2:
+        return None
+    rows = [samples[i].double() for i in ids]
+    norms = torch.stack([r.norm() for r in rows])
+    # A classifier's gradient is in the first row or in the mean of all rows: try both.
+    views = {"first": torch.stack([r[0] if len(r) else r.new_zeros(r.shape[1]) for r in rows]),
+             "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
+    features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
+    is_known = torch.arange(len(ids)) % 2 == 0
+    scores = probe(features, classes, is_known, len(values))
+    found: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
+    for number in range(1 if len(values) == 2 else 0, len(values)):
+        positive = classes == number
+        found["norm"].append(norm_attack(norms, positive))
+        found["direction"].append(max(direction_attack(v, positive) for v in views.values()))
+        found["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
+        margin = scores[:, number] - scores.logsumexp(1)
+        found["probe"].append(auc(margin, positive[~is_known]))
+    kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in found.items()}
+    means = {name: round(fmean(aucs), 4) for name, aucs in kept.items() if aucs}
+    return {**means, "num_samples": len(ids)}
+
+
+def _texts(notes: Observations) -> Found:
+    """linear, network, baseline: shares of tokens."""
+    results: Found = {}
+    for text in sorted(notes.truth.keys() - {LABEL}):
+        truth = notes.truth[text]
+        for cloud, stream, samples in _hidden(notes, text):
+            if (stream.direction, stream.how) != ("forward", "received"):
+                continue
+            shares = _invert(samples, truth, notes.special_ids.get(text, []))
+            if shares is not None:
+                results.setdefault(cloud, {})[f"{text} from {stream}"] = shares
+    return results
+
+
+def _invert(
+    samples: dict[int, Tensor], truth: dict[int, Tensor], special_ids: Sequence[int]
+) -> dict[str, float] | None:
+    """None if rows do not match the text's tokens one to one (another field, or pooled)."""
+    ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
+    if len(ids) < FEWEST_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
+        return None
+    ids = _chosen(ids, MAX_SAMPLES)
+    tokens = torch.cat([truth[i] for i in ids])
+    rows = torch.cat([samples[i] for i in ids])
+    is_known = torch.cat([torch.full((len(truth[i]),), k % 2 == 0) for k, i in enumerate(ids)])
+    wanted = ~torch.isin(tokens, torch.tensor(list(special_ids), dtype=tokens.dtype))
+    tokens, rows, is_known = (x[wanted][:MAX_ROWS] for x in (tokens, rows, is_known))
+    unknown = tokens[~is_known]
+    if not len(unknown) or not bool(is_known.any()):
+        return None
+
+    def share(guessed: Tensor) -> float:
+        return round(float((unknown == guessed).double().mean()), 4)
+
+    return {
+        "linear": share(linear_inverter(rows, tokens, is_known)),
+        "network": share(network_inverter(rows, tokens, is_known)),
+        "baseline": share(torch.bincount(tokens[is_known]).argmax()),  # who sees nothing
+        "num_rows": len(unknown),
+    }
+
+
+def _chosen(ids: Sequence[int], most: int) -> list[int]:
+    """At most `most` ids, in an order independent of their content."""
+    ordered = sorted(ids)
+    order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
+    return [ordered[k] for k in order[:most].tolist()]
+
+
+def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
+    """Probability that a positive scores above a negative (a tie counts half); nan if either
+    class is missing."""
+    from sklearn.metrics import roc_auc_score
+
+    if bool(is_positive_N.all()) or not bool(is_positive_N.any()):
+        return math.nan
+    return float(roc_auc_score(is_positive_N.numpy(), scores_N.nan_to_num().numpy()))
+
+
+def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
+    found = auc(norms_N, is_positive_N)
+    return max(found, 1 - found)
+
+
+def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the cosine to one sample known to be positive (ibid.), the mean over 16 of them."""
+    unit = F.normalize(vectors_ND.double(), dim=1)
+    positives = torch.nonzero(is_positive_N).flatten()
+    spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
+    found = []
+    for known in sorted({*positives[spread].tolist()}):
+        others = torch.arange(len(unit)) != known
+        found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
+    return fmean(found)
+
+
+def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the projection on the direction of largest variance: uses no labels; the sign is
+    given (Sun et al., arXiv:2203.01451, use it on activations)."""
+    from sklearn.decomposition import PCA
+
+    projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
+    found = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
+    return max(found, 1 - found)
+
+
+def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
+    """Log-probabilities [unknown, C] of a logistic regression fitted on the known samples."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    known, unknown = features_ND[is_known_N].double(), features_ND[~is_known_N].double()
+    scores = torch.full((len(unknown), num_classes), -math.inf, dtype=torch.float64)
+    seen = torch.unique(classes_N[is_known_N])
+    if len(seen) == 1:
+        scores[:, seen] = 0.0
+        return scores
+    strength = 1 / (2 * _PROBE_PENALTY * len(known))
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+    model.fit(known.numpy(), classes_N[is_known_N].numpy())
+    scores[:, seen] = torch.from_numpy(model.predict_log_proba(unknown.numpy()))
+    return scores
+
+
+def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
+    """The token guessed for each unknown row: linear discriminant of the tokens' mean rows, with
+    the known rows' shrunk covariance."""
+    known, seen = rows_ND[is_known_N].double(), tokens_N[is_known_N]
+    tokens, index, counts = torch.unique(seen, return_inverse=True, return_counts=True)
+    means = torch.zeros(len(tokens), known.shape[1], dtype=torch.float64)
+    means.index_add_(0, index, known)
+    means /= counts[:, None]
+    inside = known - means[index]
+    covariance = inside.T @ inside / len(known)
+    overall = (known - known.mean(0)).square().mean()
+    # A token seen once has no spread of its own, so part of the overall variance is added.
+    shrunk = covariance + (1e-2 * overall + 1e-12) * torch.eye(known.shape[1], dtype=torch.float64)
+    directions = torch.linalg.solve(shrunk, means.T)  # [D, tokens]
+    offsets = torch.log(counts / len(known)) - 0.5 * (means.T * directions).sum(0)
+    guessed: Tensor = tokens[(rows_ND[~is_known_N].double() @ directions + offsets).argmax(1)]
+    return guessed
+
+
+def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
+    """The token guessed for each unknown row by a network with one hidden layer."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    settings = {"batch_size": 256, "learning_rate_init": 3e-3, "max_iter": 12, "random_state": 0}
+    network = make_pipeline(StandardScaler(), MLPClassifier(256, **settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
+        network.fit(rows_ND[is_known_N].float().numpy(), tokens_N[is_known_N].numpy())
+    return torch.from_numpy(network.predict(rows_ND[~is_known_N].float().numpy()))
+
+
+def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> None:
+    """Of a run on several machines, once their observations folders are copied into one."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
+    parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
+    run_dir: Path = parser.parse_args(arguments).run_dir
+    check_is_folder(run_dir)
+    with owned(run_dir):
+        leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
+        summary_path = run_dir / SUMMARY_FILE
+        if summary_path.is_file():
+            summary = json.loads(summary_path.read_text("utf-8"))
+            text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
+            summary_path.write_text(text + "\n", encoding="utf-8")
+    say(json.dumps(leakage, indent=2, ensure_ascii=False))

@@ -1,0 +1,226 @@
+"""The leak meter around one rank's updates: what its cloud sees of others goes to a file in its
+run folder after the last update, and features/leak_meter/meter.py finds what leaks. Sends nothing.
+
+Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples
+from xcloud.contracts.model import NO_LABEL, Batch, Stage, TaskData
+from xcloud.experiment import Experiment
+from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, TRUTH, Rows, Stream
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.part import Part
+from xcloud.pipeline.pipeline import BoundaryPorts
+from xcloud.rank.role import RankContext
+from xcloud.record.reporter import Reporter
+from xcloud.security.defences import LABEL
+
+
+@dataclass
+class Observer:
+    """One rank's observations, from update `first_step` on; of each kind of message the newest
+    `max_rows` rows. token_fields: of the texts that it may see (padding id, special token ids).
+    holds: all batch fields that its cloud may see. replica: of the pipeline, this rank's."""
+
+    rank: int
+    cloud: str
+    num_ranks: int
+    first_step: int
+    max_rows: int
+    token_fields: Mapping[str, tuple[int, tuple[int, ...]]]
+    holds: Collection[str]
+    replica: int = 0
+    _streams: dict[str, deque[Rows]] = field(default_factory=dict, init=False)
+
+    def wants(self, step: int) -> bool:
+        return step >= self.first_step
+
+    def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
+        """One tensor of a training message, [R, D]; not what a cloud computes itself from text or
+        labels that it holds."""
+        if stream.how == "received" or not self.holds:
+            flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
+            self._add(stream.name, ids, counts, flat)
+
+    def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
+        """Text and labels of a training batch: the attacks' ground truth."""
+        ids = batch["ids"]
+        for name, value in batch.items() if self.wants(step) else ():
+            if name in self.token_fields:
+                is_token = value != self.token_fields[name][0]
+                self._add(f"{TRUTH}.{name}", ids, is_token.sum(1), value[is_token].cpu())
+            elif name == LABEL and value.dim() == 1:  # not spans, nor a label for each token
+                self._add(f"{TRUTH}.{name}", ids, None, value.detach().cpu().clone())
+
+    def write(self, run_dir: Path) -> Path:
+        folder = run_dir / OBSERVATIONS_DIR
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank{self.rank}.safetensors"
+        tensors = {
+            f"{name}/{part}": value.contiguous()
+            for name, messages in self._streams.items()
+            for part, value in Rows.join(messages)._asdict().items()
+        }
+        special_ids = {name: ids for name, (_, ids) in self.token_fields.items()}
+        about = {"rank": self.rank, "cloud": self.cloud, "num_ranks": self.num_ranks,
+                 "holds": sorted(self.holds), "special_ids": special_ids}  # fmt: skip
+        save_file(tensors, path, metadata={"about": json.dumps(about)})
+        return path
+
+    def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
+        wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
+        messages = self._streams.setdefault(name, deque())
+        messages.append(Rows(ids.clone(), wide, rows))
+        while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
+            messages.popleft()
+
+
+@dataclass(frozen=True)
+class ReadingStage:
+    """What an attacker on averages knows of a stage that reads text.
+
+    run: computes it on token ids [N, S]. words_N: ids that may stand in a text (not padding).
+    covers: updates that one contribution sums up.
+    """
+
+    module: nn.Module
+    run: Callable[[Tensor], object]
+    words_N: Tensor
+    max_length: int
+    covers: int = 1
+
+
+class AveragingWatch(Protocol):
+    """Of one rank."""
+
+    def batch(self, step: int, ids: Tensor) -> None:
+        """Samples that this rank trains on."""
+
+    def received(self, step: int, replica: int, tensors: Mapping[str, Tensor]) -> None:
+        """See Terms.watch."""
+
+    def finish(self, run_dir: Path) -> None:
+        """After training: write what was seen below OBSERVATIONS_DIR."""
+
+
+@runtime_checkable
+class WatchesAverages(Protocol):
+    """A leak meter that attacks what replicas average, too."""
+
+    def averaged(self, observer: Observer, stage: ReadingStage, num_others: int) -> AveragingWatch:
+        """Of a stage that is averaged with `num_others` replicas."""
+
+
+@dataclass(frozen=True)
+class LeakObservers(Part):
+    """averaged: of what replicas average; None where nobody attacks that."""
+
+    observer: Observer
+    averaged: AveragingWatch | None
+    reporter: Reporter
+    run_dir: Path
+
+    def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
+        for batch in batches.values():
+            self.observer.batch(step, batch)
+            if self.averaged is not None:
+                self.averaged.batch(step, batch["ids"])
+
+    def finish(self) -> None:
+        with self.reporter.may_lose(OBSERVATIONS_DIR):
+            if self.averaged is not None:
+                self.averaged.finish(self.run_dir)
+            self.observer.write(self.run_dir)
+
+
+class ObservedEnd:
+    """A Sender or a Receiver (`end`) of messages that the observer takes notes of."""
+
+    def __init__(self, observer: Observer, end: Any) -> None:
+        self._observer, self._end = observer, end
+        self._floating = [f for f in end.fields if f.dtype.is_floating_point]
+
+    def __getattr__(self, name: str) -> Any:  # send_start, recv_start
+        return getattr(self._end, name)
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        return self._note(key, self._end.send(key, message, samples), samples, "sent")
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        return self._note(key, self._end.recv(key, samples, known), samples, "received")
+
+    def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> Message:
+        if key.kind is not Kind.EVALUATION and self._observer.wants(key.step):
+            identity = self._end.identity
+            for field in self._floating:
+                stream = Stream(identity.direction, identity.boundary, how, field.name)
+                counts = field.counts(message.get("counts"))
+                self._observer.message(stream, samples["ids"], counts, message[field.name])
+        return message
+
+
+def observed(
+    ports: dict[int, BoundaryPorts], observer: Observer, ends: Ends
+) -> dict[int, BoundaryPorts]:
+    """The same ports, whose messages from and to other clouds the observer takes notes of."""
+
+    def of(side: Mapping[int, Any]) -> Any:
+        return {
+            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
+            for peer, end in side.items()
+        }
+
+    sides = ("forward_out", "forward_in", "backward_out", "backward_in")
+    return {
+        stage: replace(own, **{side: of(getattr(own, side)) for side in sides})
+        for stage, own in ports.items()
+    }
+
+
+def leak_observers(
+    context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
+) -> LeakObservers:
+    """Of a job whose leak meter is on."""
+    job, rank, reporter, run_dir = context.job, context.rank, context.reporter, context.run_dir
+    meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
+    assert meter is not None
+    place = layout.placement(rank)
+    token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
+    observer = Observer(
+        rank, place.cloud, layout.num_ranks, job.max_steps - meter.last_steps + 1,
+        meter.max_rows, token_fields, job.fields_of_cloud(place.cloud), place.replica,
+    )  # fmt: skip
+    texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
+    if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
+        return LeakObservers(observer, None, reporter, run_dir)
+    (text,) = texts
+    stage, ids = stages[0], vocabularies[text]
+
+    def run(ids_NS: Tensor) -> None:
+        ids_NS = ids_NS.to(next(stage.parameters()).device)
+        zeros = torch.zeros_like(ids_NS)
+        stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
+
+    words = torch.arange(ids.size)
+    words = words[words != ids.pad]
+    reading = ReadingStage(stage, run, words, job.task.max_length, job.strategy.traits.every)
+    averaged = None
+    if isinstance(meter, WatchesAverages):
+        averaged = meter.averaged(observer, reading, layout.num_replicas - 1)
+    elif rank == 0:
+        reporter.note("averages are not attacked; for that take security/meter=averages")
+    return LeakObservers(observer, averaged, reporter, run_dir)

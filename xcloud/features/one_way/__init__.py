@@ -1,0 +1,1 @@
+"""Jobs whose clouds send to another and get nothing back."""

@@ -1,0 +1,340 @@
+"""What one rank of the consumer does: take batches, learn from them, and keep the plan in step
+with the other ranks. Which batches, and what it reports of them, is intake.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import LinkClosed, LinkTimeout
+from xcloud.comm.state import State as Saved
+from xcloud.comm.state import Stateful, StatefulParts, whole_number
+from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way import SUMS, Consumer
+from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.features.checkpoints.restored import restored
+from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
+from xcloud.features.one_way.intake import POLL_S, Inbox, Intake
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.ranks import CARRIES, OneWayRank
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.exchange import FlatBuffer
+from xcloud.rank.role import RankContext
+from xcloud.rank.task_data import report_scores
+from xcloud.record.files import failure_of
+
+GO_ON_FILE = "go_on"
+
+
+class ConsumerRun(StatefulParts):
+    """`train()` does all steps. part: what learns."""
+
+    own_names = ("step", "taken")
+
+    def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
+        job = rank.job
+        self._rank, self._part, self._leads = rank, part, rank.rank == 0
+        self._names, batches = job.cluster.producers, job.training.batches_per_step
+        self.plan = ConsumptionPlan(job.cluster, batches, job.feed, job.max_steps * batches)
+        self._clock, own = StepClock(), rank.place.group_rank
+        self._intake = Intake(job, rank.reporter, self.plan, rank.inbox, own, self._clock)
+        self._buffer = FlatBuffer(part.module.parameters())
+        self._guard = rank.divergence_guard()
+        self.num_updates = 0
+
+    def parts(self) -> dict[str, Stateful]:
+        return {
+            "part": self._part, "plan": self.plan, "inbox": self._rank.inbox, "guard": self._guard,
+        }  # fmt: skip
+
+    def own(self) -> Saved:
+        """Between two steps, once every batch that was ordered is here."""
+        taken = [self._intake.taken[p] for p in range(len(self._names))]
+        return {"step": self.num_updates, "taken": packed(taken)}
+
+    def take(self, own: Saved) -> None:
+        self._intake.taken = Counter(dict(enumerate(unpacked(own, "taken"))))
+        self.num_updates = whole_number(own, "step")
+
+    def load_state_dict(self, state: Saved) -> None:
+        """Before anything arrives. Producers that were lost are there again."""
+        super().load_state_dict(state)
+        for p in self.plan.readmit_lost():
+            self._rank.inbox.readmit(p)
+            what = "was lost and may take its share again once it is ready"
+            self._intake.producer(self.num_updates, p, State.ABSENT, what)
+
+    def train(self, checkpoints: Checkpointer) -> bool:
+        """To the end; whether it ended before, as it was asked to. Raises LinkClosed when no
+        producer is left, or one is lost that must not be."""
+        job, last = self._rank.job, self._rank.job.max_steps
+        wanted = job.feed.min_producers or len(self._names)
+        self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
+        for step in range(self.num_updates + 1, last + 1):
+            self.num_updates = step
+            self._clock.begin_step(step)
+            signal = self._update(step, checkpoints)
+            if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
+                signal = Signal.CHECKPOINT
+            with self._clock.paused():
+                if self._save(checkpoints, signal):
+                    return True
+        return False
+
+    def _update(self, step: int, checkpoints: Checkpointer) -> Signal:
+        """Returns what all ranks do after it."""
+        while not (agreed := self._attempt(step, checkpoints)).sums[1]:
+            if not self.plan.has_started:
+                self._clock.begin_step(step)  # waiting for the first is no part of a step
+        sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
+        # Of sums over the ranks of the consumer, so they decide alike.
+        is_finite = self._buffer.has_finite_squares() and math.isfinite(sums["loss_sum"])
+        note = ""
+        if not is_finite:
+            what = f"the loss or gradient of step {step} of the consumer"
+            note = self._guard.leave_out(step, what)
+        with self._rank.computing_in(self._clock, "optimizer"):
+            self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
+        self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)
+        if note and self._leads:
+            self._rank.reporter.event("skipped_update", step=step)
+            self._rank.reporter.note(note)
+        return Signal(int(agreed.signal))
+
+    def _attempt(self, step: int, checkpoints: Checkpointer) -> Round:
+        """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
+        0 means that nothing came, and the step is to be tried again."""
+        rank, orders = self._rank, self.plan.orders()
+        own = rank.place.group_rank
+        rank.inbox.expect([order for order in orders if order.consumer == own])
+        if self._leads and orders:
+            with self._clock.during("fetch"):
+                rank.send_orders(orders)
+        mine = self.plan.round(len(SUMS))
+        arrived = self._intake.collect(step, mine)
+        self._buffer.zero()
+        if arrived:
+            with rank.computing_in(self._clock, "forward"), rank.memory.first_step():
+                sums = self._part.consume([(one.producer, one.payload) for one in arrived])
+            for name, value in sums.items():
+                mine.sums[SUMS.index(name)] = value
+        self._intake.look(mine)
+        mine.signal[:] = checkpoints.signal(step) if self._leads else Signal.GO_ON
+        with self._clock.during("average"):
+            self._buffer.sum_over(rank.group, torch.zeros(()))
+            rank.group.sum(mine.packed)
+        self._move_on(step, mine, checkpoints)
+        return mine
+
+    def _move_on(self, step: int, agreed: Round, checkpoints: Checkpointer) -> None:
+        changes = self.plan.end_step(agreed)
+        if changes:
+            self._intake.taken.clear()
+        for p, (before, now) in changes.items():
+            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
+            self._intake.changed(step, p, before, now, why_gone)
+            if now is State.DEAD:
+                self._lose(p, before, why_gone, checkpoints)
+        if self.plan.is_exhausted:
+            names = ", ".join(self._names)
+            raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
+
+    def _lose(self, p: int, before: State, why: str, checkpoints: Checkpointer) -> None:
+        """Until now a checkpoint needed its part: the plan counted on its batches."""
+        rank, name = self._rank, self._names[p]
+        for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
+            rank.control.out.pop(lost, None)
+            checkpoints.lose(lost)
+        if before is State.ABSENT and not rank.inbox.was_ready(p):
+            raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
+        if rank.job.feed.on_dead == "stop":
+            advice = "To continue without it set feed.on_dead=redistribute"
+            raise LinkClosed(f"producer {name!r} is gone: {why}. {advice}")
+        if rank.job.feed.on_dead == "pause" and not self.plan.is_exhausted:
+            with self._clock.during("wait"):
+                if self._leads:
+                    self._wait_for_user(rank.context.run_dir / GO_ON_FILE)
+                rank.group.barrier()
+
+    def _wait_for_user(self, file: Path) -> None:
+        file.unlink(missing_ok=True)
+        self._intake.note(
+            f"paused at step {self.num_updates} (feed.on_dead=pause); to continue without it make "
+            f"the file {file}, to end the run press Ctrl+C"
+        )
+        while not file.exists():
+            time.sleep(POLL_S)
+        file.unlink()
+        self._intake.note("continuing")
+
+    def _save(self, checkpoints: Checkpointer, signal: Signal) -> bool:
+        """Between two steps; whether the run ends here. All that was ordered arrives first, and
+        the producers save once they have made it."""
+        if signal is Signal.GO_ON:
+            return checkpoints.after(self.num_updates, signal)
+        if self._leads:
+            self._rank.send_orders(self.plan.levelling_orders())
+            self._rank.send_save(self.num_updates, signal is Signal.STOP)
+        if missing := self._intake.await_ordered():
+            names = ", ".join(self._names[p] for p in missing)
+            checkpoints.fail(self.num_updates, f"batches of {names} are missing")
+        else:
+            checkpoints.after(self.num_updates, signal)
+        # What is ordered next must not come before every rank has copied its inbox.
+        self._rank.group.barrier()
+        return signal is Signal.STOP
+
+
+class ConsumerRank(OneWayRank):
+    """One rank of the cloud that is fed. is_fed: more batches are wanted."""
+
+    is_fed = True
+
+    def __init__(self, context: RankContext[OneWayExperiment]) -> None:
+        super().__init__(context)
+        layout = self.job.cluster
+        self.inbox = Inbox(layout, self.job.model.max_payload_bytes, self.lives, self.most_waiting)
+        feeding = range(layout.num_consumers, layout.num_ranks)
+        for source, rank in enumerate(feeding):
+            handlers = {
+                Kind.BATCH: partial(self.inbox.put, source),
+                Kind.READY: partial(self.inbox.set_ready, source),
+            }
+            ended = partial(self.inbox.set_ended, source)
+            self.incoming("batches", rank, handlers, ended)
+        # To the sources, from the first rank only.
+        self._outs = [self.out("orders", rank) for rank in feeding if self.rank == 0]
+        for rank in context.verdict.refused:
+            # It takes no part from the start, and the others suffice (feed.min_producers).
+            self.inbox.set_ready(rank - layout.num_consumers)
+            why = f"refused before the start: {context.verdict.text}"
+            self.inbox.set_ended(rank - layout.num_consumers, why)
+
+    def needs(self, lost: frozenset[int]) -> bool:
+        """Of those that feed it any one, or the last ones, as feed.on_slow says, too; of one that
+        has ended the plan decides."""
+        if super().needs(lost) or self.rank:
+            return super().needs(lost)
+        layout = self.job.cluster
+        are_silent = [
+            not lost.isdisjoint(layout.ranks_in(cloud))
+            for producer, cloud in enumerate(layout.producers)
+            if self.is_fed and not self.inbox.end_of(producer)
+        ]
+        needed = any if self.job.feed.on_slow == "wait" else all
+        return bool(are_silent) and needed(are_silent)
+
+    def why_gone(self, p: int) -> str:
+        """In the producer's own words where it has left them on this machine."""
+        ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
+        failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
+        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
+        return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
+
+    @property
+    def other_bytes(self) -> int:
+        """What has crossed between clouds besides batches: orders, reports and the like."""
+        kinds = CARRIES.keys() - {Kind.BATCH}
+        both = (*self.records, *self.received.values())
+        return sum(record.num_bytes[kind] for record in both for kind in kinds)
+
+    def send_orders(self, orders: list[Order]) -> None:
+        for source in dict.fromkeys(order.source for order in orders):
+            rows = [order[1:] for order in orders if order.source == source]
+            self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
+
+    def send_save(self, step: int, is_last: bool) -> None:
+        """After all that was ordered so far."""
+        code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
+        for source in range(len(self._outs)):
+            self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
+
+    def send_stop(self) -> None:
+        """No more batches are wanted."""
+        self.is_fed = False
+        for source in range(len(self._outs)):
+            self._send(source, Kind.STOP)
+
+    def _send(self, source: int, kind: Kind, *parts: Tensor, step: int = 0) -> None:
+        """A producer that is gone gets nothing; its end is found elsewhere."""
+        if self.inbox.end_of(self.job.cluster.producer_of[source]):
+            return
+        try:
+            self._outs[source].send(MessageKey(kind, step), parts, CARRIES[kind])
+        except (LinkClosed, LinkTimeout) as error:
+            self.inbox.set_ended(source, error)
+
+    def run(self) -> None:
+        self._phase("loading")
+        job = self.job
+        if self.rank == 0:  # how many texts a producer has is nobody else's matter
+            digest = hashlib.sha256(job.model.data.encode()).hexdigest()[:16]
+            self.reporter.event("data", name=job.model.data, digest=digest, rows={})
+        with self.computing:
+            part = job.model.consumer(self.building(job.max_steps))
+        run = ConsumerRun(self, part)
+        checkpoints = restored(
+            self.context, {"consumer": run}, self.control, {"data": part.own_digests()}
+        )
+        self.group.barrier()
+        self._phase("training")
+        self.context.asked.is_armed = job.checkpoint.are_made
+        self.is_stopped = run.train(checkpoints)
+        self.context.asked.is_armed = False
+        self._await_checkpoint(checkpoints, run.plan)  # a stop would drop what it waits for
+        self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
+        self.send_stop()
+        self.export(part.export)
+        self.report_memory(part.module, part)
+        self._part_from_producers()
+        if self.is_stopped:
+            self.reporter.event("stop")
+        else:
+            if self.group.leads:
+                self._evaluate(part, run.num_updates)
+            self.reporter.event("finish", num_steps=run.num_updates)
+        self.leave(checkpoints)
+
+    def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
+        """Until the producers have written theirs; not for one that is stopped or has ended."""
+        checkpoints.settle()
+        until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
+        alive = [p for p, state in enumerate(plan.state) if state is not State.DEAD]
+        while self.rank == 0 and checkpoints.is_pending and time.monotonic() < until_s:
+            if any(self.inbox.end_of(p) for p in alive):
+                return
+            time.sleep(POLL_S)
+
+    def _part_from_producers(self) -> None:
+        """They export and go before the evaluation, which may take long, or fail."""
+        layout = self.job.cluster
+        patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
+        feeding = range(layout.num_consumers, layout.num_ranks)
+        unheard = self.ends.part_from(feeding, patience_s, self.context.verdict.refused)
+        for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
+            if not unheard.isdisjoint(layout.ranks_in(cloud)):
+                self.reporter.note(
+                    f"producer {cloud} did not finish, so what it may have trained was not "
+                    f"exported ({self.inbox.end_of(p) or 'it was silent'})"
+                )
+
+    def _evaluate(self, part: Consumer, step: int) -> None:
+        self._phase("evaluation")
+        started = time.perf_counter()
+        with self.computing:
+            scores = part.evaluate()
+        if scores.values:
+            report_scores(self.reporter, "test", step, scores, {}, started)
+
+    def _phase(self, name: str) -> None:
+        if self.rank == 0:
+            self.reporter.event("phase", now=True, name=name)

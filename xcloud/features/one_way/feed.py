@@ -1,0 +1,354 @@
+"""How a consumer takes from its producers: what a user says (Feed), and whose batch is consumed
+when (ConsumptionPlan). Pure arithmetic: no links, no data.
+
+Every rank of the consumer keeps the same plan and gives it the same `Round` after every step, so
+they agree without another message; the first one sends the orders to the producers. A *source* is
+one rank of a producer, by its number among those of all. A *slot* is the place of one batch in a
+step.
+
+Bounded run-ahead: of a source at most `run_ahead` batches are ordered and not yet consumed. A
+producer makes nothing that was not ordered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
+from xcloud.comm.state import State as Saved
+from xcloud.comm.state import StatefulParts
+from xcloud.features.one_way.layout import OneWayLayout
+
+NOBODY = -1
+"""In place of a consumer's rank: a batch that is only made, so that all ranks of the cloud stand
+at the same number; it is kept until a rank of the consumer wants it."""
+
+
+@settings("feed")
+class Feed:
+    """docs/one-way-jobs.md says more of each.
+
+    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. null =
+        twice what one producer alone would have to give for a step, at least 8.
+    order: fixed = in turn by share, the same in every run of the same seed; arrival = whoever has
+        a batch ready, nearest to the shares.
+    on_slow: of a producer that is silent for slow_after_s. wait = wait for it; redistribute = the
+        others take over its share until it has caught up.
+    on_dead: redistribute; pause = wait for the user, who continues without it or ends the run;
+        stop = the run fails.
+    min_producers: start as soon as so many are ready, the others join later; null = all.
+    """
+
+    run_ahead: Annotated[int, Field(ge=1, le=4096)] | None = None
+    order: Literal["fixed", "arrival"] = "fixed"
+    on_slow: Literal["wait", "redistribute"] = "wait"
+    slow_after_s: Annotated[float, Field(gt=0.0)] = 30.0
+    on_dead: Literal["redistribute", "pause", "stop"] = "redistribute"
+    min_producers: Positive | None = None
+
+    @property
+    def most_ahead(self) -> int:
+        """run_ahead as a number; see `fitted`."""
+        return self.run_ahead or 8
+
+    def fitted(self, layout: OneWayLayout, batches_per_step: int) -> Feed:
+        """With a run_ahead in place of null. Raises ConfigError if these do not fit together."""
+        if batches_per_step % layout.num_consumers:
+            raise ConfigError(
+                f"training.batches_per_step is {batches_per_step}, which cannot be divided evenly "
+                f"among the consumer's {layout.num_consumers} ranks; make it a multiple of "
+                f"{layout.num_consumers}"
+            )
+        # Batches of each rank of the smallest producer, if it alone had to fill a step.
+        fewest = min(map(len, layout.sources))
+        needed = -(-(batches_per_step + fewest - 1) // fewest)
+        if self.run_ahead is not None and self.run_ahead < needed:
+            raise ConfigError(
+                f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
+                f"{batches_per_step} batches of a step; set it to {needed} or more, better "
+                f"{2 * needed}"
+            )
+        if self.min_producers is not None and self.min_producers > len(layout.producers):
+            raise ConfigError(
+                f"feed.min_producers is {self.min_producers}, but only {len(layout.producers)} "
+                "clouds feed; lower it"
+            )
+        return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
+
+
+class State(IntEnum):
+    """Of a producer, in the plan of every rank of the consumer."""
+
+    ABSENT = 0  # not ready yet
+    ACTIVE = 1
+    SLOW = 2  # silent for too long
+    DEAD = 3
+
+
+class Order(NamedTuple):
+    """Make batch `number` and send it to rank `consumer` of the consumer.
+
+    num_planned: batches that each rank of the producer will make in all, as planned now; the same
+    for all that make this number.
+    """
+
+    source: int
+    number: int
+    consumer: int
+    num_planned: int
+
+
+class Round:
+    """What happened in an attempt at a step: of one rank of the consumer, and, once `packed` is
+    added up, of all. The others are views of it: sums of the consumer's part; in how many ranks a
+    producer is ready, slow, dead; batches consumed and skipped, by source and rank; signal of the
+    first rank, what all do after the step.
+    """
+
+    def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
+        sizes = [num_sums, *[num_producers] * 3, *[math.prod(pairs)] * 2, 1]
+        self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
+        parts = torch.split(self.packed, sizes)
+        self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
+        self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
+
+
+_KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_num_used"
+
+
+class ConsumptionPlan(StatefulParts):
+    """num_batches: that the consumer will use in all; only Order.num_planned needs it.
+
+    numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
+    source and rank of the consumer. turns: by producer, what it is owed in batches. promised:
+    Order.num_planned, by producer and number. With order=fixed, slots: by rank of the consumer,
+    the sources of its next batches; surplus: batches that came too late for them, not used yet.
+    """
+
+    own_names = ("plan", "turns", "promised")
+
+    def __init__(
+        self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
+    ) -> None:
+        self.feed, self.num_consumers = feed, layout.num_consumers
+        self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
+        self.state = [State.ABSENT] * len(layout.producers)
+        self.has_started = False  # enough were ready; the run does not wait for those to come
+        self.producer_of = layout.producer_of
+        self._sources, self._shares, self._num_batches = layout.sources, layout.shares, num_batches
+        self.turns = [0.0] * len(self.state)
+        self.promised: dict[tuple[int, int], int] = {}
+        self._used_before = [0] * len(self.state)  # by producer, when the rest was last divided
+        pairs = len(self.producer_of), self.num_consumers
+        self._counts = np.zeros((3, *pairs), dtype=np.int64)
+        self.ordered, self.consumed, self.surplus = self._counts
+        self.numbers = self.ordered.sum(1)
+        self.slots = [deque[int]() for _ in range(self.num_consumers)]
+        self._num_slots = self._num_skipped = self._num_used = 0  # or skipped, then
+
+    @property
+    def active(self) -> list[int]:
+        return [p for p, state in enumerate(self.state) if state is State.ACTIVE]
+
+    @property
+    def is_exhausted(self) -> bool:
+        return all(state is State.DEAD for state in self.state)
+
+    def round(self, num_sums: int = 0) -> Round:
+        """In which nothing has happened."""
+        return Round(len(self.state), self.ordered.shape, num_sums)
+
+    def step_slots(self, consumer: int) -> list[int]:
+        """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
+        only if no producer is active: then there is nothing to do but wait."""
+        return list(self.slots[consumer])[: self.per_consumer]
+
+    def choose(self, ready: Sequence[int], taken: Mapping[int, int]) -> int | None:
+        """order=arrival: the producer to take from, of those with a batch ready: who has given
+        least for its share among those that are able to feed. None = better wait. taken: batches
+        this rank took since a producer last came or went, by producer."""
+        able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
+        total, whole = sum(taken.get(p, 0) for p in able) + 1, self._together(able) or 1.0
+        ahead = {p: taken.get(p, 0) + 1 - total * self._shares[p] / whole for p in ready}
+        if self.feed.on_slow == "wait" and len(able) > 1:
+            most = self.feed.most_ahead
+            ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
+        return min(ahead, key=lambda p: (ahead[p], p), default=None)
+
+    def orders(self) -> list[Order]:
+        """What to order now, so that the producers never idle and never run too far ahead."""
+        if not self.has_started:
+            alive = sum(state is not State.DEAD for state in self.state)
+            wanted = self.feed.min_producers or len(self.state)
+            if not self.active or len(self.active) < min(wanted, alive):
+                return []
+            self.has_started = True
+        return self._orders_in_turn() if self.feed.order == "fixed" else self._orders_by_need()
+
+    def _orders_in_turn(self) -> list[Order]:
+        orders: list[Order] = []
+        planned = Counter(source for slots in self.slots for source in slots)
+        while active := self.active:
+            whole, consumer = self._together(active), self._num_slots % self.num_consumers
+            owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
+            chosen = max(owed, key=lambda p: (owed[p], -p))
+            sources = self._sources[chosen]
+            late = [source for source in sources if self.surplus[source, consumer] > 0]
+            source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
+            enough = all(len(slots) >= self.per_consumer for slots in self.slots)
+            if enough and planned[source] >= self.feed.most_ahead:
+                break
+            for p, turns in owed.items():
+                self.turns[p] = turns - (p == chosen)
+            self.slots[consumer].append(source)
+            self._num_slots += 1
+            planned[source] += 1
+            if late:
+                self.surplus[source, consumer] -= 1
+            else:
+                orders.append(self._order(chosen, source, consumer))
+        return orders
+
+    def _orders_by_need(self) -> list[Order]:
+        orders: list[Order] = []
+        sources = [(p, source) for p in self.active for source in self._sources[p]]
+        open_ = self.ordered - self.consumed
+        to_come = sum(open_[source] for _, source in sources)
+        room = {source: self.feed.most_ahead - open_[source].sum() for _, source in sources}
+        # One each in turn, to the rank with the least to come, so that none runs dry.
+        while any(left > 0 for left in room.values()):
+            for p, source in ((p, source) for p, source in sources if room[source] > 0):
+                keys = [(to_come[c], open_[source, c], c) for c in range(self.num_consumers)]
+                consumer = min(keys)[-1]
+                room[source] -= 1
+                to_come[consumer] += 1
+                open_[source, consumer] += 1
+                orders.append(self._order(p, source, consumer))
+        return orders
+
+    def _order(self, p: int, source: int, consumer: int) -> Order:
+        self.ordered[source, consumer] += 1
+        self.numbers[source] += 1
+        number = int(self.numbers[source])
+        num_planned = self._promise(p, number)
+        if self.numbers[self._sources[p]].min() >= number:
+            del self.promised[p, number]
+        return Order(source, number, consumer, num_planned)
+
+    def _promise(self, p: int, number: int) -> int:
+        """Batches that each rank of an active producer will have made at the end: what it gave,
+        and its share of what is left among those that feed. The same for all ranks that make this
+        number: ranks that average gradients need one learning rate."""
+        is_whole = len(self.active) == len(self._shares)
+        together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
+        num_left = max(0, self._num_batches - self._num_used)
+        to_come = num_left * self._shares[p] / together if together else 0.0
+        expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
+        return self.promised.setdefault((p, number), max(1, expected))
+
+    def _together(self, producers: Sequence[int]) -> float:
+        return sum(self._shares[p] for p in producers)
+
+    def levelling_orders(self) -> list[Order]:
+        """For nobody: so that all ranks of a producer, which average their gradients, stand at
+        the same number, to save or to end."""
+        return [
+            Order(source, number, NOBODY, self._promise(p, number))
+            for p, state in enumerate(self.state)
+            if state is not State.DEAD
+            for source in self._sources[p]
+            for number in range(self.numbers[source] + 1, self.numbers[self._sources[p]].max() + 1)
+        ]
+
+    def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
+        """Take in what happened in a step. Returns the producers whose state changed: (before,
+        now). Shares of what is left are divided anew when a producer comes or goes; with
+        order=arrival, where they are not kept, after every step."""
+        consumed, skipped = (n.long().numpy() for n in (agreed.consumed, agreed.skipped))
+        self.consumed += consumed
+        self._num_skipped += int(skipped.sum())
+        if self.feed.order == "fixed":
+            for slots in self.slots:
+                for _ in range(min(self.per_consumer, len(slots))):
+                    slots.popleft()
+            self.surplus += skipped
+        changes = {}
+        for p, before in enumerate(self.state):
+            now = self._next_state(p, agreed)
+            if now is not before:
+                self.state[p] = now
+                self.turns[p] = 0.0
+                changes[p] = (before, now)
+        if changes or self.feed.order == "arrival":
+            self._used_before = [int(self.consumed[sources].sum()) for sources in self._sources]
+            self._num_used = sum(self._used_before) + self._num_skipped
+        return changes
+
+    def _next_state(self, p: int, agreed: Round) -> State:
+        state = self.state[p]
+        if state is State.DEAD or agreed.dead[p]:
+            return State.DEAD
+        if agreed.slow[p] and state is State.ACTIVE:
+            return State.SLOW
+        if agreed.ready[p] == self.num_consumers and state in (State.ABSENT, State.SLOW):
+            return State.ACTIVE
+        return state
+
+    def readmit_lost(self) -> list[int]:
+        """In a resumed run they take part once they are ready. What they owed is not waited for,
+        and their numbers continue. Returns them."""
+        lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
+        for p in lost:
+            self.state[p], sources = State.ABSENT, self._sources[p]
+            self.turns[p] = 0.0
+            self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
+            highest = self.numbers[sources].max()
+            self.ordered[sources, 0] += highest - self.numbers[sources]
+            self.numbers[sources] = highest
+            self.consumed[sources], self.surplus[sources] = self.ordered[sources], 0
+            self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
+        return lost
+
+    def own(self) -> Saved:
+        """Between two steps."""
+        plan = {name: getattr(self, name) for name in _KEPT}
+        plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
+        promised = [(*key, number) for key, number in self.promised.items()]
+        turns = torch.tensor(self.turns, dtype=torch.float64)
+        return {"plan": packed(plan), "turns": turns, "promised": packed(promised)}
+
+    def take(self, own: Saved) -> None:
+        plan = unpacked(own, "plan")
+        if np.shape(plan["counts"]) != self._counts.shape:
+            raise ValueError("the plan was saved with other producers or ranks of the consumer")
+        for name in _KEPT:
+            setattr(self, name, plan[name])
+        self.state = [State(number) for number in self.state]
+        self._counts[:] = plan["counts"]
+        self.numbers, self.turns = self.ordered.sum(1), torch.as_tensor(own["turns"]).tolist()
+        self.slots = [deque(slots) for slots in plan["slots"]]
+        self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
+
+
+def packed(value: object) -> Tensor:
+    """Numbers in lists and dicts as a value of a state; see `unpacked`."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpacked(own: Saved, name: str) -> Any:
+    """What was `packed`. Raises ValueError if there is none."""
+    if not isinstance(value := own.get(name), Tensor):
+        raise ValueError(f"a state needs {name!r}, got {sorted(own)}; other settings saved it")
+    return json.loads(value.numpy().tobytes())

@@ -1,0 +1,382 @@
+"""Batches that have come to one rank of the consumer, and what is known of the producers (Inbox);
+which of them it takes in a step, as planned or as they come, and what it reports (Intake).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.comm.state import State as Saved
+from xcloud.comm.state import StatefulParts
+from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way import precision_recall
+from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.layout import OneWayLayout
+from xcloud.net.frame import Frame
+from xcloud.net.link_end import PeerLife
+from xcloud.record.events import add_to
+from xcloud.record.reporter import Reporter
+
+POLL_S = 0.2
+
+
+class Arrived(NamedTuple):
+    """num_bytes: on the wire, header included."""
+
+    producer: int
+    source: int
+    number: int
+    payload: Tensor
+    num_bytes: int
+
+
+@dataclass
+class _Box:
+    """Of one source. due: numbers that were ordered and have not come; ended: why none will."""
+
+    producer: int
+    name: str
+    life: PeerLife
+    waiting: deque[Arrived] = field(default_factory=deque)
+    due: deque[int] = field(default_factory=deque)
+    last_number: int = 0
+    heard_at_s: float = 0.0
+    is_ready: bool = False
+    ended: str = ""
+
+
+class Inbox(StatefulParts):
+    """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
+    `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
+
+    Its state has the batches that are here, once all that were ordered have come; a resumed run is
+    connected anew.
+    """
+
+    own_names = ("batches", "payloads")
+
+    def __init__(
+        self, layout: OneWayLayout, max_payload_bytes: int, lives: Mapping[int, PeerLife],
+        most_waiting: int = 1 << 14,
+    ) -> None:  # fmt: skip
+        self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
+        self._changed = threading.Condition(threading.RLock())
+        self._boxes = []
+        for source, p in enumerate(layout.producer_of):
+            rank = layout.num_consumers + source
+            place = layout.placement(rank)
+            name = f"producer {place.cloud!r} (its rank {place.group_rank})"
+            self._boxes.append(_Box(p, name, lives[rank]))
+        self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
+
+    # from the links
+    def put(self, source: int, frame: Frame) -> None:
+        """Raises FrameError for anything but one vector of bytes in the order of its numbers."""
+        number, parts, box = frame.key.step, frame.parts, self._boxes[source]
+        name = f"batch {number} of {box.name}"
+        with self._changed:
+            if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
+                found = [(p.dtype, tuple(p.shape)) for p in parts]
+                raise FrameError(f"{name} is not one vector of bytes but {found}")
+            if len(parts[0]) > self._max_payload_bytes or number <= box.last_number:
+                raise FrameError(
+                    f"{name} has {len(parts[0])} bytes, at most {self._max_payload_bytes} were "
+                    f"promised, and came after number {box.last_number}"
+                )
+            # An order may be known here later than its batch comes, but not without end.
+            due, num = box.due, len(box.waiting)
+            if (due and number < due[-1] and number not in due) or num >= self._most_waiting:
+                raise FrameError(
+                    f"{name} was not ordered: due are {list(due)[:8]}, and {num} wait here"
+                )
+            while due and due[0] <= number:
+                due.popleft()
+            box.last_number, box.heard_at_s = number, time.monotonic()
+            box.waiting.append(Arrived(box.producer, source, number, parts[0], frame.num_bytes))
+            self._changed.notify_all()
+
+    def set_ready(self, source: int, frame: Frame | None = None) -> None:
+        with self._changed:
+            self._boxes[source].is_ready = True
+            self._changed.notify_all()
+
+    def set_ended(self, source: int, reason: LinkError | str) -> None:
+        with self._changed:
+            self._boxes[source].ended = self._boxes[source].ended or str(reason)
+            self._changed.notify_all()
+
+    # from the plan
+    def expect(self, orders: Sequence[Order]) -> None:
+        """These are on their way to this rank: from now on silence counts."""
+        with self._changed:
+            for order in orders:
+                box = self._boxes[order.source]
+                if order.number > box.last_number:
+                    if not box.due:
+                        box.heard_at_s = time.monotonic()
+                    box.due.append(order.number)
+
+    def readmit(self, producer: int) -> None:
+        """A producer that was lost begins again with what is ordered from now on."""
+        for box in self._of[producer]:
+            box.waiting.clear()
+            box.due.clear()
+
+    # for the training loop
+    def is_ready(self, producer: int) -> bool:
+        """All its ranks have said so, and nothing that was ordered is missing."""
+        return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
+
+    def was_ready(self, producer: int) -> bool:
+        """Ever, or it was refused."""
+        return all(box.is_ready for box in self._of[producer])
+
+    def end_of(self, producer: int) -> str:
+        """Why nothing more can come from it; empty while something can. A producer ends with the
+        first of its ranks."""
+        return next((box.ended for box in self._of[producer] if box.ended), "")
+
+    def silent_s(self, producer: int) -> float:
+        """How long it has been silent although something was ordered; 0 if nothing is due."""
+        heard = [box.heard_at_s for box in self._of[producer] if box.due]
+        return time.monotonic() - min(heard) if heard else 0.0
+
+    @property
+    def due(self) -> list[int]:
+        """Producers of which something that was ordered has not come, and may."""
+        owing = sorted({box.producer for box in self._boxes if box.due})
+        return [p for p in owing if not self.end_of(p)]
+
+    @property
+    def filled(self) -> list[int]:
+        """Sources of which there are batches."""
+        return [source for source, box in enumerate(self._boxes) if box.waiting]
+
+    @property
+    def here(self) -> list[int]:
+        """Producers of which there are batches."""
+        return sorted({self._boxes[source].producer for source in self.filled})
+
+    def next_of(self, sources: Iterable[int]) -> Arrived | None:
+        """The unused batch with the lowest number of any of these; None if there is none."""
+        heads = [self._boxes[source].waiting for source in sources if source in self.filled]
+        return min(heads, key=lambda waiting: waiting[0].number).popleft() if heads else None
+
+    def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
+        """Until something has changed such that `until()` holds, or the time is over."""
+        with ExitStack() as stack:
+            for life, message in self._awaited():
+                stack.enter_context(life.awaiting(message))
+            with self._changed:
+                self._changed.wait_for(until, timeout_s)
+
+    def _awaited(self) -> list[tuple[PeerLife, str]]:
+        """Batches that are due; if none is, that who is not ready says it is."""
+        with self._changed:
+            there = [box for box in self._boxes if not box.ended]
+            batches = [(box.life, f"batch {box.due[0]}") for box in there if box.due]
+            unready = (box.life for box in there if not box.is_ready)
+            return batches or [(life, "the message that it is ready") for life in unready]
+
+    def own(self) -> Saved:
+        with self._changed:
+            waiting = [one for box in self._boxes for one in box.waiting]
+            rows = [(a.source, a.number, len(a.payload), a.num_bytes) for a in waiting]
+            payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for a in waiting)]
+            batches = packed([[box.last_number for box in self._boxes], rows])
+            return {"batches": batches, "payloads": torch.cat(payloads)}
+
+    def take(self, own: Saved) -> None:
+        """Before anything arrives. Raises ValueError for the state of other sources."""
+        last_numbers, rows = unpacked(own, "batches")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, _, size, _ in rows])
+        for box, last_number in zip(self._boxes, last_numbers, strict=True):
+            box.last_number = last_number
+            box.waiting.clear()
+        for (source, number, _, num_bytes), payload in zip(rows, pieces, strict=True):
+            box = self._boxes[source]
+            box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
+
+
+@dataclass
+class Intake:
+    """Of one rank of the consumer; the first one speaks of the producers, and of sums over all.
+    taken: batches by producer, since one last came or went. used, skipped: of this step so far,
+    batches, and by name of the producer how many it did without."""
+
+    job: OneWayExperiment
+    reporter: Reporter
+    plan: ConsumptionPlan
+    inbox: Inbox
+    group_rank: int
+    clock: StepClock
+    taken: Counter[int] = field(default_factory=Counter)
+    used: list[Arrived] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    _other_bytes: int = 0
+    _noted_slow: set[int] = field(default_factory=set)
+
+    def collect(self, step: int, mine: Round) -> list[Arrived]:
+        """Of this rank, for a step; noted in `mine` with those that did not come in time."""
+        arrived: list[Arrived] = []
+        late: Counter[int] = Counter()  # by source
+        self._look_for_slow(step)
+        with self.clock.during("wait"):
+            if self.plan.feed.order == "fixed":
+                for source in self.plan.step_slots(self.group_rank):
+                    if (one := self._await(step, source)) is None:
+                        late[source] += 1
+                    else:
+                        arrived.append(one)
+            else:
+                while len(arrived) < self.plan.per_consumer:
+                    if (one := self._await_any(step)) is None:
+                        break
+                    self.taken[one.producer] += 1
+                    arrived.append(one)
+            if not arrived and not late:
+                self._await_a_change()
+        for one in arrived:
+            mine.consumed[one.source, self.group_rank] += 1
+        for source, number in late.items():
+            mine.skipped[source, self.group_rank] = number
+            self.skipped[self._names[self.plan.producer_of[source]]] += number
+        self.used += arrived
+        return arrived
+
+    def await_ordered(self) -> list[int]:
+        """All that was ordered. Returns producers that are too slow to wait for."""
+        with self.clock.during("wait"):
+            while due := self.inbox.due:
+                if slow := [p for p in due if self._is_left_out(p)]:
+                    return slow
+                self.inbox.wait(POLL_S, lambda: not self.inbox.due)
+        return []
+
+    def look(self, mine: Round) -> None:
+        """Which producers are ready, slow, gone."""
+        for p in range(len(self.plan.state)):
+            mine.ready[p] = self.inbox.is_ready(p)
+            mine.slow[p] = self._is_left_out(p)
+            mine.dead[p] = bool(self.inbox.end_of(p))
+
+    def _is_left_out(self, p: int) -> bool:
+        feed = self.plan.feed
+        return feed.on_slow == "redistribute" and self.inbox.silent_s(p) > feed.slow_after_s
+
+    def _await(self, step: int, source: int) -> Arrived | None:
+        """The next batch of a source; None if it is too slow, or gone and used up."""
+        p, inbox = self.plan.producer_of[source], self.inbox
+        while True:
+            has_ended = bool(inbox.end_of(p))  # first: what came before the end is still taken
+            if (arrived := inbox.next_of([source])) is not None:
+                return arrived
+            if has_ended or self.plan.state[p] is State.SLOW:
+                return None
+            self._look_for_slow(step)
+            if self._is_left_out(p):
+                return None
+            inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
+
+    def _await_any(self, step: int) -> Arrived | None:
+        """A batch of whoever has one, nearest to the shares; None if nothing more will come."""
+        inbox, sources = self.inbox, self.job.cluster.sources
+        while True:
+            due, here = inbox.due, inbox.here
+            if (chosen := self.plan.choose(here, self.taken)) is not None:
+                return inbox.next_of(sources[chosen])
+            self._look_for_slow(step)
+            if all(self._is_left_out(p) for p in due):
+                # Nobody else will come: shares do not matter any more.
+                return inbox.next_of(sources[here[0]]) if here else None
+            inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
+
+    def _await_a_change(self) -> None:
+        inbox, states = self.inbox, enumerate(self.plan.state)
+        idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
+        inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
+
+    def _look_for_slow(self, step: int) -> None:
+        """Where the run waits for a slow producer, say so once, and when it sends again; elsewhere
+        the plan does."""
+        inbox, feed = self.inbox, self.plan.feed
+        if feed.on_slow != "wait":
+            return
+        active = [p for p in self.plan.active if not inbox.end_of(p)]
+        slow = {p for p in active if inbox.silent_s(p) > feed.slow_after_s}
+        for p in sorted(slow - self._noted_slow):
+            what = f"{self._silent}; waiting for it (feed.on_slow=wait)"
+            self.producer(step, p, State.SLOW, what)
+        for p in sorted(self._noted_slow - slow):
+            self.producer(step, p, State.ACTIVE, "sends again")
+        self._noted_slow = slow
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return self.job.cluster.producers
+
+    @property
+    def _silent(self) -> str:
+        return f"has sent nothing for {self.job.feed.slow_after_s:g} s"
+
+    def note(self, line: str) -> None:
+        if self.group_rank == 0:
+            self.reporter.note(line)
+
+    def producer(self, step: int, p: int, state: State, what: str) -> None:
+        if self.group_rank == 0:
+            name = self._names[p]
+            self.reporter.event("producer", producer=name, state=state.name.lower(), step=step)
+            self.reporter.note(f"producer {name} {what} (step {step})")
+
+    def changed(self, step: int, p: int, before: State, now: State, why_gone: str) -> None:
+        """why_gone: of a dead one."""
+        others = [self._names[q] for q in self.plan.active if q != p]
+        over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
+        what = "is ready" if before is State.ABSENT else "has caught up"
+        if now is State.SLOW:
+            what = self._silent + over
+        elif now is State.DEAD:
+            what = f"is gone ({why_gone}){over if self.job.feed.on_dead != 'stop' else ''}"
+        self.producer(step, p, now, what)
+
+    def end_step(
+        self, step: int, other_bytes: int, sums: Mapping[str, float], is_skipped: bool
+    ) -> None:
+        """sums: over all ranks. other_bytes: sent and received so far besides batches."""
+        fed_bytes: Counter[str] = Counter()
+        line_s: dict[str, float] = {}
+        layout = self.job.cluster
+        for arrived in self.used if layout.crosses_clouds else ():
+            name = self._names[arrived.producer]
+            fed_bytes[name] += arrived.num_bytes
+            if (profile := layout.wan_of(name, layout.consumer).profile) is not None:
+                add_to(line_s, {name: profile.line_s(arrived.num_bytes)})
+        event: dict[str, Any] = {
+            "step": step,
+            "step_s": round(self.clock.end_step(), 6),
+            **{kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()},
+            "sent": {"forward": fed_bytes.total(), "other": other_bytes - self._other_bytes},
+            "taken": Counter(self._names[arrived.producer] for arrived in self.used),
+            "skipped": self.skipped,
+            "fed_bytes": fed_bytes,
+            "line_s": line_s,
+        }
+        if self.group_rank == 0:
+            event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
+            if not is_skipped:
+                event["loss"] = sums["loss_sum"] / sums["weight"]
+                event["values"] = precision_recall(sums)
+        self.reporter.event("step", **event)
+        self._other_bytes, self.used, self.skipped = other_bytes, [], Counter()

@@ -1,0 +1,126 @@
+"""Which clouds feed which in a one-way job. Pure arithmetic: no torch, no network.
+
+A producer is a cloud that feeds, the consumer the one that is fed. Ranks are numbered through the
+consumer first, then the producers in order: rank 0 keeps the record of the run, and no producer's
+end may take it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, PositiveFloat, settings
+from xcloud.layout import Layout, num_ranks_in_words
+
+
+@settings("cloud")
+class OneWayCloud:
+    """share: how much of the consumer's batches comes from here, in proportion to the shares of
+    the other producers; None makes this cloud the consumer."""
+
+    num_ranks: Positive = 1
+    share: PositiveFloat | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class OneWayPlacement:
+    """producer: number of its cloud among the producers; None in the consumer. group_rank: among
+    the group_size ranks of its cloud."""
+
+    rank: int
+    cloud: str
+    producer: int | None
+    group_rank: int
+    group_size: int
+
+
+@settings("cluster")
+class OneWayLayout(Layout):
+    """Clouds of which one is fed by all others.
+
+    form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
+        work on a free link; local = the same ranks in turn, in one process (one for each cloud).
+    """
+
+    clouds: Mapping[str, OneWayCloud]
+    name: str = "one_way"
+    form: Literal["clouds", "one_cloud", "local"] = "clouds"
+
+    def __post_init__(self) -> None:
+        self._check_clouds()
+        consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
+        if len(consumers) != 1:
+            raise ConfigError(
+                "cluster.clouds must have exactly one cloud that is fed (share: null); got "
+                f"{', '.join(consumers) or 'none'} of {', '.join(self.clouds)}"
+            )
+        if len(self.clouds) == 1:
+            raise ConfigError("cluster.clouds has no cloud that feeds: give one a share above 0")
+        if self.form == "local" and any(cloud.num_ranks > 1 for cloud in self.clouds.values()):
+            raise ConfigError(
+                "cluster.form=local does the work of one rank of each cloud; set num_ranks of "
+                "every cloud to 1, or take cluster.form=one_cloud"
+            )
+        ordered = {consumers[0]: self.clouds[consumers[0]], **self.clouds}
+        object.__setattr__(self, "clouds", ordered)
+        self._check_links((name, self.consumer) for name in self.producers)
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.form == "local" else self.num_ranks
+
+    @property
+    def consumer(self) -> str:
+        return next(iter(self.clouds))
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        return tuple(self.clouds)[1:]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each producer; they add up to 1."""
+        shares = [self.clouds[name].share or 0.0 for name in self.producers]
+        return tuple(share / sum(shares) for share in shares)
+
+    @property
+    def num_consumers(self) -> int:
+        """Ranks of the consumer, which are the first ranks of the job."""
+        return self.clouds[self.consumer].num_ranks
+
+    @cached_property
+    def sources(self) -> tuple[range, ...]:
+        """Of each producer its ranks, by their number among those that feed."""
+        first, ranks = self.num_consumers, map(self.ranks_in, self.producers)
+        return tuple(range(own[0] - first, own[-1] - first + 1) for own in ranks)
+
+    @cached_property
+    def producer_of(self) -> tuple[int, ...]:
+        """By source."""
+        return tuple(p for p, sources in enumerate(self.sources) for _ in sources)
+
+    def placement(self, rank: int) -> OneWayPlacement:
+        name, source = self.cloud_of(rank), rank - self.num_consumers
+        ranks = self.ranks_in(name)
+        producer = None if source < 0 else self.producer_of[source]
+        return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
+
+    @property
+    def crosses_clouds(self) -> bool:
+        return self.form == "clouds"
+
+    def describe(self) -> str:
+        return f"one process ({self._described})" if self.form == "local" else super().describe()
+
+    @property
+    def _described(self) -> str:
+        feeding = ", ".join(
+            f"{name} ({num_ranks_in_words(self.clouds[name].num_ranks)}, {100 * share:.0f} %)"
+            for name, share in zip(self.producers, self.shares, strict=True)
+        )
+        return f"{feeding} feed {self.consumer} ({num_ranks_in_words(self.num_consumers)})"

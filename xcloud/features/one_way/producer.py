@@ -1,0 +1,287 @@
+"""What one rank of a producer does: make what was ordered, send it, learn from its own loss, and
+wait when nothing is ordered. It gets nothing from the consumer but orders.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
+from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way import Fed, Producer
+from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage, code_of
+from xcloud.features.checkpoints.restored import restored
+from xcloud.features.one_way.feed import NOBODY, Order, packed, unpacked
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.ranks import CARRIES, OneWayRank
+from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.link_end import PeerLife
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.exchange import FlatBuffer
+from xcloud.rank.role import RankContext
+from xcloud.record.files import ready_file
+from xcloud.record.reporter import FLUSH_EVERY_S
+
+
+class SaveNow(NamedTuple):
+    """Between two batches: save the state after step `step` of the consumer."""
+
+    step: int
+    code: int
+
+
+class OrderBook:
+    """What is ordered of one rank of a producer. `take_*` are handlers of a link, and raise
+    FrameError for what no consumer sends. num_consumers: ranks that a batch may be for.
+    most_waiting: orders not begun; most_number: of a batch. source: this rank."""
+
+    def __init__(
+        self, consumer: PeerLife | None = None, num_consumers: int = 1,
+        most_waiting: int = 1 << 14, most_number: int = 1 << 30, source: int = 0,
+    ) -> None:  # fmt: skip
+        self.consumer, self.num_consumers = consumer or PeerLife(), num_consumers
+        self.most_waiting, self.most_number, self.source = most_waiting, most_number, source
+        self.is_stopped, self._last = False, 0  # number ordered
+        self._for_nobody = set[int]()  # of these some rank may still want the batch
+        self._waiting = queue.SimpleQueue[Order | SaveNow | LinkError | None]()
+
+    def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
+        """Batch `number` was made before the run went on, and is kept if it was for nobody."""
+        self._last = max(self._last, number)
+        self._for_nobody.update(for_nobody)
+
+    def take_orders(self, frame: Frame) -> None:
+        """int32 [N, 3]. What was ordered for nobody may be ordered again."""
+        part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
+        if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
+            found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
+            raise FrameError(f"orders must be int32 [N, 3], got {found}")
+        for row in part.tolist():
+            order = Order(self.source, *row)
+            is_again = order.number in self._for_nobody
+            if (
+                self.is_stopped
+                or not (is_again or self._last < order.number <= self.most_number)
+                or not NOBODY <= order.consumer < self.num_consumers
+                or not 1 <= order.num_planned <= self.most_number
+                or len(self._for_nobody) > self.most_waiting
+            ):
+                raise FrameError(
+                    f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
+                    f"stop; there are {self.num_consumers} consumers and at most "
+                    f"{self.most_number} batches"
+                )
+            self._last = max(self._last, order.number)
+            if order.consumer != NOBODY:
+                self._for_nobody.discard(order.number)
+            elif is_again:
+                continue
+            else:
+                self._for_nobody.add(order.number)
+            self._put(order)
+
+    def take_stop(self, frame: Frame) -> None:
+        """All ranks of the cloud have been ordered the same numbers."""
+        if self.is_stopped or frame.parts:
+            raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
+        self.is_stopped = True
+        self._waiting.put(None)
+
+    def take_save(self, frame: Frame) -> None:
+        """After everything that was ordered so far."""
+        self._put(SaveNow(frame.key.step, code_of(frame, 0)))
+
+    def take_end(self, reason: LinkError) -> None:
+        self._waiting.put(reason)
+
+    def _put(self, item: Order | SaveNow) -> None:
+        if self._waiting.qsize() >= self.most_waiting:
+            raise FrameError(f"more than {self.most_waiting} orders that are not begun")
+        self._waiting.put(item)
+
+    def next(self, may_drop: bool) -> Order | SaveNow | None:
+        """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it."""
+        with self.consumer.awaiting(f"orders after batch {self._last}"):
+            item = self._waiting.get()
+        if may_drop and self.is_stopped:
+            return None
+        if isinstance(item, LinkError):
+            raise item
+        return item
+
+
+class ProducerRun(StatefulParts):
+    """Makes and learns every number in turn. number: of the last batch learned from. kept:
+    payloads made for nobody, which may still be wanted, by number."""
+
+    own_names = ("number", "num_planned", "kept", "payloads")
+
+    def __init__(self, rank: ProducerRank, part: Producer, name: str) -> None:
+        self._rank, self.part, self.name = rank, part, name
+        self._guard = rank.divergence_guard()
+        module = part.parameters_module
+        self._buffer = None if module is None else FlatBuffer(module.parameters())
+        self._clock = StepClock()
+        self.number = self._num_planned = 0
+        self.kept: dict[int, Tensor] = {}
+        self._reported_at_s = time.monotonic()
+        self._made: Counter[str] = Counter()  # since then
+        self._losses: list[float] = []  # of the batches learned from
+
+    def feed(self, checkpoints: Checkpointer) -> bool:
+        """Until the consumer wants no more; what is ordered and not begun is made only where ranks
+        that average gradients must end with the same batch. Returns whether the run ends early.
+        Raises LinkClosed if the consumer is gone."""
+        is_stopped, averages = False, self._buffer is not None and self._rank.group.group_size > 1
+        while True:
+            with self._clock.during("wait"):
+                order = self._rank.orders.next(may_drop=not averages)
+            if isinstance(order, Order):
+                checkpoints.after(0, Signal.GO_ON)
+                self._carry_out(order)
+                continue
+            self._report()
+            if order is None:
+                return is_stopped
+            is_stopped = order.code == CheckpointMessage.SAVE_AND_STOP
+            checkpoints.after(order.step, Signal.STOP if is_stopped else Signal.CHECKPOINT)
+
+    def parts(self) -> dict[str, Stateful]:
+        return {"part": self.part, "guard": self._guard}
+
+    def own(self) -> State:
+        """Between two batches."""
+        return {
+            "number": self.number,
+            "num_planned": self._num_planned,
+            "kept": packed([(number, len(p)) for number, p in self.kept.items()]),
+            "payloads": torch.cat([torch.empty(0, dtype=torch.uint8), *self.kept.values()]),
+        }
+
+    def take(self, own: State) -> None:
+        self.number = whole_number(own, "number")
+        kept = unpacked(own, "kept")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, size in kept])
+        self.kept = {n: p.clone() for (n, _), p in zip(kept, pieces, strict=True)}
+        if num_planned := whole_number(own, "num_planned"):
+            self._replan(num_planned)
+
+    def _replan(self, num_planned: int) -> None:
+        if num_planned != self._num_planned:
+            self._num_planned = num_planned
+            self.part.replan(num_planned)
+
+    def _carry_out(self, order: Order) -> None:
+        if order.number in self.kept:
+            return self._rank.send(order.consumer, order.number, self.kept.pop(order.number))
+        self._replan(order.num_planned)
+        fed = self._produce(order.number)
+        payload = fed.payload.cpu()
+        if order.consumer == NOBODY:
+            self.kept[order.number] = payload
+        else:  # before anything is learned from it
+            self._rank.send(order.consumer, order.number, payload)
+        self._learn(order.number, fed)
+
+    def _produce(self, number: int) -> Fed:
+        if self._buffer is not None:
+            self._buffer.zero()
+        with self._rank.computing_in(self._clock, "forward"), self._rank.memory.first_step():
+            fed = self.part.produce(number)
+        assert fed.payload.dtype == torch.uint8 and fed.payload.dim() == 1, "not a vector of bytes"
+        return fed
+
+    def _learn(self, number: int, fed: Fed) -> None:
+        loss, group = fed.loss, self._rank.group
+        is_finite = math.isfinite(loss)
+        if self._buffer is not None:
+            with self._clock.during("average"):
+                summed = self._buffer.sum_over(group, torch.tensor(fed.loss))
+                self._buffer.scale(1.0 / group.group_size)
+                loss = float(summed) / group.group_size
+            is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
+        if not is_finite:
+            what = f"the loss or gradient of batch {number} of producer {self.name!r}"
+            note = self._guard.leave_out(number, what)
+            if group.leads:
+                self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
+                self._rank.reporter.note(note)
+        else:
+            if self._buffer is not None:
+                with self._rank.computing_in(self._clock, "optimizer"):
+                    self.part.update(number)
+            self._losses.append(loss)
+        self.number = number
+        self._made.update(num_batches=1, samples=fed.num_samples, tokens=fed.num_tokens)
+        if time.monotonic() - self._reported_at_s > FLUSH_EVERY_S:
+            self._report()
+
+    def _report(self) -> None:
+        if not self._made:
+            return
+        figures: dict[str, Any] = dict(self._made)
+        figures |= {kind: round(seconds, 6) for kind, seconds in self._clock.seconds.items()}
+        if self._losses:
+            figures["loss"] = round(sum(self._losses) / len(self._losses), 6)
+        self._rank.reporter.event("fed", cloud=self.name, **figures)
+        self._clock.begin_step(0)  # start counting anew
+        self._made.clear()
+        self._losses.clear()
+        self._reported_at_s = time.monotonic()
+
+
+class ProducerRank(OneWayRank):
+    """One rank of a cloud that feeds."""
+
+    def __init__(self, context: RankContext[OneWayExperiment]) -> None:
+        super().__init__(context)
+        job, consumers = self.job, range(self.job.cluster.num_consumers)
+        most = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
+        source = self.rank - len(consumers)
+        self.orders = OrderBook(self.lives[0], len(consumers), self.most_waiting, most, source)
+        self._outs = [self.out("batches", consumer) for consumer in consumers]
+        handlers = {
+            Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
+            Kind.CHECKPOINT: self.orders.take_save,
+        }  # fmt: skip
+        self.incoming("orders", 0, handlers, self.orders.take_end)
+
+    def say_ready(self) -> None:
+        for out in self._outs:
+            out.send(MessageKey(Kind.READY), ())
+
+    def send(self, consumer: int, number: int, payload: Tensor) -> None:
+        key = MessageKey(Kind.BATCH, number)
+        self._outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
+
+    def run(self) -> None:
+        job, place = self.job, self.place
+        assert place.producer is not None
+        # Batches that each rank will make if every cloud keeps to its share.
+        wanted = job.max_steps * job.training.batches_per_step * job.cluster.shares[place.producer]
+        with self.computing:
+            part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
+        run = ProducerRun(self, part, place.cloud)
+        checkpoints = restored(
+            self.context, {"producer": run}, self.control, {"data": part.own_digests()}
+        )
+        self.orders.begin_after(run.number, run.kept)
+        ready_file(self.context.run_dir, self.rank).touch()
+        self.say_ready()
+        self.context.asked.is_armed = job.checkpoint.are_made
+        self.is_stopped = run.feed(checkpoints)
+        self.context.asked.is_armed = False
+        checkpoints.settle()
+        self.report_memory(part.parameters_module, part)
+        self.export(part.finish)
+        self.reporter.event("stop" if self.is_stopped else "finish")
+        self.leave(checkpoints)

@@ -1,0 +1,189 @@
+"""What the ranks of producers and of the consumer share in a one-way job. Batches go from every
+rank of a producer to every rank of the consumer, orders from the consumer's first rank to every
+producer; reports, checkpoints and heartbeats through the star around rank 0 of any job.
+
+The consumer must outlive any producer: there is no collective over both, only over the ranks of
+one cloud, and each point-to-point link ends alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.comm.state import Stateful
+from xcloud.comm.step_clock import StepClock, What
+from xcloud.contracts.one_way import OneWayContext
+from xcloud.features.checkpoints.checkpointing import CHECKPOINT_CARRIES, Checkpointer
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.net.frame import Frame, Kind
+from xcloud.net.link import CONTROL, LinkName, LinkRecord
+from xcloud.net.link_end import ReceivingEnd, SendingEnd
+from xcloud.net.link_profile import LinkWindow
+from xcloud.pipeline.control import REPORT_CARRIES, Control
+from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, Handlers
+from xcloud.pipeline.trainer import DivergenceGuard
+from xcloud.pipeline.wiring import join_control
+from xcloud.rank.export import exporting
+from xcloud.rank.reports import MemoryMeter, bytes_of
+from xcloud.rank.role import RankContext, Role
+
+_ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
+_MORE_AHEAD = 8  # messages on a link beside batches or orders for them
+
+CARRIES = {
+    Kind.BATCH: ("packed token ids and flags uint8 [N]",),
+    Kind.READY: (),
+    Kind.REPORT: REPORT_CARRIES,
+    Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
+    Kind.STOP: (),
+    Kind.ALIVE: (),
+    Kind.CHECKPOINT: CHECKPOINT_CARRIES,
+}
+
+
+class OneWayEnds(Ends):
+    """Ranks leave one by one. received: by sender, what this rank took of another cloud, if
+    `keeps_record`."""
+
+    def __init__(self, *ends: Any, keeps_record: bool = False) -> None:
+        super().__init__(*ends)
+        self._keeps_record = keeps_record
+        self.received: dict[int, LinkRecord] = {}
+
+    def incoming(
+        self, line: str, peer: int, capacity_bytes: int, window: LinkWindow,
+        handlers: Handlers | None = None, *rest: Any, **named: Any,
+    ) -> ReceivingEnd:  # fmt: skip
+        if self._keeps_record and self.leaves_cloud(peer):
+            link = LinkName(CONTROL, peer, self.rank)
+            here = self.layout.placement(self.rank).cloud
+            record, taken = self.received.setdefault(peer, LinkRecord(link, here)), handlers or {}
+            handlers = {kind: noting(record, CARRIES[kind], t) for kind, t in taken.items()}
+        return super().incoming(line, peer, capacity_bytes, window, handlers, *rest, **named)
+
+    def await_goodbye(self, peer: int) -> None:
+        """As long as it sends heartbeats. Raises LinkTimeout."""
+        for other, end in self._ends:
+            if other == peer and isinstance(end, ReceivingEnd):
+                end.close(self.layout.liveness.lost_after_s)
+
+    def part_from(
+        self, peers: Sequence[int], patience_s: float, refused: Sequence[int] = ()
+    ) -> set[int]:
+        """Deliver everything to these and say goodbye, then hear theirs, as long as they send
+        heartbeats; one that was refused, or has not answered, is not waited for. Returns those
+        that said none."""
+        theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
+        unheard = set[int]()
+        for kind in (SendingEnd, ReceivingEnd):
+            for peer, end in ((peer, end) for peer, end in theirs if isinstance(end, kind)):
+                try:
+                    end.close(0.0 if peer in {*refused, *unheard} else patience_s)
+                    if isinstance(end, ReceivingEnd) and not end.said_goodbye:
+                        unheard.add(peer)
+                except LinkError:
+                    unheard.add(peer)
+        for peer in peers:
+            self.forget(peer)
+        return unheard
+
+
+def noting(
+    record: LinkRecord, carries: Sequence[str], handler: Callable[[Frame], None]
+) -> Callable[[Frame], None]:
+    """The handler; what it takes is noted. What it refuses is not, nor what has other parts: it
+    carries nothing that has a name."""
+
+    def take(frame: Frame) -> None:
+        kind = frame.key.kind
+        if len(frame.parts) != len(carries):
+            raise FrameError(
+                f"a {kind.name.lower()} has {len(frame.parts)} parts, expected {len(carries)}"
+            )
+        handler(frame)
+        record.note(kind, frame.parts, carries, frame.num_bytes)
+
+    return take
+
+
+class OneWayRank(Role[OneWayExperiment]):
+    """computing: held by the one rank that computes where all are in one process. most_waiting:
+    batches ordered or waiting at one source, late ones too."""
+
+    def __init__(self, context: RankContext[OneWayExperiment]) -> None:
+        super().__init__(context)
+        layout, most_ahead = self.job.cluster, self.job.feed.most_ahead
+        self.place = layout.placement(self.rank)
+        # The consumer notes what it gets: a producer that is lost leaves no record of its own.
+        self.ends = ends = OneWayEnds(
+            context.transport, layout, context.run_dir, keeps_record=self.place.producer is None
+        )
+        self.computing = context.transport.computing
+        groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
+        (self.group,) = (group for group in groups if group is not None)
+        self.most_waiting = 4 * most_ahead + 64
+        batch_bytes, order_bytes = self.job.model.max_payload_bytes, 2 * _ORDER_BYTES * most_ahead
+        self._lines = {}  # capacity and window
+        for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
+            capacity = num_bytes + FRAME_SLACK_BYTES
+            self._lines[line] = capacity, ends.window(most_ahead + _MORE_AHEAD, capacity)
+        self.control: Control = join_control(ends, context.on_report)
+        self.lives, self.records, self.received = ends.lives, ends.records, ends.received
+        self.memory = MemoryMeter(context.device)
+
+    def out(self, line: str, peer: int) -> SendingEnd:
+        return self.ends.out(line, peer, *self._lines[line])
+
+    def incoming(
+        self, line: str, peer: int, handlers: Handlers, on_end: Callable[[LinkError], None]
+    ) -> None:
+        self.ends.incoming(line, peer, *self._lines[line], handlers, on_end=on_end)
+
+    def divergence_guard(self) -> DivergenceGuard:
+        training = self.job.training
+        return DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
+
+    def building(self, num_steps: int) -> OneWayContext:
+        job, place = self.job, self.place
+        return OneWayContext(
+            seed=job.seed, device=self.context.device, cache_dir=job.cache_path,
+            report=self.reporter.remark, group_rank=place.group_rank, barrier=self.group.barrier,
+            num_steps=num_steps, producers=job.cluster.producers, cloud=place.cloud,
+            group_size=place.group_size,
+        )  # fmt: skip
+
+    @contextmanager
+    def computing_in(self, clock: StepClock, what: What) -> Iterator[None]:
+        """Once it is this rank's turn, which it waits for."""
+        with ExitStack() as stack:
+            with clock.during("wait"):
+                stack.enter_context(self.computing)
+            with clock.during(what):
+                yield
+
+    def export(self, write: Callable[[Path], None]) -> None:
+        """Of what was trained, by the first rank of the cloud, if the run has come to its end."""
+        if self.group.leads and not self.is_stopped:
+            with exporting(self.context.run_dir), self.computing:
+                write(self.context.run_dir)
+
+    def report_memory(self, module: nn.Module | None, part: Stateful) -> None:
+        kept = [value for name, value in part.state_dict().items() if "moments." in name]
+        moments = bytes_of(value for value in kept if isinstance(value, Tensor))
+        modules = [] if module is None else [module]
+        self.reporter.event("memory", **self.memory.describe(modules, moments))
+
+    def leave(self, checkpoints: Checkpointer) -> None:
+        """Once this rank has nothing more to do. What counts as a checkpoint rank 0 says before
+        its goodbye."""
+        if self.rank != 0:
+            self.ends.await_goodbye(0)
+        checkpoints.close(is_finished=not self.is_stopped)
+        self.reporter.flush()
+        self.ends.close()

@@ -1,0 +1,1 @@
+"""Copies of a pipeline in several clouds: strategies, averaging, merges."""

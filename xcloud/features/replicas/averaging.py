@@ -1,0 +1,423 @@
+"""One value of each tensor for all replicas, over the links between clouds. Which tensors, when,
+and what is done with the result is for those who call it.
+
+Shapes: R replicas.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import FrameError
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.replicas.merging import (
+    Contribution,
+    Merge,
+    by_rows,
+    joined,
+    weighted_mean,
+    weighted_sum,
+)
+from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
+from xcloud.net.link import Parts
+
+_WEIGHT = TensorSpec((1,), torch.float64)
+_UNDER_WAY = f"{MEMORY}.under_way"
+_RESULT = "handed_back"
+_HANDED_BACK = 1 << 16
+"""Added to the channel in the key of what an aggregator sends back."""
+
+
+class Peer(NamedTuple):
+    """A rank in a replica. ranks: of its cloud."""
+
+    rank: int
+    cloud: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of cloud {self.cloud!r}"
+
+
+@dataclass
+class ReplicaLinks(ABC):
+    """One rank's links, one each way, to the ranks that train the same share of the same stages in
+    the other replicas of the pipeline.
+
+    Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
+    apart. All replicas make the same calls, so what another one sends to this one has the same
+    keys, in the same order, as what this one sends there: by these `recv` finds a message that
+    comes before the one asked for.
+
+    replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
+    of a group. num_parts: such ranks of all stages of a replica. peers: by replica, this rank's
+    own included; none where it has no counterpart.
+    """
+
+    replica: int
+    peers: Sequence[Peer]
+    num_replicas: int
+    num_shares: int
+    num_parts: int
+    _expected: dict[int, deque[MessageKey]] = field(
+        default_factory=lambda: defaultdict(deque), init=False
+    )
+    _early: dict[tuple[int, MessageKey], Parts] = field(default_factory=dict, init=False)
+
+    @property
+    def others(self) -> list[int]:
+        return [replica for replica in range(self.num_replicas) if replica != self.replica]
+
+    @abstractmethod
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
+        """Before the first message. capacity_bytes: of the longest one, frame included; the same
+        in all replicas. wait_s: that another replica may take, if that is longer than its link.
+        under_way: exchanges that begin before an earlier one ends."""
+
+    def send(
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
+        """Returns before delivery. carries: what each part is, in words, for the record of what
+        left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
+        """
+        self.post(replica, key, parts, carries, raw_bytes)
+        self._expected[replica].append(key)
+
+    def recv(self, replica: int, key: MessageKey) -> Parts:
+        """The counterpart of what was sent there as `key`. Raises as `next` does."""
+        expected = self._expected[replica]
+        while (replica, key) not in self._early:
+            self._early[replica, expected[0]] = self.next(replica, expected[0])
+            expected.popleft()
+        return self._early.pop((replica, key))
+
+    @abstractmethod
+    def post(
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
+        """As `send`, of a message that has no counterpart."""
+
+    @abstractmethod
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
+        """Return the next message, which must be `key`. Its parts are the receiver's to check.
+
+        Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
+        link's profile allows for a message of the largest size), but with while_alive not as long
+        as that rank sends heartbeats, LinkClosed if it is gone. After a LinkTimeout the same
+        message may be asked for again.
+        """
+
+
+def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
+    """And the rest. Raises FrameError for another beginning."""
+    if not parts or TensorSpec.of(parts[0]) != spec:
+        raise FrameError(
+            f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
+            f"{spec}; do all clouds run the same experiment file?"
+        )
+    return parts[0], parts[1:]
+
+
+class Merged(NamedTuple):
+    """What a replica gets of an averaging.
+
+    changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
+    this replica's contribution is in one of them. step: where clouds may be late, that the others
+    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat.
+    """
+
+    changes: Sequence[list[Tensor]] = ()
+    is_counted: bool = True
+    step: int = 0
+    values: Parts = ()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How one averaging goes, the same in all replicas but for `protect` and `watch`.
+
+    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
+    max_weight: the most that a replica's next message may weigh, as this rank computes it.
+    protect: applied to what this replica contributes before it is encoded. watch: called with each
+    contribution of another replica: step, replica, its decoded tensors by name.
+    """
+
+    merge: Merge = weighted_sum
+    channel: int = 0
+    max_weight: Callable[[int], float] = lambda replica: 1.0
+    protect: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda tensors: tensors
+    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
+
+    def contribution(
+        self, step: int, replica: int, weight: float, max_weight: float, codec: TensorCodec,
+        parts: Parts,
+    ) -> Contribution:  # fmt: skip
+        """Decode a replica's message. max_weight: that it may have. Raises FrameError, naming the
+        replica."""
+        if not 0 <= weight <= max_weight:
+            raise FrameError(
+                f"replica {replica} sent a weight of {weight}; what it can have trained on since "
+                f"its last message allows {max_weight}"
+            )
+        try:
+            contribution = Contribution(codec.decode(parts), weight)
+        except FrameError as error:
+            raise FrameError(f"replica {replica}: {error}") from error
+        if self.watch is not None:
+            self.watch(step, replica, dict(zip(codec.names, contribution.tensors, strict=True)))
+        return contribution
+
+
+SUM = Terms()
+
+
+class Averager(StatefulParts):
+    """Brings the tensors of all replicas together; every replica makes the same calls. Several
+    steps may be under way at once; they are part of the state, and sent again by a restored
+    averager. This one is of a rank that carries nothing across.
+    """
+
+    @property
+    def max_bytes(self) -> int:
+        """Of its largest frame."""
+        return 0
+
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
+        return
+
+    def finish(self, step: int) -> Merged:
+        """Receive and merge what was started as `step`: the same bits in every replica.
+
+        Raises LinkTimeout or LinkClosed for one that is late or gone.
+        """
+        return Merged()
+
+    def settle(self, was_used: bool) -> None:
+        """Say whether the result of the last `finish` was used, the same in every replica. If not,
+        compressors keep what they had before that step. Where nobody says so before the next
+        `start` or `finish`, it counts as used."""
+        return
+
+    def end_step(self, step: int, is_last: bool) -> None:
+        """After whatever was merged in this step is in the parameters."""
+        return
+
+    def resume(self, step: int) -> Merged:
+        """See Exchange.resume."""
+        return Merged(step=step)
+
+
+@dataclass
+class _UnderWay:
+    """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
+    sent: what `own` and all messages can be made of again, by the name of the codec or "own"."""
+
+    weight: float
+    own: list[Tensor]
+    sent: dict[str, Parts]
+
+
+class AllToAll(Averager):
+    """Every replica sends its message to every other, and merges all of them itself: R - 1
+    messages each way, one latency. A replica uses of its own tensors what the others decode. For
+    R = 2 nothing is cheaper. Nobody takes another's word for what the merge comes to, which a
+    robust merge needs."""
+
+    own_names = (MEMORY,)
+
+    def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
+        self._join(links, {"all": codec}, terms)
+
+    def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._links, self._codecs, self._terms = links, codecs, terms
+        self._steps: dict[int, _UnderWay] = {}
+        self._is_settled = True
+        self._has_counted = False  # this replica, in the last result
+
+    @property
+    def max_bytes(self) -> int:
+        return max(frame_bytes((_WEIGHT, *c.wire_specs)) for c in self._codecs.values())
+
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        assert step not in self._steps, f"step {step} is under way"
+        self.settle(was_used=True)
+        sent, own = self._encode(self._terms.protect(tensors))
+        self._steps[step] = _UnderWay(weight, own, sent)
+        self._send(step)
+
+    def finish(self, step: int) -> Merged:
+        self.settle(was_used=True)
+        merged = self._merged(step)
+        self._end(step)
+        return Merged([merged])
+
+    def settle(self, was_used: bool) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = True
+        for name, codec in self._codecs.items():
+            # What weighs nothing was left out of the merge, also where the rest of it was used.
+            codec.settle(was_used and (self._has_counted or name == _RESULT))
+
+    def parts(self) -> Mapping[str, Stateful]:
+        return self._codecs
+
+    def own(self) -> State:
+        state: State = {}
+        for step, under_way in self._steps.items():
+            weight = torch.tensor([under_way.weight], dtype=torch.float64)
+            for name, parts in {"weight": (weight,), **under_way.sent}.items():
+                state |= {f"{_UNDER_WAY}.{step}.{name}.{i}": part for i, part in enumerate(parts)}
+        return state
+
+    def take(self, own: State) -> None:
+        """Sends again what was under way, too."""
+        device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
+        steps: dict[int, dict[str, list[Tensor]]] = {}
+        for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
+            step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
+            steps.setdefault(int(step), {}).setdefault(name, []).append(torch.as_tensor(own[key]))
+        self._steps = {}
+        for number, messages in sorted(steps.items()):
+            weight = float(messages.pop("weight")[0])
+            sent = defaultdict[str, Parts](tuple)  # a share without tensors has left nothing
+            sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
+            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent)
+            self._send(number)
+
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
+        """(sent, own) of _UnderWay."""
+        parts, seen = self._codecs["all"].encode(tensors, is_final=False)
+        return {"all": parts}, seen
+
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return self._codecs["all"].decode(sent["all"])
+
+    def _codec_to(self, replica: int) -> str:
+        """The name of the codec of contributions to this replica."""
+        return "all"
+
+    def _send(self, step: int) -> None:
+        under_way = self._steps[step]
+        for replica in self._links.others:
+            name = self._codec_to(replica)
+            self._post(replica, self._key(step), name, under_way.sent[name], under_way.weight)
+
+    def _post(self, replica: int, key: MessageKey, name: str, parts: Parts, weight: float) -> None:
+        codec, message = self._codecs[name], (torch.tensor([weight], dtype=torch.float64), *parts)
+        carries = ("weight of this replica", *codec.carries)
+        self._links.send(replica, key, message, carries, codec.raw_bytes)
+
+    def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
+        return first_part(self._links.recv(replica, key), _WEIGHT, f"replica {replica}")
+
+    def _merged(self, step: int) -> list[Tensor]:
+        replicas = range(self._links.num_replicas)
+        return self._terms.merge([self._contribution(replica, step) for replica in replicas])
+
+    def _contribution(self, replica: int, step: int) -> Contribution:
+        under_way = self._steps[step]
+        if replica == self._links.replica:
+            return Contribution(under_way.own, under_way.weight)
+        codec = self._codecs[self._codec_to(self._links.replica)]
+        weight, parts = self._receive(replica, self._key(step))
+        most = self._terms.max_weight(replica)
+        return self._terms.contribution(step, replica, float(weight), most, codec, parts)
+
+    def _end(self, step: int) -> None:
+        """Note that it is under way no more. Steps end in the order in which they began."""
+        assert next(iter(self._steps)) == step, f"step {step} is not the oldest under way"
+        self._has_counted = self._steps.pop(step).weight > 0
+        self._is_settled = False
+
+    def _key(self, step: int, more: int = 0) -> MessageKey:
+        return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
+
+
+class Aggregators(AllToAll):
+    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
+    them with its own, which crossed no link, and hands back the result, encoded again.
+
+    2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
+    on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
+    an aggregator of what it handed back. All replicas use what was handed back, unchecked: only
+    for merges that any one contribution may move as far as it likes.
+    Large tensors are cut between rows.
+    """
+
+    def __init__(
+        self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
+        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
+    ) -> None:  # fmt: skip
+        self._count = len(shapes)
+        self._pieces = by_rows(shapes, links.num_replicas)
+        by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
+        codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
+        codecs[_RESULT] = new_codec(by_name[links.replica])
+        self._join(links, codecs, terms)
+
+    def finish(self, step: int) -> Merged:
+        self.settle(was_used=True)
+        key, codec = self._key(step, _HANDED_BACK), self._codecs[_RESULT]
+        parts, own = codec.encode(self._merged(step), is_final=False)
+        for replica in self._links.others:
+            self._post(replica, key, _RESULT, parts, 1.0)
+        results = {self._links.replica: own}
+        for replica in self._links.others:
+            _, parts = self._receive(replica, key)
+            results[replica] = self._codecs[str(replica)].decode(parts)
+        tensors = [tensor for replica in sorted(results) for tensor in results[replica]]
+        self._end(step)
+        pieces = chain.from_iterable(self._pieces)
+        return Merged([joined(zip(pieces, tensors, strict=True), self._count)])
+
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
+        sent: dict[str, Parts] = {}
+        for replica, part in enumerate(self._pieces):
+            pieces = tuple(piece.of(tensors) for piece in part)
+            if replica == self._links.replica:
+                sent["own"] = tuple(piece.detach().clone() for piece in pieces)
+            else:
+                codec = self._codecs[str(replica)]
+                sent[str(replica)], _ = codec.encode(pieces, is_final=False)
+        return sent, self._own_of(sent)
+
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return list(sent["own"])
+
+    def _codec_to(self, replica: int) -> str:
+        return str(replica)
+
+
+def everyone_merges(merge: Merge, num_replicas: int) -> bool:
+    """Return whether each replica merges all contributions itself. Two send least so. Among
+    more, a merge that bounds what one contribution does must not be left to any one replica; a sum
+    or mean bounds nothing, so each may merge a part for all."""
+    return num_replicas == 2 or merge not in (weighted_sum, weighted_mean)
+
+
+def averager_for(
+    links: ReplicaLinks, shapes: Mapping[str, torch.Size],
+    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
+) -> Averager:  # fmt: skip
+    """Return the averager that sends least and lets no replica decide for others what the terms'
+    merge would not let it."""
+    if everyone_merges(terms.merge, links.num_replicas):
+        return AllToAll(links, new_codec(shapes), terms)
+    return Aggregators(links, shapes, new_codec, terms)

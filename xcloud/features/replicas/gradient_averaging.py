@@ -1,0 +1,320 @@
+"""Replicas in several clouds that stay equal: one gradient for all of them in every update. And
+the project's compressors as a communication hook of torch's DistributedDataParallel.
+
+Inside a cloud the gradients of a stage's ranks are summed (gloo's reduce-scatter takes longer);
+across clouds each rank carries its own share of the sum, so that what crosses is per cloud and not
+per rank; the merged shares are gathered inside again. All stages of a rank go in one message. Of a
+sharded stage each rank carries what it holds, and nothing is gathered.
+
+No rounds of local updates with every=1: the merged gradient is needed before the optimizer, and
+the loss travels with it.
+"""
+
+# No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xcloud.base.settings import NotNegative, settings
+from xcloud.comm.compressor import TensorChoice, seed_from
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree, whole_number
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.replicas.averaging import Averager, Terms
+from xcloud.features.replicas.merging import (
+    Contribution,
+    Merge,
+    Piece,
+    Robust,
+    by_rows,
+    gather_shares,
+    mean_of,
+    weighted_mean,
+)
+from xcloud.features.replicas.outer import Replicas
+from xcloud.job.strategy import Averaging, Traits
+from xcloud.pipeline.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
+
+LOSS = "(loss)"
+"""Travels with the gradients, as it is."""
+_UNDER_WAY = f"{MEMORY}.under_way"
+
+
+@settings("strategy.averaging")
+class GradientAveraging(Averaging):
+    """The gradients of every update are summed over the replicas, so that these stay equal.
+
+    delay: 1 = an update uses the gradient of the one before, which crosses while the next is
+        computed; another trajectory than with 0, which waits for it.
+    feedback: what a lossy compressor leaves out of a gradient is added to the next one.
+    check_every: updates after which replicas compare digests of their parameters, as they do
+        before the first and after the last; 0 = only then.
+    merge: a Byzantine-robust aggregator (merging.py) of the mean gradients of the
+        replicas' samples, made by every replica from the messages of all; null = the sum. A
+        replica whose gradient is not finite then counts for nothing.
+    """
+
+    delay: Literal[0, 1] = 0
+    feedback: bool = True
+    check_every: NotNegative = 100
+    merge: Robust | None = None
+
+    @property
+    def label(self) -> str:
+        parts = {
+            "one update late": self.delay,
+            "without feedback": not self.feedback,
+            repr(self.merge): self.merge is not None,
+        }
+        return ", ".join(part for part, is_said in parts.items() if is_said)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(changes_results=self.delay > 0, hidden_steps=self.delay)
+
+    def join(self, replicas: Replicas) -> Exchange:
+        return AveragedGradients(self, replicas)
+
+
+class AveragedGradients(Exchange):
+    """Of one rank."""
+
+    def __init__(self, averaging: GradientAveraging, replicas: Replicas) -> None:
+        self._group, self._delay = replicas.group, averaging.delay
+        # A robust merge compares contributions of equal size: each is the mean gradient of its
+        # replica's samples, not their share of the sum.
+        samples = [float(work.num_samples) for work in replicas.max_work]
+        self._per_share = sum(samples) / samples[replicas.links.replica]
+        self._is_robust = averaging.merge is not None
+        self._weight = samples[replicas.links.replica] if self._is_robust else 1.0
+        # Who has the same values in this cloud: of sharded stages nobody.
+        self._alike, num_shares = replicas.group, replicas.links.num_shares
+        if any(local_part(p) is not p for p in replicas.trained.values()):
+            self._alike, num_shares = RankGroup.alone(replicas.group.rank), 1
+        parts = {name: local_part(p) for name, p in replicas.trained.items()}
+        shapes = {name: part.shape for name, part in parts.items() if part.numel()}
+        self._parameters = [replicas.trained[name] for name in shapes]
+        loss = Piece(LOSS, len(shapes), 0, 1, torch.Size([1]))
+        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
+        self._mine: list[Piece] = []
+        self._averager = Averager()
+        if self._alike.group_rank < num_shares:
+            self._mine = self._shares[self._alike.group_rank]
+            own, terms = self._mine, Terms()
+            if averaging.merge is not None:
+                terms = Terms(averaging.merge, max_weight=samples.__getitem__)
+            self._averager = replicas.averager(
+                {piece.name: piece.shape for piece in own}, terms, averaging.feedback,
+                "averaging", plain={LOSS},
+            )  # fmt: skip
+        self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
+        self._has_merged = False  # in this update
+        replicas.open([self._averager], under_way=1 + self._delay)
+        self._replicas, self._check_every = replicas, averaging.check_every
+        self.compare(0)
+
+    def before_update(
+        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        summed = {s: b.sum_over(self._group, losses[s]) for s, b in buffers.items()}
+        total = summed[max(buffers)]
+        is_finite = all(buffer.is_finite() for buffer in buffers.values())
+        self._send(step, total, is_finite)
+        due = self._under_way if self._delay else step
+        if due:
+            total = self._receive(due, total)
+        else:  # the others' are not here yet
+            for buffer in buffers.values():
+                buffer.zero()
+            total = total * self._per_share
+        self._has_merged = due > 0
+        self._under_way = step if self._delay else 0
+        for buffer in buffers.values():
+            if buffer.is_sharded:  # the norm of what other ranks hold is another one now
+                buffer.sum_over(self._group, total if self._group.leads else 0 * total)
+            else:
+                buffer.flat[-1] = total
+        return summed | {max(buffers): total}
+
+    def compare(self, step: int) -> None:
+        self._replicas.compare(step, self._alike)
+
+    def after_update(self, step: int, work: Work) -> None:
+        if self._has_merged:
+            self._averager.settle(was_used=work.num_samples > 0)
+        is_due = self._check_every and step % self._check_every == 0
+        if is_due or step == self._replicas.last_step:
+            self.compare(step)
+
+    own_names = (MEMORY,)
+
+    def own(self) -> State:
+        return {_UNDER_WAY: self._under_way}
+
+    def take(self, own: State) -> None:
+        self._under_way = whole_number(own, _UNDER_WAY)
+
+    def parts(self) -> dict[str, Stateful]:
+        return {"averager": self._averager}
+
+    def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
+        pieces = [piece.of([*self._gradients, loss.reshape(1)]) for piece in self._mine]
+        weight = self._weight
+        if self._is_robust:
+            pieces = [piece * self._per_share for piece in pieces]
+        if pieces and not is_finite:
+            # The loss signals it; compressors may not accept NaN. A robust merge leaves it out.
+            pieces = [loss.new_full((1,), math.nan), *map(torch.zeros_like, pieces[1:])]
+            weight = 0.0 if self._is_robust else weight
+        self._averager.start(step, pieces, weight)
+
+    def _receive(self, step: int, like: Tensor) -> Tensor:
+        """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
+        merged = next(iter(self._averager.finish(step).changes), [])
+        everything = gather_shares(self._alike, self._shares, merged, like)
+        gradients = self._gradients
+        for piece, tensor in everything:
+            if piece.name != LOSS:
+                piece.of(gradients).copy_(tensor)
+        loss: Tensor = everything[0][1].reshape(())
+        return loss
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [local_part(p.grad) for p in self._parameters if p.grad is not None]
+
+
+class CompressedAveraging(StatefulParts):
+    """What the hook `compressed_averaging` carries from step to step; one for each model. Needs no
+    experiment, config or link of this project:
+
+        state = CompressedAveraging(model, Chain(powersgd=PowerSgd(4), fp16=Cast()))
+        model.register_comm_hook(state, compressed_averaging)
+
+    model: the DistributedDataParallel, or the module inside. compressor: of every gradient, or a
+        choice by name and shape (PerTensor). feedback: as of TensorCodec.
+    merge: of the ranks' gradients; the mean, as DistributedDataParallel has it, or a robust one.
+    scaler: the GradScaler whose losses are given to `backward`. What is kept follows its scale.
+    num_bytes: of this rank's messages so far; each goes to every other rank. raw_bytes: FP32 bytes
+        of what they stand for.
+
+    If merged gradients are not finite, all that was sent with them counts as not sent: a
+    GradScaler, or the loop, skips that step in every rank.
+
+    Memory: with feedback one copy of the gradients in FP32, and in the backward another. Save
+    `state_dict()` of every rank with the model for an exact restart: residuals differ from rank to
+    rank.
+    """
+
+    own_names = ("scale",)
+
+    def __init__(
+        self, model: nn.Module, compressor: TensorChoice,
+        process_group: dist.ProcessGroup | None = None, *, feedback: bool = True,
+        merge: Merge = weighted_mean, seed: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:  # fmt: skip
+        self.process_group, self.merge = process_group, merge
+        self._scaler = scaler
+        self._scale = self._scale_now
+        self._sent: set[nn.Parameter] = set()  # their messages are not settled
+        self._ends: list[Tensor] = []  # the least and largest of what these came to
+        self.num_bytes = self.raw_bytes = 0
+        self.num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if isinstance(merge, Robust):
+            merge.check(self.num_ranks)
+        # One each: DistributedDataParallel puts them into other buckets after the first step.
+        self.codecs = {
+            p: TensorCodec({name: p.shape}, compressor.for_tensor, seed_from(seed, "ddp hook"),
+                           feedback, p.dtype, p.device, rank)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }  # fmt: skip
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that gradients of these are sent next. If some of them were sent before, another
+        backward has begun."""
+        if self._sent.intersection(parameters):
+            self.settle()
+        if not self._sent and (scale := self._scale_now) != self._scale:
+            for codec in self.codecs.values():
+                codec.scale(scale / self._scale)
+            self._scale = scale
+        self._sent.update(parameters)
+
+    def note(self, merged: Sequence[Tensor]) -> None:
+        """Take what the messages of a bucket came to."""
+        self._ends += [end for tensor in merged if tensor.numel() for end in torch.aminmax(tensor)]
+
+    def settle(self, was_used: bool = True) -> None:
+        """End the last backward. was_used: False where the loop has left out its gradients for
+        another reason than that they are not finite."""
+        was_used = was_used and all(bool(end.isfinite()) for end in self._ends)
+        for parameter in self._sent:
+            self.codecs[parameter].settle(was_used)
+        self._sent.clear()
+        self._ends.clear()
+
+    @property
+    def _scale_now(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def own(self) -> State:
+        self.settle()
+        if self._scaler is None:
+            return {}
+        return {"scale": torch.tensor(self._scale, dtype=torch.float64)}
+
+    def take(self, own: State) -> None:
+        self._scale = float(own.get("scale", 1.0))  # none: of a run without a scaler
+        self._sent.clear()
+        self._ends.clear()
+
+    def parts(self) -> StateTree:
+        return {str(number): codec for number, codec in enumerate(self.codecs.values())}
+
+
+def compressed_averaging(
+    state: CompressedAveraging,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Every rank encodes the gradients of a bucket, one all-gather brings all messages of that
+    fixed size to all ranks, and each decodes and merges them in the order of the ranks: the same
+    bits in all. The exchange of one bucket overlaps with the backward pass of the next."""
+    gradients, parameters = bucket.gradients(), bucket.parameters()
+    state.begin(parameters)
+    codecs = [state.codecs[parameter] for parameter in parameters]
+    buffer: Tensor = bucket.buffer()
+    encoded = [
+        codec.encode([gradient], is_final=False)[0]
+        for codec, gradient in zip(codecs, gradients, strict=True)
+    ]
+    message = torch.cat([part.view(torch.uint8) for parts in encoded for part in parts])
+    state.num_bytes += message.numel()
+    state.raw_bytes += sum(codec.raw_bytes for codec in codecs)
+    messages = [torch.empty_like(message) for _ in range(state.num_ranks)]
+    work = dist.all_gather(messages, message, state.process_group, async_op=True)
+
+    def decoded(message: Tensor) -> Contribution:
+        specs = [spec for codec in codecs for spec in codec.wire_specs]
+        pieces = torch.split(message, [spec.num_bytes for spec in specs])
+        # Copies, as a view of another dtype must begin at a multiple of its size.
+        parts = iter([p.clone().view(s.dtype) for p, s in zip(pieces, specs, strict=True)])
+        tensors = [codec.decode(tuple(islice(parts, len(codec.wire_specs)))) for codec in codecs]
+        return Contribution([tensor for (tensor,) in tensors], 1.0)
+
+    def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
+        found, num = map(decoded, messages), state.num_ranks
+        # A mean needs one at a time: of many ranks all would not fit.
+        means = mean_of(found, num) if state.merge is weighted_mean else state.merge([*found])
+        state.note(means)
+        for gradient, tensor in zip(gradients, means, strict=True):
+            gradient.copy_(tensor)
+        return buffer
+
+    gathered: torch.futures.Future[list[Tensor]] = work.get_future()
+    return gathered.then(merged)

@@ -1,0 +1,409 @@
+"""Each replica trains alone for a number of steps, then their changes are merged: local SGD,
+FedAvg, DiLoCo, Streaming DiLoCo; also where a cloud may be late, leave and come back
+(averaging_server.py).
+
+Moments of the inner optimizer stay where they are and are never sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, Seconds, settings
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
+from xcloud.features.replicas.averaging import Averager, Merged, Terms
+from xcloud.features.replicas.averaging_server import HUB, Hub, Member
+from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
+from xcloud.features.replicas.outer import OuterOptimizer, OuterParameters, Replicas, Shapes
+from xcloud.job.strategy import Averaging, Traits
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work
+
+NAME = "strategy.averaging"
+_NOTHING = 1e-12
+_UNDER_WAY = f"{MEMORY}.under_way"
+
+
+@settings(NAME)
+class LocalUpdates(Averaging):
+    """Steps are counted alike in all replicas: a merge stands at a step's number
+    (docs/local-updates.md).
+
+    every: steps between two merges of the same parameters (H). outer: what is done with the merged
+        change. weigh: replicas count by what they trained on since the last merge, or all alike.
+    fragments: parameters are merged in so many parts, one after the other, every / fragments steps
+        apart (Streaming DiLoCo, arXiv:2501.18512). overlap: steps that a replica trains on while
+        its change is merged (tau there). mix: share of its own values that a replica keeps at a
+        merge (alpha there).
+    most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
+        since the last merge makes no more steps before the next.
+    merge: a Byzantine-robust aggregator (merging.py), made by every replica from the
+        changes of all; null = the weighted mean.
+    feedback: what a lossy compressor leaves out of a change is added to the next one.
+    wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
+    late: wait: it then counts as one that has left. skip: this merge is without it; its change is
+        part of the next one.
+    leave: fail: the run ends. go_on: the others merge without it, and take it in when it comes
+        back. restart_s: after which a run on one machine starts a lost cloud again; null = never.
+
+    With skip or go_on the first cloud merges for all, so no merge is robust, each replica is in
+    one cloud, and merges are of all parameters at once.
+    """
+
+    every: Positive = 50
+    outer: OuterOptimizer = field(default_factory=OuterOptimizer)
+    weigh: Literal["samples", "tokens", "equal"] = "samples"
+    fragments: Positive = 1
+    overlap: NotNegative = 0
+    mix: Annotated[float, Field(ge=0, le=0.999999)] = 0.0
+    most_s: Annotated[float, Field(gt=0)] | None = None
+    most_tokens: Positive | None = None
+    feedback: bool = True
+    merge: Robust | None = None
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    late: Literal["wait", "skip"] = "wait"
+    leave: Literal["fail", "go_on"] = "fail"
+    restart_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.fragments > self.every or self.overlap >= self.every:
+            raise ConfigError(
+                f"{NAME}.fragments ({self.fragments}) must be at most, and {NAME}.overlap "
+                f"({self.overlap}) less than, {NAME}.every ({self.every}): one fragment is merged "
+                "at a step, and ends before the next merge of the same parameters begins"
+            )
+        if self.restart_s is not None and self.leave == "fail":
+            raise ConfigError(f"{NAME}.restart_s needs {NAME}.leave=go_on")
+        if self.is_elastic and not self.is_at_once:
+            raise ConfigError(
+                f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
+                f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
+            )
+
+        if self.is_elastic and self.merge is not None:
+            raise ConfigError(
+                f"{NAME}.merge is {self.merge}, but with {NAME}.late=skip or {NAME}.leave=go_on "
+                "the first cloud merges for all, and a robust merge must not be any one cloud's "
+                f"word; set {NAME}.late=wait and {NAME}.leave=fail, or {NAME}.merge=null"
+            )
+
+    @property
+    def label(self) -> str:
+        parts = {
+            f"every {self.every}": True,
+            self.outer.label: True,
+            f"{self.fragments} fragments": self.fragments > 1,
+            f"overlap {self.overlap}": self.overlap,
+            f"mix {self.mix:g}": self.mix,
+            repr(self.merge): self.merge is not None,
+            "skips the late": self.late == "skip",
+            "goes on without the lost": self.leave == "go_on",
+        }
+        return ", ".join(part for part, is_said in parts.items() if is_said)
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.late == "skip" or self.leave == "go_on"
+
+    @property
+    def is_at_once(self) -> bool:
+        """A merge is of all parameters, which are equal in all replicas after it."""
+        return self.fragments == 1 and not self.overlap and not self.mix
+
+    @property
+    def traits(self) -> Traits:
+        column = "elastic" if self.is_elastic else "local updates"
+        return Traits(
+            is_apart=True,
+            is_elastic=self.is_elastic,
+            may_leave=self.leave == "go_on",
+            every=self.every,
+            equal_every=self.every if self.is_at_once else 0,
+            column=column if self.is_at_once else "streaming",
+            per_step=self.fragments / self.every,
+            fragments=self.fragments,
+            hidden_steps=self.overlap,
+            num_copies=2,
+        )
+
+    @property
+    def most_under_way(self) -> int:
+        """Fragments that are under way at once."""
+        return max(1, -(-self.overlap * self.fragments // self.every))
+
+    def offset(self, number: int) -> int:
+        """At which remainder of step / every this fragment is merged: evenly spread, the last one
+        at 0."""
+        return (number + 1) * self.every // self.fragments % self.every
+
+    def check(self, layout: ClusterLayout) -> None:
+        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+        super().check(layout)
+        needs = {
+            "late=skip": self.late == "skip",
+            "leave=go_on": self.leave == "go_on",
+            "most_s": self.most_s is not None,
+            "most_tokens": self.most_tokens is not None,
+            "weigh=tokens": self.weigh == "tokens",
+        }
+        asked = ", ".join(f"{NAME}.{name}" for name, is_set in needs.items() if is_set)
+        for name, cloud in layout.clouds.items() if asked else ():
+            is_whole = len(cloud.stages or ()) == layout.num_stages
+            if not is_whole or cloud.one_stage_per_rank:
+                raise ConfigError(
+                    f"{asked}: each rank must hold the whole model, but those of cloud {name!r} "
+                    "hold parts; set strategy.replicas=null and one_stage_per_rank=false"
+                )
+
+    def join(self, replicas: Replicas) -> Exchange:
+        return LocalRounds(self, replicas)
+
+    def work_of(self, work: Work) -> float:
+        return float(work.num_samples) if self.weigh == "samples" else work.weight
+
+    def weight_of(self, work: float) -> float:
+        return float(work > 0) if self.weigh == "equal" else work
+
+
+@dataclass
+class _Fragment(StatefulParts):
+    """A run of parameters that are merged together.
+
+    work: what this replica did since it last sent. under_way: the step at which it did, 0 for
+    none; sent: the work that it reported then. max_work, max_sent: the same, by replica, of what
+    each can have done at most.
+    """
+
+    values: OuterParameters
+    averager: Averager = field(init=False)
+    offset: int
+    max_work: list[float]
+    max_sent: list[float]
+    work: float = 0.0
+    under_way: int = 0
+    sent: float = 0.0
+
+    own_names = (MEMORY, "work", "max_work", "max_sent")
+
+    def own(self) -> State:
+        numbers = {"work": self.work}
+        for replica in range(len(self.max_work)):
+            numbers[f"max_work.{replica}"] = self.max_work[replica]
+            numbers[f"max_sent.{replica}"] = self.max_sent[replica]
+        state: State = {name: torch.tensor(n, dtype=torch.float64) for name, n in numbers.items()}
+        return {_UNDER_WAY: self.under_way, **state}
+
+    def take(self, own: State) -> None:
+        self.under_way = whole_number(own, _UNDER_WAY)
+        self.work = float(own["work"])
+        replicas = range(len(self.max_work))
+        self.max_work = [float(own[f"max_work.{replica}"]) for replica in replicas]
+        self.max_sent = [float(own[f"max_sent.{replica}"]) for replica in replicas]
+
+    def parts(self) -> dict[str, Stateful]:
+        return {"values": self.values, "averager": self.averager}
+
+
+class LocalRounds(Exchange):
+    """Of one rank. Gradients are summed inside the replica. It ends with a merge of everything,
+    of which nothing own is kept, so that all replicas have the same values.
+
+    Where merges are elastic, the first rank of each cloud carries all of its values across. A
+    replica that was late leaves out the steps up to the hub's, and one that has used up its time
+    or tokens those up to the next multiple of `every`. clock: seconds.
+    """
+
+    def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
+        self._settings, self._replicas = averaging, replicas
+        self.clock = time.monotonic
+        self._idle_until, self._num_tokens = 0, 0.0
+        self._started_s: float | None = None  # since the last merge
+        names, sizes = list(replicas.trained), [p.numel() for p in replicas.trained.values()]
+        if 0 < len(names) < averaging.fragments:
+            raise ConfigError(
+                f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
+                f"{len(names)} tensors; set it to at most {len(names)}"
+            )
+        runs = contiguous(sizes, averaging.fragments) if names else []
+        self._fragments = [
+            self._fragment([names[position] for position in run], number)
+            for number, run in enumerate(runs)
+        ]
+        averagers = [fragment.averager for fragment in self._fragments]
+        if not averaging.is_elastic:
+            replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
+            self.compare(0)
+        elif replicas.group.leads:
+            replicas.open(averagers)
+
+    def is_idle(self, step: int) -> bool:
+        return step <= self._idle_until
+
+    def before_update(
+        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        group = self._replicas.group
+        return {stage: b.sum_over(group, losses[stage]) for stage, b in buffers.items()}
+
+    def after_update(self, step: int, work: Work) -> None:
+        averaging, is_last = self._settings, step == self._replicas.last_step
+        for fragment in self._fragments:
+            if not self.is_idle(step):
+                fragment.work += averaging.work_of(work)
+            for replica, most in enumerate(self._replicas.max_work):
+                fragment.max_work[replica] += averaging.work_of(most)
+        under_way = [fragment for fragment in self._fragments if fragment.under_way]
+        for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
+            if step - fragment.under_way >= averaging.overlap or is_last:
+                self._finish(fragment, averaging.mix)
+        for fragment in self._fragments:
+            if is_last or (step % averaging.every == fragment.offset):
+                self._start(fragment, step)
+                # One after the other: links have room for those of `overlap`, not for all.
+                if is_last or not averaging.overlap:
+                    self._finish(fragment, 0.0 if is_last else averaging.mix)
+        for fragment in self._fragments:
+            fragment.averager.end_step(step, is_last)
+        self._end_step(step, work.weight)
+        if is_last:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        if not self._settings.is_elastic:
+            self._replicas.compare(step, self._replicas.group)
+
+    def resume(self, step: int) -> int:
+        (fragment,) = self._fragments
+        return self._apply(fragment, fragment.averager.resume(step), 0.0)
+
+    def _fragment(self, names: list[str], number: int) -> _Fragment:
+        replicas, averaging = self._replicas, self._settings
+        parameters = {name: replicas.trained[name] for name in names}
+        shapes = {name: p.shape for name, p in parameters.items()}
+        num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
+        shares = by_tensor(shapes, num_shares)
+        values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        nothing = [0.0] * replicas.links.num_replicas
+        fragment = _Fragment(values, averaging.offset(number), [*nothing], [*nothing])
+        terms = Terms(
+            averaging.merge or weighted_mean,
+            channel=number,
+            # Where no replica has done anything, all count.
+            max_weight=lambda replica: max(
+                averaging.weight_of(fragment.max_sent[replica]), _NOTHING
+            ),
+        )
+        averager = Averager()
+        if averaging.is_elastic and replicas.group.leads:
+            averager = self._elastic_averager(shapes, values, terms)
+        elif replicas.group.group_rank < num_shares:
+            own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
+            averager = replicas.averager(
+                own, terms, averaging.feedback, "local updates", number,
+                num_fragments=averaging.fragments,
+            )  # fmt: skip
+        fragment.averager = averager
+        return fragment
+
+    def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
+        replicas, averaging = self._replicas, self._settings
+        change, merged = (
+            replicas.codec(shapes, averaging.feedback, ("local updates", name))
+            for name in ("change", "merged")
+        )
+        if replicas.links.replica != HUB:
+            return Member(replicas.links, change, merged)
+        return Hub(
+            replicas.links, change, merged, replicas.guarded(terms, shapes),
+            self._max_weight, averaging.late, averaging.leave, averaging.wait_s, values.flat,
+            replicas.reporter,
+        )  # fmt: skip
+
+    def _max_weight(self, replica: int, num_steps: int) -> float:
+        """Return the most that a replica can weigh for what it did in so many updates."""
+        work = self._settings.work_of(self._replicas.max_work[replica])
+        return self._settings.weight_of(work * num_steps)
+
+    def _end_step(self, step: int, num_tokens: float) -> None:
+        """After the merge, if there is one. num_tokens: that the replica trained on."""
+        averaging = self._settings
+        most_s, most_tokens = averaging.most_s, averaging.most_tokens
+        if most_s is None and most_tokens is None:
+            return
+        if step % averaging.every == 0:
+            self._num_tokens, self._started_s = 0.0, self.clock()
+        elif not self.is_idle(step):
+            self._num_tokens += num_tokens
+            if self._started_s is None:  # the first step builds caches: it is not counted
+                self._started_s = self.clock()
+            is_over = most_s is not None and self.clock() - self._started_s >= most_s
+            is_over |= most_tokens is not None and self._num_tokens >= most_tokens
+            if bool(self._replicas.group.from_leader(torch.tensor([float(is_over)]))):
+                self._idle_until = step - step % averaging.every + averaging.every
+
+    def _start(self, fragment: _Fragment, step: int) -> None:
+        fragment.sent, fragment.work = fragment.work, 0.0
+        fragment.max_sent = fragment.max_work
+        fragment.max_work = [0.0] * len(fragment.max_sent)
+        weight = self._settings.weight_of(fragment.sent)
+        if not self._settings.is_elastic:  # where no replica has done anything, their mean
+            weight = max(weight, _NOTHING)
+        if not fragment.values.are_finite:
+            fragment.values.take()
+            fragment.sent = weight = 0.0
+            self._replicas.reporter.note(
+                f"parameters were not finite at the merge of step {step}: this replica goes back "
+                "to the values of the merge before and counts for nothing in this one"
+            )
+        fragment.averager.start(step, fragment.values.gradient(), weight)
+        fragment.under_way = step
+
+    def _finish(self, fragment: _Fragment, mix: float) -> None:
+        self._apply(fragment, fragment.averager.finish(fragment.under_way), mix)
+        fragment.under_way = 0
+
+    def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
+        """To the parameters, in all ranks of the cloud. Returns the step that the hub has reached,
+        where there is one."""
+        step, is_counted = merged.step, merged.is_counted
+        is_new = bool(merged.changes or merged.values)
+        if self._settings.is_elastic:
+            numbers = torch.tensor([step, is_counted, is_new])
+            step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
+        own = [] if is_counted else fragment.values.gradient()
+        if merged.values:
+            fragment.values.replace(merged.values)
+        have_moved = [fragment.values.move(change) for change in merged.changes]
+        fragment.averager.settle(was_used=all(have_moved))
+        # After the last merge nothing can count any more: replicas end equal.
+        if is_counted or step >= self._replicas.last_step:
+            fragment.values.take(mix)
+        else:
+            fragment.work += fragment.sent
+            if is_new:
+                fragment.values.keep(own)
+        self._idle_until = max(self._idle_until, step)
+        return step
+
+    def parts(self) -> dict[str, Stateful]:
+        return {str(number): fragment for number, fragment in enumerate(self._fragments)}
+
+    own_names = ("budget",)
+
+    def own(self) -> State:
+        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
+        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
+        return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
+
+    def take(self, own: State) -> None:
+        self._idle_until = whole_number(own, "budget.idle_until")
+        self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
+        self._started_s = self.clock() - elapsed_s if elapsed_s else None

@@ -1,0 +1,270 @@
+"""One rank among its counterparts in other clouds: what a strategy builds its exchange from,
+whether replicas are equal, and parameters that they change apart and bring together from time to
+time. No rounds. The inner optimizer is the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from xcloud.base.errors import ConfigError, FrameError, ReplicasDiffer
+from xcloud.base.settings import settings
+from xcloud.comm.compressor import Chain, seed_from
+from xcloud.comm.state import OUTER, State, copy_of, fill
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.features.replicas.averaging import (
+    Averager,
+    ReplicaLinks,
+    Terms,
+    averager_for,
+    first_part,
+)
+from xcloud.features.replicas.merging import Piece, gather_shares
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.net.link import Parts
+from xcloud.pipeline.exchange import RankGroup, Work, are_finite, digest
+from xcloud.record.reporter import Reporter
+from xcloud.security.defences import Privacy, private_contribution
+
+Shapes = Mapping[str, torch.Size]
+_CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Every rank builds its exchange at the same time.
+
+    links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
+        hold the same stages. stages: of this rank. choose: the compressor of each tensor.
+    last_step: of training. max_work: by replica, the most that it can train on in an update: all
+        of its samples, which follow from the settings, each of the largest weight.
+    privacy: of what leaves this cloud. watch: see Terms.
+    """
+
+    links: ReplicaLinks
+    group: RankGroup
+    stages: Mapping[int, nn.Module]
+    choose: Choose
+    seed: int
+    last_step: int
+    max_work: Sequence[Work]
+    reporter: Reporter
+    privacy: Privacy | None = None
+    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
+
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Trained parameters, as "stage.name"."""
+        return {
+            f"{stage}.{name}": parameter
+            for stage, module in sorted(self.stages.items())
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def codec(
+        self, shapes: Shapes, feedback: bool, stream: Sequence[str | int],
+        plain: Collection[str] = (),
+    ) -> TensorCodec:  # fmt: skip
+        """stream: of random numbers. plain: names of tensors that go as they are."""
+        every = (p for module in self.stages.values() for p in module.parameters())
+        first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
+        name, *number = stream
+        identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
+        return TensorCodec(
+            shapes, lambda name, shape: Chain() if name in plain else self.choose(name, shape),
+            identity, feedback, first.dtype, first.device, self.links.replica,
+        )  # fmt: skip
+
+    def averager(
+        self, shapes: Shapes, terms: Terms, feedback: bool, *stream: str | int,
+        plain: Collection[str] = (), num_fragments: int = 1,
+    ) -> Averager:  # fmt: skip
+        """Of the tensors that this rank carries across; see `codec` and `guarded`."""
+        made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
+        guarded = self.guarded(terms, shapes, plain, num_fragments)
+        return averager_for(self.links, shapes, made, guarded)
+
+    def guarded(
+        self, terms: Terms, names: Collection[str], plain: Collection[str] = (),
+        num_fragments: int = 1,
+    ) -> Terms:  # fmt: skip
+        """With what watches and protects this cloud, under whose privacy nothing plain is sent.
+        num_fragments: averagings of a rank that together are one contribution."""
+        terms = replace(terms, watch=self.watch)
+        if self.privacy is None or self.privacy.unit != "cloud":
+            return terms
+        num_parts = self.links.num_parts * num_fragments
+        return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
+
+    def open(self, averagers: Sequence[Averager], wait_s: float = 0.0, under_way: int = 1) -> None:
+        """Make room for their messages; see ReplicaLinks.open."""
+        longest = max((averager.max_bytes for averager in averagers), default=0)
+        self.links.open(longest, wait_s, under_way)
+
+    def compare(self, step: int, alike: RankGroup) -> None:
+        """Whether all ranks that train the same parameters hold them, bit for bit, after update
+        `step`; 0 = before the first, where frozen parameters are compared too. Every one of them
+        makes the same calls. alike: the ranks of this cloud that hold the same values.
+
+        Raises ReplicasDiffer naming stage and rank.
+        """
+        links, stages = self.links, sorted(self.stages)
+        parameters = (self.stages[stage].parameters() for stage in stages)
+        compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
+        mine = torch.stack([digest(some) for some in compared])
+        gathered = zip(alike.ranks, alike.gather(mine), strict=True)
+        theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
+        # The others are compared inside their cloud only.
+        if self.group.group_rank < links.num_shares:
+            key = MessageKey(Kind.AVERAGING, step, _CHECK)
+            for replica in links.others:
+                links.send(replica, key, (mine,), ("digests of parameters",), 0)
+            for replica in links.others:
+                name = str(links.peers[replica])
+                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), name)
+                theirs[name] = found.cpu()
+        for name, found in theirs.items():
+            for stage, own, other in zip(stages, mine, found, strict=True):
+                if not torch.equal(own, other):
+                    when = f"after update {step}" if step else "before the first update"
+                    raise ReplicasDiffer(
+                        f"{when} the parameters of stage {stage} differ between rank "
+                        f"{alike.rank} and {name}; all clouds need the same seed, checkpoint "
+                        "and caches, kind of processor and release of torch"
+                    )
+
+
+@settings("strategy.averaging.outer")
+class OuterOptimizer:
+    """Gradient descent on the outer parameters. Their gradient: outer - values, how far replicas
+    have moved away, merged.
+
+    velocity = momentum * velocity + gradient
+    outer -= learning_rate * (gradient + momentum * velocity   if nesterov, else velocity)
+
+    DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum: local SGD, and
+    FedAvg (arXiv:1602.05629) where replicas count by their samples.
+    """
+
+    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    momentum: Annotated[float, Field(ge=0, le=0.999999)] = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            key = "strategy.averaging.outer"
+            raise ConfigError(f"{key}.nesterov needs a momentum; set it, or {key}.nesterov=false")
+
+    @property
+    def label(self) -> str:
+        if not self.momentum:
+            return "mean" if self.learning_rate == 1 else f"sgd({self.learning_rate:g})"
+        name = "nesterov" if self.nesterov else "momentum"
+        return f"{name}({self.learning_rate:g}, {self.momentum:g})"
+
+    def step(
+        self, outer: Sequence[Tensor], velocities: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Changes outer parameters and velocities in place, tensor by tensor."""
+        for parameter, velocity, gradient in zip(outer, velocities, gradients, strict=True):
+            # Multiplications and additions apart: a fused one rounds once, and replicas on
+            # different processors would drift apart.
+            update = gradient
+            if self.momentum:
+                velocity.mul_(self.momentum).add_(gradient)
+                update = gradient + velocity * self.momentum if self.nesterov else velocity
+            parameter.sub_(update * self.learning_rate)
+
+
+class OuterParameters:
+    """parameters: by name, the same values in every rank of `group` and in all replicas. shares:
+    whole ones of these that each of its first ranks carries across. outer: the values of this
+    rank's share after the last merge, the same bits in all replicas; velocity: of the outer
+    optimizer.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], shares: Sequence[Sequence[Piece]],
+        group: RankGroup, optimizer: OuterOptimizer,
+    ) -> None:  # fmt: skip
+        self._parameters, self._shares = list(parameters.values()), shares
+        self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
+        self._own = [self._parameters[piece.index] for piece in self._mine]
+        self._group, self._optimizer = group, optimizer
+        self.outer = [p.detach().clone() for p in self._own]
+        has_momentum = bool(optimizer.momentum)
+        self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
+
+    @property
+    def are_finite(self) -> bool:
+        """The parameters of now, those of other shares too: the same in all ranks of `group`."""
+        return are_finite(p.detach() for p in self._parameters)
+
+    def gradient(self) -> list[Tensor]:
+        """How far this replica has moved away: outer - values."""
+        return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
+
+    def move(self, gradients: Sequence[Tensor]) -> bool:
+        """Make the outer optimizer's step, unless a gradient is not finite; the parameters stay.
+        Return whether it was made."""
+        is_made = are_finite(gradients)
+        if is_made:
+            self._optimizer.step(self.outer, self.velocity, gradients)
+        return is_made
+
+    def take(self, mix: float = 0.0) -> None:
+        """Parameters become mix * own + (1 - mix) * outer."""
+        if not mix:
+            return self._write(self.outer)
+        pairs = zip(self._own, self.outer, strict=True)
+        self._write([own.detach() * mix + outer * (1 - mix) for own, outer in pairs])
+
+    def keep(self, gradients: Sequence[Tensor]) -> None:
+        """Parameters become the outer ones, and on top what this replica has done by itself."""
+        self._write([a - g for a, g in zip(self.outer, gradients, strict=True)])
+
+    def flat(self) -> Parts:
+        """Outer parameters and velocity as one vector each, for another replica's `replace`."""
+        return tuple(
+            torch.cat([tensor.reshape(-1) for tensor in tensors])
+            for tensors in (self.outer, self.velocity)
+        )
+
+    def replace(self, values: Parts) -> None:
+        """Raises FrameError for those of other settings."""
+        found, expected = ([flat.shape for flat in some] for some in (values, self.flat()))
+        if found != expected:
+            raise FrameError(f"the hub sent values and velocity of {found}, expected {expected}")
+        for tensors, flat in zip((self.outer, self.velocity), values, strict=True):
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, piece in zip(tensors, torch.split(flat, sizes), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+    def state_dict(self) -> State:
+        return {name: copy_of(tensor) for name, tensor in self._places.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        fill(self._places, state, "local updates")
+
+    @property
+    def _places(self) -> dict[str, Tensor]:
+        return {
+            f"{OUTER}.{what}.{piece.name}": tensor
+            for what, tensors in (("values", self.outer), ("velocity", self.velocity))
+            for piece, tensor in zip(self._mine, tensors, strict=True)
+        }
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        """values: of this rank's share; every rank of the group gets those of all others."""
+        like = self._parameters[0]
+        for piece, value in gather_shares(self._group, self._shares, values, like):
+            self._parameters[piece.index].copy_(value)

@@ -1,0 +1,275 @@
+"""How a job uses several clouds: the layers split over them, copies of the model in them, or both.
+
+A *replica* is a copy of the whole pipeline. A strategy says how many there are, which clouds make
+one, and how they stay together (an Averaging). To add one: a subclass of Averaging with its
+settings and its Exchange in a file of its own, and a YAML in conf/strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
+from xcloud.features.replicas.merging import Robust
+from xcloud.layout import Cloud, ClusterLayout
+
+if TYPE_CHECKING:
+    from xcloud.features.replicas.outer import Replicas
+    from xcloud.pipeline.exchange import Exchange
+
+_CHOOSE = "choose strategy=data_parallel, hybrid or local_updates"
+
+WHOLE_MODEL = (0, 1)
+"""The stages of a rank that holds all of a model whose cuts nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What others must know of an averaging.
+
+    is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
+    late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
+    the run. every: updates that a contribution of a replica sums up. equal_every: updates after
+    which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
+    changes_results: what is learned differs from what one process would learn. per_step: exchanges
+    in a step, each of 1 / fragments of the trained values. hidden_steps: that pass while one
+    crosses. num_copies: of the trained values, kept in each rank.
+    """
+
+    is_apart: bool = False
+    is_elastic: bool = False
+    may_leave: bool = False
+    every: int = 1
+    equal_every: int = 1
+    column: str = "data parallel"
+    changes_results: bool = True
+    per_step: float = 1.0
+    fragments: int = 1
+    hidden_steps: float = 0.0
+    num_copies: int = 1
+
+    def most_contributions(self, num_updates: int) -> int:
+        """Of a replica, with the same values in them, in so many updates; the last one ends with
+        one."""
+        full, rest = divmod(num_updates, self.every)
+        return full + (rest > 0 or self.fragments > 1)
+
+
+class Averaging(ABC):
+    """What keeps replicas together: its settings, what others must know of it, and how a rank
+    joins it. Subclasses are dataclasses (base/settings.py).
+
+    merge: a Byzantine-robust aggregator. restart_s: seconds after which a lost cloud on this
+    machine is started again.
+    """
+
+    feedback: bool = True
+    merge: Robust | None = None
+    restart_s: float | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Differences from the default, in words; may be empty."""
+
+    @abstractmethod
+    def join(self, replicas: Replicas) -> Exchange:
+        """The exchange of one rank; opens the links to the other replicas. All ranks call it at
+        the same time."""
+
+    def check(self, layout: ClusterLayout) -> None:
+        """Raise ConfigError for clouds, with their replicas and stages, that it cannot join."""
+        if self.merge is not None:
+            self.merge.check(layout.num_replicas)
+
+
+@settings("strategy")
+class Strategy:
+    """The settings of `strategy`.
+
+    name: as a user calls it. replicas: copies of the pipeline, over which the clouds are spread in
+    their order; null = one in each cloud. averaging: what keeps them together; null = nothing,
+    for a single one.
+    """
+
+    name: str = "pipeline"
+    replicas: Positive | None = 1
+    averaging: Averaging | None = None
+
+    def __post_init__(self) -> None:
+        if self.averaging is None and self.replicas != 1:
+            raise ConfigError(
+                f"strategy.replicas is {self.replicas}, but without strategy.averaging nothing "
+                f"would bring the replicas together; {_CHOOSE}"
+            )
+
+    @property
+    def label(self) -> str:
+        more = self.averaging.label if self.averaging is not None else ""
+        return f"{self.name} ({more})" if more else self.name
+
+    @property
+    def traits(self) -> Traits:
+        return Traits() if self.averaging is None else self.averaging.traits
+
+    def describe(self, layout: ClusterLayout) -> str:
+        """For the headline. layout: as arranged."""
+        if self.averaging is None:
+            return self.label
+        if layout.num_replicas == 1:
+            return f"{self.label} (one replica, so nothing is averaged)"
+        return f"{self.label}, {layout.num_replicas} replicas"
+
+    def arrange(self, layout: ClusterLayout) -> ClusterLayout:
+        """The clouds with their replicas and stages. Clouds that name their replicas themselves
+        stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
+        arranged = self._arranged(layout)
+        if self.averaging is not None:
+            self.averaging.check(arranged)
+        return arranged
+
+    def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
+        if layout.num_replicas > 1:
+            return self._as_written(layout)
+        if self.replicas == 1:
+            return layout
+        number = self.replicas or len(layout.clouds)
+        if len(layout.clouds) % number:
+            raise ConfigError(
+                f"strategy.replicas={number} cannot be spread evenly over the "
+                f"{len(layout.clouds)} clouds of cluster {layout.name!r}; use a divisor of "
+                f"{len(layout.clouds)}, or say which cloud belongs to which replica "
+                "(cluster.clouds.NAME.replica)"
+            )
+        per_replica = len(layout.clouds) // number
+        held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
+        # The stages are those that clouds take which name none.
+        by_position = len(held) > 1 and [*held.values()] == [[k] for k in range(len(held))]
+        is_whole = len(held) == 1  # one cloud holds all stages already
+        gives = "the whole model" if per_replica == 1 else f"one of {per_replica} stages"
+        for name, cloud in layout.clouds.items():
+            if cloud.one_stage_per_rank:
+                raise ConfigError(
+                    f"strategy={self.name} gives every rank of a cloud {gives}, but "
+                    f"cluster.clouds.{name} has one_stage_per_rank; leave that out, or give every "
+                    "cloud its replica and its stages (cluster.clouds.NAME.replica)"
+                )
+        if not (by_position or is_whole):
+            raise ConfigError(
+                f"strategy={self.name} gives every rank of cluster {layout.name!r} {gives}, but "
+                f"its clouds name their stages ({held}); leave stages out, or give every cloud "
+                "its replica too (cluster.clouds.NAME.replica)"
+            )
+        if per_replica == 1:
+            stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
+            return _with_stages(layout, [stages] * number, 1)
+        by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
+        return _with_stages(layout, by_cloud, per_replica)
+
+    def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
+        found = layout.num_replicas
+        if self.averaging is None:
+            raise ConfigError(
+                f"cluster.clouds holds {found} replicas of the pipeline, which strategy="
+                f"{self.name} never averages; {_CHOOSE}, or leave replica out"
+            )
+        if self.replicas not in (None, found):
+            raise ConfigError(
+                f"strategy.replicas is {self.replicas}, but cluster.clouds.*.replica names "
+                f"{found} replicas; make them equal"
+            )
+        together: dict[int, set[tuple[int, ...]]] = {}  # stages that share a rank, by replica
+        for place in map(layout.placement, range(layout.num_ranks)):
+            together.setdefault(place.replica, set()).add(tuple(sorted(place.stages)))
+        for replica, groups in together.items():
+            if groups != together[0]:
+                raise ConfigError(
+                    f"cluster.clouds: the ranks of replica {replica} hold stages "
+                    f"{sorted(groups)}, those of replica 0 {sorted(together[0])}; a rank averages "
+                    "with one that holds the same, so cut every replica alike"
+                )
+        return layout
+
+
+def _with_stages(
+    layout: ClusterLayout, stages: Sequence[tuple[int, ...]], per_replica: int
+) -> ClusterLayout:
+    """stages: of each cloud in turn, from now on held by every rank of it."""
+    clouds: dict[str, Cloud] = {
+        name: replace(cloud, stages=stages[k], replica=k // per_replica, one_stage_per_rank=False)
+        for k, (name, cloud) in enumerate(layout.clouds.items())
+    }
+    return replace(layout, clouds=clouds)
+
+
+class Place(NamedTuple):
+    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
+
+    cloud: int
+    replica: int
+    stages: Sequence[int]
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Who holds what, as a checkpoint keeps it, by which a run with other ranks goes on.
+
+    column: of the table in checkpoints/resume.py. merges_every: steps after which all replicas are
+    equal, 0 = only at last_step. labels: of groups of settings.
+    """
+
+    column: str = "one-way"
+    ranks: Sequence[Place] = ()
+    merges_every: int = 0
+    last_step: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def held(
+        cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
+        labels: Mapping[str, str] = {},
+    ) -> Places:  # fmt: skip
+        column, every = "pipeline", 1
+        if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
+            column, every = averaging.traits.column, averaging.traits.equal_every
+        clouds, placed = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
+        ranks = [
+            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
+            for p in placed
+        ]
+        return cls(column, ranks, every, last_step, labels)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Places:
+        ranks = [Place(cloud, replica, tuple(stages), dealt)
+                 for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
+        return cls(**{**saved, "ranks": ranks})
+
+    def holders(self, stage: int, replica: int) -> list[int]:
+        """Ranks, in the order of their group ranks."""
+        places = enumerate(self.ranks)
+        return [r for r, p in places if stage in p.stages and p.replica == replica]
+
+    def is_merged(self, step: int) -> bool:
+        return step == self.last_step or (self.merges_every > 0 and step % self.merges_every == 0)
+
+    @property
+    def num_stages(self) -> int:
+        return len({stage for place in self.ranks for stage in place.stages})
+
+    @property
+    def sharded_parts(self) -> set[tuple[int, int]]:
+        """(stage, number of parts) of sharded stages."""
+        return {
+            (stage, len(self.holders(stage, place.replica)))
+            for place in self.ranks if place.is_sharded for stage in place.stages
+        }  # fmt: skip

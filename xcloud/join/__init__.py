@@ -1,1 +1,0 @@
-"""How ranks find each other and agree on what to run."""

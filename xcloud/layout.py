@@ -1,0 +1,337 @@
+"""Which cloud holds which stages of a pipeline, and what every layout has: clouds by name, their
+ranks numbered through, and what joins them. Pure arithmetic: no torch, no network.
+
+A stage is a part of the model; a rank is a process. Micro-batch i of a stage with n ranks belongs
+to its rank i mod n, so clouds of unequal size (8 ranks feeding 64) need no special case.
+
+The whole pipeline may stand several times, in other clouds each time. Of R such replicas,
+micro-batch i belongs to replica i mod R, and there to rank (i // R) mod n of the stage.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import Field, SkipValidation
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.wording import check_name
+from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, Liveness, Wan
+
+if TYPE_CHECKING:
+    from xcloud.net.transport import Meeting, Transport
+
+_NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
+
+
+class Carrier(Protocol):
+    """What carries messages between ranks."""
+
+    def transport(self, meeting: Meeting) -> Transport:
+        """Of the rank that came to this meeting. Every rank calls it, once all have agreed on what
+        they run."""
+
+
+@settings("cluster")
+class Layout(ABC):
+    """All clouds of a run, and what joins them.
+
+    clouds: each has num_ranks and a device ("auto", "cpu" or "cuda").
+    wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
+        alone; "free" = no limit (messages are still framed, compressed and counted).
+    links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
+    liveness: when a rank that is silent outside a training step counts as lost.
+    link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
+        the queue at each of its ends. Three receives, and room in the queues for all micro-batches
+        that wait for a gradient under the schedule, there always are; an evaluation, and training
+        over a boundary that no gradient crosses, is blocked instead.
+    carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
+    """
+
+    clouds: Mapping[str, Any]
+    wan: Wan | Literal["real", "free"] = "real"
+    links: Mapping[str, Wan | Literal["real", "free"]] = field(default_factory=dict)
+    name: str = "cluster"
+    liveness: Liveness = field(default_factory=Liveness)
+    link_budget_bytes: Positive = BUDGET_BYTES
+    carrier: SkipValidation[Carrier | None] = None
+
+    def _check_clouds(self) -> None:
+        if not self.clouds:
+            raise ConfigError("cluster.clouds must name at least one cloud")
+        for name in self.clouds:
+            check_name("a cloud in cluster.clouds", name, spoken=True)
+
+    def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """pairs: of clouds between which there is a link."""
+        pairs = sorted({(min(pair), max(pair)) for pair in pairs})
+        for key in self.links:
+            meant = [(a, b) for a, b in pairs if key in (f"{a}-{b}", f"{b}-{a}")]
+            if not meant:
+                names = ", ".join(f"{a}-{b}" for a, b in pairs) or "none here"
+                raise ConfigError(f"cluster.links.{key}: name a pair of clouds, one of {names}")
+            if len(meant) > 1:
+                both = " and ".join(f"{a!r} and {b!r}" for a, b in meant)
+                raise ConfigError(
+                    f"cluster.links.{key} names more than one pair of clouds: {both}; give these "
+                    "clouds names that tell them apart"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(cloud.num_ranks for cloud in self.clouds.values())
+
+    @property
+    def num_processes(self) -> int:
+        """That hold the ranks: one each, or one for all of them."""
+        return self.num_ranks
+
+    @cached_property
+    def _ranks_in(self) -> dict[str, tuple[int, ...]]:
+        found, first = dict[str, tuple[int, ...]](), 0
+        for name, cloud in self.clouds.items():
+            found[name] = tuple(range(first, first + cloud.num_ranks))
+            first += cloud.num_ranks
+        return found
+
+    @property
+    def crosses_clouds(self) -> bool:
+        return len(self.clouds) > 1
+
+    def ranks_in(self, cloud: str) -> tuple[int, ...]:
+        if cloud not in self._ranks_in:
+            raise ConfigError(f"there is no cloud {cloud!r} among {', '.join(self.clouds)}")
+        return self._ranks_in[cloud]
+
+    def cloud_of(self, rank: int) -> str:
+        for name, ranks in self._ranks_in.items():
+            if rank in ranks:
+                return name
+        raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
+
+    @abstractmethod
+    def placement(self, rank: int) -> Any:
+        """Where it stands: its `cloud`, and what else the kind of layout says."""
+
+    def wan_of(self, here: str, there: str) -> Wan:
+        """What joins two clouds."""
+        wan = self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
+        return _NAMED[wan] if isinstance(wan, str) else wan
+
+    def wan_between(self, rank: int, peer: int) -> Wan | None:
+        """What joins two ranks; None if they are in one cloud."""
+        here, there = self.cloud_of(rank), self.cloud_of(peer)
+        return None if here == there or not self.crosses_clouds else self.wan_of(here, there)
+
+    def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
+        """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""
+        wan = self.wan_between(rank, peer)
+        limit_s = wan.overdue_s(num_bytes) if wan is not None else None
+        return self.liveness.overdue_after_s if limit_s is None else limit_s
+
+    def overdue_advice(self, rank: int, peer: int) -> str:
+        """Which setting makes `rank` wait longer for `peer`."""
+        wan = self.wan_between(rank, peer) or REAL
+        return f"To wait longer raise {wan.patience_settings}."
+
+    def describe(self) -> str:
+        if not self.crosses_clouds:
+            return f"one cloud ({self._described}), no link between clouds"
+        return f"{len(self.clouds)} clouds ({self._described}), link: {self.describe_link()}"
+
+    @property
+    @abstractmethod
+    def _described(self) -> str:
+        """The clouds and what each does."""
+
+    def describe_link(self) -> str:
+        if not self.crosses_clouds:
+            return "none"
+        named = {"": self.wan, **self.links}
+        wans = {pair: _NAMED[wan] if isinstance(wan, str) else wan for pair, wan in named.items()}
+        return "; ".join(f"{pair} {wan.describe()}".lstrip() for pair, wan in wans.items())
+
+
+def num_ranks_in_words(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+@settings("cloud")
+class Cloud:
+    """One cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the
+    ranks are assigned to the stages in order (first the ranks of the first stage).
+
+    stages: numbers of the stages that live here; None = the cloud's own position in its replica.
+    device: "auto" takes a GPU where there is one.
+    slowdown: 4 = the cloud's ranks compute four times as long as this machine needs (a user's own
+        weak device, emulated: they sleep after each piece of work). Compressing is not slowed.
+    shard: distribute parameters, gradients and moments of each stage over its ranks, so that none
+        holds a stage whole while it trains (FSDP2).
+    replica: number of the copy of the pipeline that this cloud is a part of.
+    """
+
+    num_ranks: Positive = 1
+    stages: Annotated[Sequence[NotNegative], Field(min_length=1)] | None = None
+    one_stage_per_rank: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    slowdown: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
+    shard: bool = False
+    replica: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        if self.stages is not None:
+            object.__setattr__(self, "stages", tuple(self.stages))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank stands."""
+
+    rank: int
+    cloud: str
+    stages: tuple[int, ...]
+    replica: int = 0
+
+
+@settings("cluster")
+class ClusterLayout(Layout):
+    """Clouds that hold the stages of a pipeline, each stage once in every replica."""
+
+    clouds: Mapping[str, Cloud]
+
+    def __post_init__(self) -> None:
+        self._check_clouds()
+        self._check_links((a, b) for a in self.clouds for b in self.clouds if a < b)
+        resolved: dict[str, Cloud] = {}
+        held: dict[int, list[int]] = {}  # stages, by replica
+        for name, cloud in self.clouds.items():
+            position = sum(other.replica == cloud.replica for other in resolved.values())
+            stages = (position,) if cloud.stages is None else tuple(cloud.stages)
+            if cloud.one_stage_per_rank and cloud.num_ranks % len(stages):
+                raise ConfigError(
+                    f"cluster.clouds.{name}: {cloud.num_ranks} ranks cannot be dealt evenly to "
+                    f"{len(stages)} stages; make num_ranks a multiple of {len(stages)}"
+                )
+            resolved[name] = replace(cloud, stages=stages)
+            held.setdefault(cloud.replica, []).extend(stages)
+        object.__setattr__(self, "clouds", resolved)
+        if sorted(held) != list(range(len(held))):
+            raise ConfigError(
+                f"cluster.clouds.*.replica must count the replicas from 0 on, got {sorted(held)}"
+            )
+        for number, stages_held in held.items():
+            if sorted(stages_held) != list(range(len(held[0]))):
+                where = f" in replica {number}" if len(held) > 1 else ""
+                raise ConfigError(
+                    f"cluster.clouds must hold every stage from 0 on exactly once{where}, got "
+                    f"{sorted(stages_held)}"
+                )
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 + max(cloud.replica for cloud in self.clouds.values())
+
+    @property
+    def num_stages(self) -> int:
+        return sum(len(c.stages or ()) for c in self.clouds.values() if c.replica == 0)
+
+    def placement(self, rank: int) -> Placement:
+        name = self.cloud_of(rank)
+        cloud, ranks = self.clouds[name], self.ranks_in(name)
+        stages = tuple(cloud.stages or ())
+        if cloud.one_stage_per_rank:
+            per_stage = cloud.num_ranks // len(stages)
+            stages = (stages[(rank - ranks[0]) // per_stage],)
+        return Placement(rank, name, stages, cloud.replica)
+
+    def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
+        """Ranks that hold this stage in one replica, in order."""
+        return self._ranks_of.get((stage, replica), ())
+
+    @cached_property
+    def _ranks_of(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for place in map(self.placement, range(self.num_ranks)):
+            for key in ((stage, place.replica) for stage in place.stages):
+                found[key] = (*found.get(key, ()), place.rank)
+        return found
+
+    def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold this stage, by replica: all of them train the same weights."""
+        return tuple(self.ranks_of(stage, replica) for replica in range(self.num_replicas))
+
+    def owner(self, stage: int, micro_batch: int) -> int:
+        """The rank that computes this micro-batch of this stage."""
+        turn, replica = divmod(micro_batch, self.num_replicas)
+        ranks = self.ranks_of(stage, replica)
+        return ranks[turn % len(ranks)]
+
+    def turn(self, stage: int, rank: int) -> tuple[int, int]:
+        """(first, period): of this stage, micro-batches first, first + period, ... are computed
+        by `rank`, which holds it."""
+        replica = self.placement(rank).replica
+        ranks = self.ranks_of(stage, replica)
+        return replica + self.num_replicas * ranks.index(rank), self.num_replicas * len(ranks)
+
+    def stage_cloud(self, stage: int, replica: int = 0) -> str:
+        return self.cloud_of(self.ranks_of(stage, replica)[0])
+
+    def leaves_cloud(self, stage: int) -> bool:
+        """Whether the boundary after `stage` joins two clouds in any replica."""
+        return any(
+            self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
+            for replica in range(self.num_replicas)
+        )
+
+    @property
+    def lanes_in_step(self) -> int:
+        """Micro-batches must come in multiples of this, where ranks compute in step."""
+        sharded = [cloud for cloud in self.clouds.values() if cloud.shard]
+        held = [self.ranks_of(stage, c.replica) for c in sharded for stage in c.stages or ()]
+        return math.lcm(*map(len, held))
+
+    def rank_period(self, stage: int) -> int:
+        """Micro-batches i and i + rank_period meet the same ranks on both sides of the boundary
+        after `stage`."""
+        both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
+        return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
+
+    @cached_property
+    def num_lanes(self) -> int:
+        """Micro-batches that a stage computes side by side: i and i + num_lanes meet the same rank
+        in every stage, so each residue is a pipeline of its own."""
+        held = (len(r) for stage in range(self.num_stages) for r in self.replicas_of(stage))
+        return self.num_replicas * math.lcm(*held)
+
+    def leader_of(self, replica: int = 0) -> tuple[int, ...]:
+        """The first rank of every stage of a replica, by stage."""
+        return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))
+
+    def leaders(self, replica: int = 0) -> tuple[int, ...]:
+        """Those ranks, each once: they speak for their stages across clouds."""
+        return tuple(sorted({*self.leader_of(replica)}))
+
+    def min_micro_batches(self) -> int:
+        """Fewer micro-batches than this leave a rank without work."""
+        return max(
+            (len(ranks) - 1) * self.num_replicas + replica + 1
+            for stage in range(self.num_stages)
+            for replica, ranks in enumerate(self.replicas_of(stage))
+        )
+
+    @property
+    def _described(self) -> str:
+        return ", ".join(
+            f"{name}: {num_ranks_in_words(cloud.num_ranks)}, "
+            f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
+            + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
+            + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
+            + (", sharded" if cloud.shard else "")
+            for name, cloud in self.clouds.items()
+        )

@@ -1,0 +1,169 @@
+"""MultilingualElectra as configured; builds each rank's part."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Literal
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.overrides import as_override
+from xcloud.base.project import MODEL_DIR, run_command
+from xcloud.base.settings import settings
+from xcloud.comm.ids import IdPacking
+from xcloud.contracts.model import BuildContext, BuildPlace
+from xcloud.contracts.one_way import OneWayContext
+from xcloud.models.electra.parts import (
+    DISCRIMINATOR_DIR,
+    Discriminator,
+    DiscriminatorRank,
+    DiscriminatorSettings,
+    Generator,
+    GeneratorRank,
+    Network,
+)
+from xcloud.models.encoder import Encoder
+from xcloud.models.stages import seed_of, seeded
+from xcloud.tasks.multilingual_text import MultilingualText, TextStream
+from xcloud.tasks.text_sources import DemoText
+from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
+
+MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known
+
+
+@settings("model")
+class MultilingualElectra:
+    """Generators by cloud name, and the discriminator they feed (a OneWayModel). coding: of ids on
+    the wire, see IdPacking. Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1;
+    Clark et al., arXiv:2003.10555."""
+
+    text: MultilingualText
+    generators: Mapping[str, Generator]
+    discriminator: DiscriminatorSettings = field(default_factory=DiscriminatorSettings)
+    coding: Literal["smallest", "fixed"] = "smallest"
+
+    def __post_init__(self) -> None:
+        if not self.generators:
+            raise ConfigError("model.generators must have a generator for each producing cloud")
+        networks = [generator.backbone for generator in self.generators.values()]
+        for text in (network.text for network in (*networks, self.discriminator.backbone)):
+            if isinstance(text, MultilingualText) and text.source.public_texts() is None:
+                raise ConfigError(
+                    "a PublicBackbone is pretrained on public text in every cloud; use another, "
+                    f"as {text.describe()} is not public"
+                )
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._packing(None).max_bytes
+
+    @property
+    def max_positions(self) -> int | None:
+        """Of the discriminator; None if defined by its checkpoint."""
+        return None if self.discriminator.backbone.is_checkpoint else self.text.max_length
+
+    def describe(self) -> str:
+        generators = ", ".join(
+            f"{name} ({'+'.join(of.parts)}; {of.backbone.describe()}{', frozen' * of.frozen})"
+            for name, of in self.generators.items()
+        )
+        size = self.discriminator.backbone.describe()
+        return f"{self.text.describe()}; generators {generators} → discriminator {size}"
+
+    @property
+    def data(self) -> str:
+        return "; ".join(
+            f"{name}: {'+'.join(own.parts)} of {self.text.of(own.source).describe()}"
+            for name, own in self.generators.items()
+        )
+
+    def check(self, producers: Sequence[str]) -> None:
+        if set(producers) != set(self.generators):
+            said = f"model.generators has {', '.join(self.generators)}; each cloud needs one"
+            raise ConfigError(f"the producing clouds are {', '.join(producers)}, but {said}")
+        for generator in self.generators.values():
+            self.text.of(generator.source).check(generator.parts)
+
+    def producer(self, context: OneWayContext) -> GeneratorRank:
+        settings = self.generators[context.cloud]
+        text, tokenizer = self.text.of(settings.source), self._tokenizer(context)
+        report = context.report if context.group_rank == 0 else lambda line: None
+        tables = {
+            part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
+        }
+        # The ranks of a cloud share one order; clouds with the same language draw different ones.
+        seed = seed_of(context.seed, "texts", context.cloud)
+        ranks = (context.group_rank, context.group_size)
+        how = (text.language_power, seed, settings.batch_size, *ranks)
+        stream = TextStream(tables, tokenizer.token_ids, *how)
+        report(f"texts: {stream.describe()}")
+        encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
+        packing = self._packing(tokenizer)
+        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
+
+    def consumer(self, context: OneWayContext) -> DiscriminatorRank:
+        settings, tokenizer = self.discriminator, self._tokenizer(context)
+        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
+        if (used := encoder.config.activation) != "gelu":
+            said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
+            raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
+        with seeded(context.seed, "replaced-token head"):
+            network = Discriminator(encoder.config)
+        network.encoder = encoder
+        return DiscriminatorRank(network, settings, self._packing(tokenizer), tokenizer, context)
+
+    def leaves(self, run_dir: Path) -> dict[str, str]:
+        """Task settings that use the exported encoder and its tokenizer."""
+        return {"task.tokenizer.name_or_path": str(run_dir / MODEL_DIR / DISCRIMINATOR_DIR)}
+
+    def next_command(self, run_dir: Path) -> str:
+        """Command to fine-tune the discriminator; the user supplies inference pairs."""
+        encoder = shlex.join(as_override(*one) for one in self.leaves(run_dir).items())
+        files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
+        return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
+
+    def _tokenizer(self, context: OneWayContext) -> Tokenizer:
+        tokenizer = self.text.load_tokenizer(context.cache_dir)
+        if (num := tokenizer.token_ids.size) > MAX_VOCABULARY:
+            said = f"the tokenizer has {num:,} ids; take one with at most {MAX_VOCABULARY:,}"
+            raise ConfigError(f"model.text.tokenizer: {said}")
+        return tokenizer
+
+    def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:
+        """tokenizer: None before it is known."""
+        choice, most = self.text.tokenizer, max(g.batch_size for g in self.generators.values())
+        size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
+        known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
+        return IdPacking(known[0], most, self.text.max_length - 2, known[1], self.coding)
+
+    def _encoder(
+        self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
+    ) -> Encoder:
+        """The encoder with its initial weights, equal in all ranks of its cloud."""
+
+        def report(line: str) -> None:
+            """Without folder names: it may be shown in another cloud."""
+            if backbone.is_checkpoint:
+                line = line.replace(backbone.describe(), Path(backbone.describe()).name)
+            context.report(line.replace(f"{context.cache_dir}/", ""))
+
+        generates = name == "generator"
+        place = {one.name: getattr(context, one.name) for one in fields(BuildPlace)}
+        build = BuildContext(
+            **{**place, "report": report}, vocabularies={name: tokenizer.token_ids},
+            sentences=lambda field: (), max_length=self.text.max_length,
+            setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
+        )  # fmt: skip
+        weights = backbone.weights(name, build)
+        assert weights.tensors is not None
+        if generates and not weights.have_head:
+            raise ConfigError(
+                f"{name}.backbone {backbone.describe()} has no masked-language head; use a "
+                "checkpoint with one (BERT, RoBERTa, XLM-R), a SeededBackbone or a PublicBackbone"
+            )
+        with seeded(context.seed, name):
+            encoder = Encoder(weights.config, head=generates)
+        encoder.load_part(weights.tensors)
+        return encoder

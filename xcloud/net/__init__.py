@@ -1,0 +1,1 @@
+"""Links between ranks: frames, gloo, memory, the emulated line, heartbeats."""

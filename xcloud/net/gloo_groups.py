@@ -1,0 +1,142 @@
+"""What joins several ranks of one cloud, or of one stage: sums and the like, over gloo or NCCL.
+Where ranks may begin at any time, also again, those of a cloud begin together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from xcloud.base.errors import ConfigError
+from xcloud.net.rendezvous import FOREVER, count_of, of_this_attempt
+from xcloud.net.transport import CPU, Collectives, Meeting, machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class GroupCollectives:
+    """Over a process group of these ranks, which `join` makes at its first use. (Torch's
+    annotations know few of its methods.)"""
+
+    def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
+        self._joined, self._ranks = cache(join), list(ranks)
+
+    @classmethod
+    def met_in(
+        cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
+    ) -> GroupCollectives:
+        """store: a part that nothing else uses."""
+        place, size = list(ranks).index(rank), len(ranks)
+        return cls(lambda: dist.ProcessGroupGloo(store, place, size, timeout), ranks)
+
+    @property
+    def _group(self) -> Any:
+        return self._joined()
+
+    def _over(self, values: Tensor) -> Any:
+        return self._group
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        return wait
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._over(values).broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(values) for _ in self._ranks]
+        self._over(values).allgather([gathered], [values]).wait()
+        return gathered
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again shard no tensors over ranks; leave shard out"
+        )
+
+
+class GlooCollectives(GroupCollectives):
+    """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
+    knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+        super().__init__(lambda: group, dist.get_process_group_ranks(group))
+        self._nccl = None
+        if device.type == "cuda" and self._has_a_gpu_each(device):
+            # Its own limit would end the process while a rank waits for another cloud.
+            self._nccl = dist.new_group(
+                self._ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+            )
+
+    def _has_a_gpu_each(self, device: torch.device) -> bool:
+        """Asked in all of these ranks."""
+        places = self.gather(torch.tensor([machine_id(), device.index or 0]))
+        return len({tuple(place.tolist()) for place in places}) == len(places)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._nccl if self._nccl is not None and values.is_cuda else self._group
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device.type != "cuda":
+            return DeviceMesh.from_group(self._group, device.type)
+        if self._nccl is None:
+            raise ConfigError(
+                f"cloud.shard: ranks {self._ranks} shard a stage over NCCL, which needs a GPU for "
+                "each, and two of them share one; give the cloud as many ranks as GPUs "
+                "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
+            )
+        return DeviceMesh.from_group(self._nccl, device.type)
+
+
+class OpenGroups:
+    """Of ranks that may begin at any time, also again."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self._known: dict[int, int] = {}  # beginnings of peers with which links were made
+        self._num_groups = 0
+        self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
+
+    def join(self, ranks: Sequence[int]) -> Collectives | None:
+        """Of ranks that end and begin together; over gloo on GPUs too."""
+        self._num_groups += 1
+        meeting, key = self.meeting, tuple(ranks)
+        if len(ranks) == 1 or meeting.rank not in ranks:
+            return None
+        if key not in self._parts:
+            own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", meeting.store)
+            self._parts[key] = of_this_attempt(own, meeting.rank, ranks, meeting.within_s)
+        store = PrefixStore(f"group {self._num_groups}", self._parts[key])
+        return GroupCollectives.met_in(store, meeting.rank, ranks)
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
+        store = self.meeting.store
+        newest = {peer: count_of(store, f"beginnings.{peer}") for peer in ranks}
+        if any(count <= self.times(peer) for peer, count in newest.items()):
+            return False
+        self._known |= newest
+        return True
+
+    def times(self, rank: int) -> int:
+        """How often it has begun, as far as this rank's links are concerned."""
+        own = rank == self.meeting.rank
+        return self.meeting.beginning if own else self._known.get(rank, 1)

@@ -1,0 +1,212 @@
+"""Our carrier: links over torch.distributed point-to-point calls, with a thread at each end.
+
+Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
+posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
+message, so one buffer size serves all; a process group for each direction keeps a link full
+duplex. A buffer takes memory only as far as a message has ever filled it; a long one goes back to
+the system after each message (`message_buffer`), so that averaging links, which are idle for most
+of a step, hold none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
+from xcloud.net.frame import LONG_BYTES, OF_A_STEP, Kind, message_buffer, seal_frame
+from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
+from xcloud.net.gloo_pair import Pair, first_line
+from xcloud.net.link import PostedReceives, Reservation
+from xcloud.net.link_end import (
+    ByteQueue,
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+    await_peer,
+)
+from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
+from xcloud.net.transport import CPU, Collectives, Meeting, Transport
+
+_TAGS = 1 << 30
+
+
+class GlooOutLink(SendingEnd):
+    """Sends frames to one peer from a background thread."""
+
+    def __init__(self, pair: Pair, settings: OutSettings) -> None:
+        super().__init__(settings)
+        self._pair = pair
+        self._failure: LinkError | None = None
+        clock, window = settings.clock, settings.window
+        latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
+        self._posted = PostedReceives(window.num_posted, latency_at)
+        self._queue: ByteQueue[Outgoing | None] = ByteQueue(
+            window.max_queued_bytes, settings.queued
+        )
+        self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        with self._sending:
+            self._say_goodbye()
+            self._put(None)
+        await_peer(self._has_ended, self._settings, timeout_s, "did not take the last messages")
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._queue.is_empty
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, item: Outgoing | None) -> None:
+        started_s, settings, life = time.monotonic(), self._settings, self._settings.life
+        num_bytes = 0 if item is None else item.frame.numel()
+        room_bytes = None if item is None else settings.room_bytes(item.key.kind)
+
+        def put(timeout_s: float) -> bool:
+            if self._failure is not None:
+                raise self._failure
+            return self._queue.put(item, num_bytes, timeout_s, room_bytes)
+
+        if put(0.0):
+            return
+        of_a_step = item is not None and item.key.kind in OF_A_STEP
+        progress = settings.progress if of_a_step else None
+        with settings.blocked():
+            has_room = life.wait(put, settings.overdue_s, life.beats and of_a_step, progress)
+        if not has_room:
+            raise LinkTimeout(
+                f"{self.peer_name} has taken none of the waiting messages for "
+                f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
+                f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
+            )
+
+    def _run(self) -> None:
+        settings = self._settings
+        try:
+            self._pair.join()
+            while (item := self._queue.get()) is not None:
+                key, sequence, frame, queued_at_s = item
+                slot = self._take_line(item)
+                seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
+                self.record.sending(key, sequence, frame.numel(), queued_at_s, slot)
+                if slot is not None:
+                    settings.note_progress(key.kind, slot.deliver_at_s)
+                self._pair.isend(frame, sequence % _TAGS).wait()
+                if slot is None:
+                    settings.note_progress(key.kind)
+                # Its machine may have taken it alone. Our heartbeats would hide a dead line back.
+                if key.kind is not Kind.ALIVE and not settings.life.beats:
+                    settings.life.note(slot.deliver_at_s if slot is not None else None)
+                del item, frame  # not held until the next message
+        except RuntimeError as error:
+            self._failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
+        except Exception as error:  # a thread that dies in silence loses what is sent
+            self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
+
+    def _take_line(self, item: Outgoing) -> Reservation | None:
+        """The message's time on the emulated line; None without one. Waits until the receive for
+        it is known to be posted: others may use the line meanwhile."""
+        if (clock := self._settings.clock) is None:
+            return None
+        ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
+        if (wait_s := ready_at_s - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        slot = clock.reserve(item.frame.numel(), ready_at_s)
+        self._posted.used(slot.deliver_at_s)
+        return slot
+
+
+class GlooInLink(ReceivingEnd):
+    """Receives frames from one peer in a background thread, each at its time of delivery."""
+
+    def __init__(self, pair: Pair, settings: InSettings) -> None:
+        super().__init__(settings)
+        self._pair = pair
+        self._thread = threading.Thread(
+            target=self._run, name=f"from-{self.peer_name}", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        posted: deque[tuple[Tensor, dist.Work]] = deque()
+        sequence, spare = count(), list[Tensor]()
+        try:
+            self._pair.join()
+            while True:
+                while len(posted) < self._settings.window.num_posted:
+                    size = self._settings.capacity_bytes
+                    buffer = spare.pop() if spare else message_buffer(size)
+                    work = self._pair.irecv(buffer, next(sequence) % _TAGS)
+                    posted.append((buffer, work))
+                buffer, work = posted.popleft()
+                work.wait()
+                frame = self._open(buffer)
+                if buffer.numel() < LONG_BYTES:
+                    spare.append(buffer)
+                del buffer, work
+                if frame.key.kind is Kind.GOODBYE:
+                    for _, rest in posted:  # as many goodbyes are sent as receives are posted
+                        rest.wait()
+                    return self._leave()
+                if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
+                    time.sleep(wait_s)
+                self._deliver(frame)
+                del frame  # not held until the next message
+        except LinkError as error:
+            self._end(error)
+        except RuntimeError as error:
+            self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
+        except Exception as error:  # a thread that dies in silence leaves its reader waiting
+            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+
+class GlooTransport(Transport):
+    """A process group of two for each direction of a link; those of `group` are torch's."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
+        self._open = OpenGroups(meeting) if meeting.is_open else None
+        if self._open is None and meeting.num_ranks > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return GlooOutLink(self._pair(line, self.rank, peer), settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return GlooInLink(self._pair(line, peer, self.rank), settings)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        if self._open is not None:
+            return self._open.join(ranks)
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=FOREVER)
+        return GlooCollectives(group, device) if self.rank in ranks else None
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return self._open is not None and self._open.begins_again(ranks)
+
+    def _pair(self, line: str, sender: int, receiver: int) -> Pair:
+        ranks = f"{sender}-{receiver}"
+        if self._open is not None:
+            ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
+        return Pair.claimed(self.meeting.store, line, ranks, int(self.rank == receiver))

@@ -1,0 +1,82 @@
+"""A process group of two over gloo: what a direction of a link, a line of heartbeats and a line of
+words are carried by.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from xcloud.base.errors import ConfigError
+from xcloud.net.rendezvous import FOREVER
+
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
+
+
+class Pair:
+    """The process group of one direction of a line between two ranks, which has place 0 or 1.
+
+    Its name, line and ranks, must be its own in the store: see `claimed`.
+    """
+
+    def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
+        self._store = store
+        self._line = line
+        self._name = f"{line} {ranks}"
+        self._place = place
+        self._group: Any = None
+
+    @classmethod
+    def claimed(cls, store: Store, line: str, ranks: str, place: int) -> Pair:
+        """Return a pair that is made once. Raises ConfigError if its place is taken: a later pair
+        of the name would find the addresses of the earlier one, and hang."""
+        if store.add(f"{line} {ranks} place {place}", 1) > 1:
+            raise ConfigError(
+                f"there is a line {line!r} between ranks {ranks} already; one meeting makes each "
+                "line once: give another system of links a part of the store of its own "
+                "(PrefixStore)"
+            )
+        return cls(store, line, ranks, place)
+
+    def join(self, timeout: timedelta = FOREVER) -> None:
+        """In the thread of the link's end, which waits there for the other side. Who wants
+        something of that end waits no longer than its deadline."""
+        # A client of its own: whoever waits in a store keeps others of that client waiting.
+        own: Any = self._store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [_device(self._line)], 2, timeout
+        store = PrefixStore(self._name, own)
+        self._group = gloo(store, self._place, 2, options)
+
+    def isend(self, frame: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._group.send([frame], 1 - self._place, tag)
+        return work
+
+    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._group.recv([buffer], 1 - self._place, tag)
+        return work
+
+
+@cache
+def _device(line: str) -> Any:
+    """The thread of each device looks a hundred times a second, so all pairs of a line have one.
+    On the interface that torch would take."""
+    gloo: Any = dist.ProcessGroupGloo
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return gloo.create_device(interface=names.split(",")[0])
+    return gloo.create_default_device()
+
+
+def first_line(error: BaseException) -> str:
+    """Without gloo's source position, advice and C++ trace."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()

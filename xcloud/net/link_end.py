@@ -1,0 +1,442 @@
+"""What both ends of a link do whatever carries the frames: check, number, count, record, hand to
+whoever waits, and give up a peer that is silent. What carries them is a subclass's: gloo
+(gloo_link.py) or memory.
+
+Ranks of a pipeline send a heartbeat every few seconds, from a thread, whatever else they do, so
+no limit on an evaluation or an export is needed. Every message counts as a heartbeat. Inside a
+step a message has a deadline too (`overdue_s`), which the link or the policy sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.net.frame import (
+    OF_A_STEP,
+    Frame,
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+)
+from xcloud.net.link import LinkClock, LinkRecord, Parts, Progress
+from xcloud.net.link_profile import DEFAULT_LIVENESS, LinkWindow, Liveness
+
+T = TypeVar("T")
+
+
+class QueuedBytes:
+    """Bytes of messages that wait in the queues of one rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """num_bytes: below 0 for what has left a queue."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+
+class ByteQueue(Generic[T]):
+    """FIFO. `put` blocks while the queued items and the new one exceed max_bytes; an empty queue
+    accepts an item of any size. Items of 0 bytes (which end a link) never wait. total: of all
+    queues of the rank."""
+
+    def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._items: deque[tuple[T, int]] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._total = total or QueuedBytes()
+
+    def put(
+        self,
+        item: T,
+        num_bytes: int,
+        timeout_s: float | None = None,
+        max_bytes: int | None = None,
+    ) -> bool:
+        """Return whether there was room within timeout_s seconds (None: wait for ever).
+        max_bytes: for this item; None: that of the queue."""
+        with self._changed:
+            most = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
+            has_room = self._changed.wait_for(
+                lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= most, timeout_s
+            )
+            if has_room:
+                self._items.append((item, num_bytes))
+                self._num_bytes += num_bytes
+                self._total.add(num_bytes)
+                self._changed.notify_all()
+            return has_room
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether there is an item within timeout_s seconds (None: wait for ever)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._items), timeout_s)
+
+    def get(self) -> T:
+        with self._changed:
+            self.wait()
+            item, num_bytes = self._items.popleft()
+            self._num_bytes -= num_bytes
+            self._total.add(-num_bytes)
+            self._changed.notify_all()
+            return item
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items
+
+
+class PeerLife:
+    """When one peer last sent a heartbeat, by this machine's monotonic clock. Thread-safe."""
+
+    def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
+        self.policy = policy
+        self.beats = False  # heartbeats come all the time: silence is a loss, in a step too
+        self._lock = threading.Lock()
+        self._last_s = float("-inf")
+        self._awaited: tuple[object, float] | None = None  # message, since when
+        self._arrived_s = float("-inf")
+
+    def note(self, at_s: float | None = None) -> None:
+        """at_s: default now; in the future for a message that an emulated link holds back."""
+        with self._lock:
+            self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
+
+    @contextmanager
+    def awaiting(self, message: object) -> Iterator[None]:
+        """While the block lasts this rank waits for `message` of the peer. Who looks for the same
+        one again within a second has waited since the first time."""
+        now_s, before = time.monotonic(), self._awaited
+        if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
+            self._awaited = (message, now_s)
+        self._arrived_s = float("inf")
+        try:
+            yield
+        finally:
+            self._arrived_s = time.monotonic()
+
+    @property
+    def awaited(self) -> tuple[object, float] | None:
+        """The message that this rank waits for now, and for how many seconds; None for none."""
+        found, now_s = self._awaited, time.monotonic()
+        if found is None or now_s - self._arrived_s > 0.5:
+            return None
+        return found[0], now_s - found[1]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat, infinite before the first."""
+        with self._lock:
+            return max(0.0, time.monotonic() - self._last_s)
+
+    def deadline_s(self, started_s: float, overdue_s: float) -> float:
+        """Until when to wait, having started at started_s: lost_after_s after the last sign of
+        life, but at least overdue_s if the peer does not give them all the time."""
+        with self._lock:
+            patience_s = self.policy.lost_after_s if self.beats else overdue_s
+            return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
+
+    def wait(
+        self,
+        attempt: Callable[[float], bool],
+        overdue_s: float,
+        in_step: bool = False,
+        progress: Progress | None = None,
+    ) -> bool:
+        """Call attempt(seconds), which waits no longer than that, until it returns True. Return
+        False once the deadline is over: a message of a step must be there in overdue_s anyway,
+        counted from when `progress` last saw one move."""
+        started_s = time.monotonic()
+        while True:
+            since_s = started_s if progress is None else max(started_s, progress.moved_at_s)
+            until_s = self.deadline_s(started_s if self.beats else since_s, overdue_s)
+            if in_step:
+                until_s = min(until_s, since_s + overdue_s)
+            left_s = until_s - time.monotonic()
+            if attempt(min(1.0, max(0.0, left_s))):
+                return True
+            if left_s <= 0:
+                return False
+
+
+@contextmanager
+def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
+    """While the block lasts beat() is called in the background every interval_s seconds, until it
+    raises LinkError (which the main thread will meet itself)."""
+    stop = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(LinkError):
+            while not stop.wait(interval_s):
+                beat()
+
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def ignore(*told: object) -> None:
+    """Of what nobody wants to hear."""
+
+
+@dataclass(frozen=True)
+class EndSettings:
+    """Of either end of a link.
+
+    capacity_bytes: the receiver's buffer size; a longer frame is refused.
+    window: receives that the receiver posts, and bytes that may wait at each end: at the sender
+        before `send` blocks, at the receiver, for `recv`, before no more are taken.
+    life: the peer's heartbeats, shared with the other links to and from it.
+    progress: of messages of a step over any link of this rank; None: the deadline of a message
+        stands, whatever else is on its way.
+    queued: what waits in this rank, in all queues of its links.
+    """
+
+    peer_name: str
+    capacity_bytes: int
+    window: LinkWindow = field(default_factory=LinkWindow)
+    record: LinkRecord = field(default_factory=LinkRecord)
+    life: PeerLife = field(default_factory=PeerLife)
+    progress: Progress | None = None
+    queued: QueuedBytes = field(default_factory=QueuedBytes)
+
+    def room_bytes(self, kind: Kind) -> int:
+        """How far a message of this kind may fill a queue."""
+        window = self.window
+        is_evaluated = kind is Kind.EVALUATION
+        return window.max_evaluation_bytes if is_evaluated else window.max_queued_bytes
+
+    def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
+        """A message of this kind has moved, or will be there at at_s."""
+        if self.progress is not None and kind in OF_A_STEP:
+            self.progress.note(at_s)
+
+
+@dataclass(frozen=True)
+class OutSettings(EndSettings):
+    """Of the sending end.
+
+    clock: the emulated link; None leaves the network alone.
+    overdue_s: how long a full queue may stand still if the peer says nothing at all.
+    blocked: entered while `send` waits for room, in the sender's thread.
+    """
+
+    clock: LinkClock | None = None
+    overdue_s: float = 300.0
+    blocked: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass(frozen=True)
+class InSettings(EndSettings):
+    """handlers: kinds that are handed to a function (in another thread than the reader's) instead
+        of `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
+    advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
+    is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
+    on_end: called once, in such a thread, when nothing more can come, with the reason.
+    on_arrival: is given every frame as it comes from the network, with the time.
+    """
+
+    handlers: Mapping[Kind, Callable[[Frame], None]] = field(default_factory=dict)
+    advice: str = ""
+    is_emulated: bool = False
+    on_end: Callable[[LinkError], None] = ignore
+    on_arrival: Callable[[Frame, float], None] = ignore
+
+
+class Outgoing(NamedTuple):
+    key: MessageKey
+    sequence: int
+    frame: Tensor
+    queued_at_s: float
+
+
+class SendingEnd(ABC):
+    """The sending end. A subclass carries the frames.
+
+    `send` returns before delivery; it raises LinkClosed if the peer is gone.
+    """
+
+    def __init__(self, settings: OutSettings) -> None:
+        self.peer_name, self.record = settings.peer_name, settings.record
+        self._settings = settings
+        self._sending = threading.Lock()  # heartbeats come from a thread of their own
+        self._is_closing = False
+        self._sequence = 0
+
+    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+        """carries: what each part is, in words, for the record of what left the cloud."""
+        with self._sending:
+            self._send(key, parts, carries)
+
+    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            # What waits here is a heartbeat itself as soon as it arrives.
+            if not self._is_closing and self._is_idle:
+                self._send(MessageKey(Kind.ALIVE), parts, carries)
+        finally:
+            self._sending.release()
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> None:
+        """Deliver what is under way and say goodbye. Raises LinkTimeout when nothing was taken,
+        and the peer was silent, for timeout_s."""
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing waits here to be sent."""
+        return True
+
+    @abstractmethod
+    def _put(self, item: Outgoing) -> None:
+        """Have it carried, in the order of the calls."""
+
+    def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
+        settings = self._settings
+        frame = encode_frame(key, parts, self._sequence)
+        if frame.numel() > settings.capacity_bytes:
+            raise FrameError(
+                f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
+                f"promised at most {settings.capacity_bytes:,}"
+            )
+        queued_at_s = time.monotonic()
+        self.record.note(key.kind, parts, carries, frame.numel())
+        self._put(Outgoing(key, self._sequence, frame, queued_at_s))
+        self._sequence += 1
+
+    def _say_goodbye(self) -> None:
+        """The last messages: one for each receive that the peer has posted."""
+        self._is_closing = True
+        for _ in range(self._settings.window.num_posted):
+            self._send(MessageKey(Kind.GOODBYE), (), ())
+
+
+class ReceivingEnd:
+    """The receiving end. A subclass gets the frames: it calls `_open` on each, then `_deliver` or
+    `_end`."""
+
+    def __init__(self, settings: InSettings) -> None:
+        self.peer_name = settings.peer_name
+        self.said_goodbye = False  # the peer; else the end of the link is a failure
+        self._settings = settings
+        self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
+        most = settings.window.max_queued_bytes
+        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(most, settings.queued)
+        self._over = threading.Event()
+        self._expected = 0
+
+    def recv(self, key: MessageKey, overdue_s: float, while_alive: bool = False) -> Parts:
+        """Return the next message, which must be `key`.
+
+        Raises LinkTimeout after overdue_s seconds in which no message of a step moved either (in
+        an evaluation, and with while_alive: not while the peer gives heartbeats), LinkClosed if
+        the peer is gone, FrameError if something else came.
+        """
+        life, started_s = self._settings.life, time.monotonic()
+        progress = self._settings.progress if key.kind in OF_A_STEP else None
+        with life.awaiting(key):
+            in_step = not while_alive and key.kind is not Kind.EVALUATION
+            is_there = life.wait(self._inbox.wait, overdue_s, in_step, progress)
+        if not is_there:
+            waited_s = time.monotonic() - started_s
+            seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
+            raise LinkTimeout(
+                f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
+                f"alive? {self._settings.advice}".rstrip()
+            )
+        found = self._inbox.get()
+        if isinstance(found, LinkError):
+            self._inbox.put(found, 0)  # whoever asks next shall hear it too
+            raise found
+        return expect(found, key, self.peer_name).parts
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the peer's goodbye, as long as it sends heartbeats."""
+        await_peer(self._over.wait, self._settings, timeout_s, "did not say goodbye")
+
+    def _open(self, buffer: Tensor) -> Frame:
+        """The next frame, checked. Raises FrameError."""
+        settings, now_s = self._settings, time.monotonic()
+        frame = decode_frame(buffer, self.peer_name)
+        if not settings.is_emulated:  # or the peer says how long this rank waits
+            frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
+        settings.on_arrival(frame, now_s)
+        arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
+        settings.life.note(arrives_at_s)
+        settings.note_progress(frame.key.kind, arrives_at_s)
+        if frame.sequence != self._expected:
+            raise FrameError(
+                f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"
+            )
+        self._expected += 1
+        return frame
+
+    def _deliver(self, frame: Frame) -> None:
+        self._settings.record.received(frame)
+        try:
+            self._handlers.get(frame.key.kind, self._keep)(frame)
+        except LinkError:
+            raise
+        except Exception as error:
+            raise FrameError(
+                f"{frame.key} from {self.peer_name} cannot be handled: {error!r}"
+            ) from error
+
+    def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
+        """Return whether there was room for it within timeout_s seconds."""
+        room_bytes = self._settings.room_bytes(frame.key.kind)
+        return self._inbox.put(frame, frame.num_bytes, timeout_s, room_bytes)
+
+    def _leave(self) -> None:
+        self.said_goodbye = True
+        self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
+
+    def _end(self, reason: LinkError) -> None:
+        self._inbox.put(reason, 0)
+        self._settings.on_end(reason)
+        self._over.set()
+
+
+def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
+    """The frame, if it is the message that was expected; FrameError otherwise."""
+    if frame.key != key:
+        raise FrameError(
+            f"expected {key} from {sender}, got {frame.key}; the two ranks follow different "
+            "schedules: do they run the same experiment file?"
+        )
+    return frame
+
+
+def await_peer(
+    wait: Callable[[float], bool], end: EndSettings, timeout_s: float, failing: str
+) -> None:
+    """Until wait(seconds) returns True. Raises LinkTimeout for a peer that was silent for
+    timeout_s, saying what it failed to do."""
+    if not end.life.wait(wait, timeout_s):
+        raise LinkTimeout(
+            f"{end.peer_name} {failing} and sent no heartbeat for {timeout_s:.0f} s. Is that rank "
+            "stopped, or its link down?"
+        )

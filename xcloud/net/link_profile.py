@@ -1,0 +1,216 @@
+"""Bandwidth, latency and faults of a link between two clouds, how much may be in flight on it, and
+how long its ends may be silent. Pure arithmetic; sends nothing.
+
+Times in seconds, bandwidth in bits per second of the line, packet headers included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
+from xcloud.net.unsteady_line import UnsteadyLine
+
+# TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are payload (20 IP, 32 TCP with
+# timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.
+PACKET_PAYLOAD_BYTES = 1448
+PACKET_HEADER_BYTES = 66
+
+
+def line_bytes(num_bytes: int) -> int:
+    """Bytes on the line for `num_bytes` handed to TCP."""
+    return num_bytes + PACKET_HEADER_BYTES * math.ceil(num_bytes / PACKET_PAYLOAD_BYTES)
+
+
+class Wan:
+    """What joins two clouds: here the network as it is (cluster/wan=real), whose bandwidth is
+    not known. Another carrier is a subclass, named by its YAML in conf/cluster/wan."""
+
+    advice: ClassVar[str] = (
+        "a profile of conf/cluster/wan is chosen with a slash, such as cluster/wan=oregon_tokyo"
+    )
+    emulated: ClassVar[bool] = False
+    """Whether the sender's clock says when a message arrives."""
+    is_metered: ClassVar[bool] = True
+    """Whether the receiving end measures how long messages keep the line busy."""
+    has_numbers: ClassVar[bool] = False
+    """Whether `profile` says what the line can do."""
+    patience_settings: ClassVar[str] = "cluster.liveness.overdue_after_s or lost_after_s"
+    """Which settings make a rank wait longer for a message."""
+
+    @property
+    def profile(self) -> LinkProfile | None:
+        """The line in numbers; None where there is no limit, or nobody says one."""
+        return None
+
+    def overdue_s(self, num_bytes: int) -> float | None:
+        """Seconds to wait for a message of this size before the peer counts as silent; None: as
+        cluster.liveness says."""
+        return None
+
+    def describe(self) -> str:
+        return "the network as it is"
+
+
+class FreeWan(Wan):
+    """No limit; messages are still framed, compressed and counted (cluster/wan=free)."""
+
+    is_metered = False
+    has_numbers = True
+
+    def describe(self) -> str:
+        return "no limit"
+
+
+REAL, FREE = Wan(), FreeWan()
+
+
+@settings("wan")
+class LinkProfile(Wan, UnsteadyLine):
+    """One direction of the link between two clouds; the other is identical and independent.
+
+    bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
+    latency_s: one way. The round trip is twice this.
+    jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
+    timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
+        transfer time in which no message of a step moved on any line.
+    """
+
+    bandwidth_bits_per_s: PositiveFloat
+    latency_s: NotNegativeFloat = 0.0
+    jitter_s: NotNegativeFloat = 0.0
+    timeout_s: PositiveFloat = 300.0
+    timeout_factor: Annotated[float, Field(ge=1.0)] = 10.0
+
+    emulated = True
+    is_metered = False
+    has_numbers = True
+    patience_settings = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
+
+    def __post_init__(self) -> None:
+        for name in ("trace", "outages"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        if self._is_unsteady:
+            self.check()
+
+    @property
+    def _is_unsteady(self) -> bool:
+        return bool(self.trace or self.outages or self.outage_every_s or self.outage_lasting_s)
+
+    @property
+    def nominal(self) -> tuple[float, float, float]:
+        return 0.0, self.bandwidth_bits_per_s, self.latency_s
+
+    @property
+    def profile(self) -> LinkProfile:
+        return self
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
+        return self.latency_s + self.line_s(num_bytes)
+
+    def line_s(self, num_bytes: int) -> float:
+        """Seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
+        return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
+
+    def overdue_s(self, num_bytes: int) -> float:
+        return self.timeout_s + self.timeout_factor * self.transfer_s(num_bytes)
+
+    def describe(self) -> str:
+        rate = self.bandwidth_bits_per_s
+        unit = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+        extras = [
+            f"{2e3 * self.latency_s:g} ms round trip",
+            *([f"jitter {1e3 * self.jitter_s:g} ms"] if self.jitter_s else []),
+            *([f"trace of {len(self.trace)} rates"] if self.trace else []),
+            *(["outages"] if self.outages or self.outage_every_s else []),
+        ]
+        return f"emulated {unit}, {', '.join(extras)}"
+
+    def sent_at(self, start_s: float, num_bytes: int) -> float:
+        """When the last byte is sent if the first is sent at start_s (seconds since the start)."""
+        bits = 8.0 * line_bytes(num_bytes)
+        if self._is_unsteady:
+            return self.last_bit_at(start_s, bits)
+        return start_s + bits / self.bandwidth_bits_per_s
+
+    def latency_at(self, now_s: float) -> float:
+        """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
+        entry = self.entry_from(now_s)[0] if self.trace else self.nominal
+        return entry[2] if len(entry) == 3 else self.latency_s
+
+
+BUDGET_BYTES = 64_000_000
+MIN_POSTED = 3
+"""Fewer would leave the line idle between two large messages."""
+
+
+@dataclass(frozen=True)
+class LinkWindow:
+    """The limits of one direction between two ranks; the same at both ends.
+
+    num_posted: receives that the receiver keeps posted, each with a buffer for the longest frame
+        (pages use memory only once filled). The sender ends the link with as many goodbyes.
+    max_queued_bytes: frames that may be queued at the sender before `send` blocks, and at the
+        receiver before it stops reading from the network.
+    max_evaluation_bytes: the same of the frames of an evaluation, whose sender may be blocked.
+    """
+
+    num_posted: int = MIN_POSTED
+    max_queued_bytes: int = BUDGET_BYTES
+    max_evaluation_bytes: int = BUDGET_BYTES
+
+    @classmethod
+    def covering(
+        cls,
+        num_under_way: int,
+        frame_bytes: int,
+        budget_bytes: int = BUDGET_BYTES,
+        num_ahead: int = 0,
+    ) -> LinkWindow:
+        """Return the window of a sender that must be able to be `num_under_way` messages of at
+        most frame_bytes ahead of what its receiver has read.
+
+        The queue takes these even beyond budget_bytes: a schedule whose `send` blocked would
+        deadlock. Posted receives stay within the budget, but there are at least MIN_POSTED; they
+        cover num_ahead messages too, which keep a long line busy and which nobody needs.
+        """
+        num_posted = min(max(num_under_way, num_ahead), budget_bytes // frame_bytes)
+        return cls(
+            max(MIN_POSTED, num_posted),
+            max(budget_bytes, num_under_way * frame_bytes),
+            budget_bytes,
+        )
+
+
+@settings("cluster.liveness")
+class Liveness:
+    """When a silent rank counts as lost.
+
+    interval_s: how often a rank sends a heartbeat.
+    lost_after_s: a rank is lost this many seconds after its last heartbeat.
+    overdue_after_s: how long a rank that lives may take for one message inside a step, where no
+        emulated link says it; from when this rank last sent or received one.
+    join_within_s: how long ranks that torchrun has not started yet are waited for.
+    """
+
+    interval_s: PositiveFloat = 5.0
+    lost_after_s: PositiveFloat = 20.0
+    overdue_after_s: PositiveFloat = 300.0
+    join_within_s: PositiveFloat = 43_200.0
+
+    def __post_init__(self) -> None:
+        if self.lost_after_s < 3 * self.interval_s:
+            raise ConfigError(
+                f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "
+                f"times cluster.liveness.interval_s ({self.interval_s:g}): heartbeats that "
+                "rank 0 passes on come up to two intervals late"
+            )
+
+
+DEFAULT_LIVENESS = Liveness()

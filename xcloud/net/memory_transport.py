@@ -1,0 +1,148 @@
+"""All ranks of a job in one process, each in a thread of its own: links without a network. Frames,
+windows, counts and records are those of real links; there is no time. Collectives are gloo's.
+
+A message is delivered in the sender's thread, so a failure has one cause and one place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.net.frame import Frame, Kind, seal_frame
+from xcloud.net.gloo_groups import GroupCollectives
+from xcloud.net.link_end import (
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+)
+from xcloud.net.transport import CPU, Collectives, Meeting, Transport
+
+T = TypeVar("T")
+PATIENCE = timedelta(seconds=60)
+
+
+class MemoryWorld:
+    """What the ranks of one job share. `transport(rank)` for each of them."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks, self.store = num_ranks, HashStore()
+        self.computing = threading.Lock()  # torch's random generator is one for all threads
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[str, int, int], _Line] = {}
+
+    def transport(self, rank: int) -> MemoryTransport:
+        return MemoryTransport(self, rank)
+
+    def line(self, name: str, sender: int, receiver: int) -> _Line:
+        with self._lock:
+            return self._lines.setdefault((name, sender, receiver), _Line())
+
+
+def in_threads(num_ranks: int, work: Callable[[MemoryTransport], T]) -> list[T]:
+    """What the ranks return, in the order in which they end. Raises what the first that fails
+    raises; threads of the others may go on."""
+    world, threads = MemoryWorld(num_ranks), ThreadPoolExecutor(num_ranks, "rank")
+    working = [threads.submit(work, world.transport(rank)) for rank in range(num_ranks)]
+    return [one.result() for one in as_completed(working)]
+
+
+class MemoryTransport(Transport):
+    def __init__(self, world: MemoryWorld, rank: int) -> None:
+        super().__init__(Meeting(rank, world.num_ranks, world.store))
+        self._world, self.computing = world, world.computing
+        self._num_groups = 0
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        if settings.clock is not None:
+            raise ConfigError("links in memory emulate no line; set cluster/wan=free")
+        return MemoryOutLink(self._world.line(line, self.rank, peer), settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return MemoryInLink(self._world.line(line, peer, self.rank), settings)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        self._num_groups += 1
+        if len(ranks) == 1 or self.rank not in ranks:
+            return None
+        store = PrefixStore(f"group {self._num_groups}", self.meeting.store)
+        return GroupCollectives.met_in(store, self.rank, ranks, PATIENCE)
+
+
+class _Line:
+    """One direction between two ranks. Frames wait here until the receiving end is made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Tensor] = []
+        self._take: Callable[[Tensor], None] | None = None
+        self.blocked: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def carry(self, frame: Tensor) -> None:
+        with self._lock:
+            if self._take is None:
+                self._waiting.append(frame)
+            else:
+                self._take(frame)
+
+    def attach(self, take: Callable[[Tensor], None]) -> None:
+        with self._lock:
+            self._take = take
+            for frame in self._waiting:
+                take(frame)
+            self._waiting.clear()
+
+
+class MemoryOutLink(SendingEnd):
+    def __init__(self, line: _Line, settings: OutSettings) -> None:
+        super().__init__(settings)
+        self._line = line
+        line.blocked = settings.blocked
+
+    def close(self, timeout_s: float) -> None:
+        with self._sending:
+            self._say_goodbye()
+
+    def _put(self, item: Outgoing) -> None:
+        key, sequence, frame, queued_at_s = item
+        seal_frame(frame, -time.monotonic())
+        self.record.sending(key, sequence, frame.numel(), queued_at_s)
+        self._line.carry(frame)
+
+
+class MemoryInLink(ReceivingEnd):
+    def __init__(self, line: _Line, settings: InSettings) -> None:
+        super().__init__(settings)
+        self._line = line
+        line.attach(self._take)
+
+    def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
+        """In the sender's thread."""
+        if super()._keep(frame, 0.0):
+            return True
+        with self._line.blocked():
+            return super()._keep(frame, timeout_s)
+
+    def _take(self, buffer: Tensor) -> None:
+        if self._over.is_set():
+            return
+        try:
+            frame = self._open(buffer)
+            if frame.key.kind is Kind.GOODBYE:
+                self._leave()
+            else:
+                self._deliver(frame)
+        except LinkError as error:
+            self._end(error)

@@ -1,0 +1,180 @@
+"""How ranks find each other in a store, before they have links.
+
+The store holds what a rendezvous needs: who has come, to which attempt, and where to reach it.
+Whoever reaches its port may write to it, so nothing that a rank does follows from a text in it but
+where it looks for the others, and that it gives up waiting (`Ending`). What ranks tell each other
+goes over links (words.py).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from xcloud.base.errors import ConfigError, LinkClosed, LinkTimeout
+from xcloud.base.units import human_duration
+
+# Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
+# off while others wait for it in a collective is ended, or these are, by the launcher on one
+# machine (launch/processes.py), by heartbeats on several (rank/restarts.py).
+FOREVER = timedelta(days=30)
+JOIN_WITHIN_S = 12 * 3600.0
+
+NOTE_EVERY_S = 60.0
+MAX_VALUE_BYTES = 1 << 16  # names of all ranks in one value
+TAKEN_AFTER_S = 30.0  # how long a rank may be another process's before this one gives up
+_LOOK_S = 0.05
+
+
+class Ending(Enum):
+    """How a rank has ended that others still wait for. The reason itself stays in its cloud."""
+
+    STOPPED = "stopped"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+    @property
+    def text(self) -> str:
+        return {
+            Ending.STOPPED: "was asked to stop; to go on, give the same command in every cloud",
+            Ending.REFUSED: "has refused to run this experiment; its terminal says why",
+            Ending.FAILED: "has failed before all ranks had come; its terminal says why",
+        }[self]
+
+
+def ended_key(rank: int) -> str:
+    """Return the key under which a rank's machine leaves how it has ended."""
+    return f"ended.{rank}"
+
+
+def ending_of(store: Store, rank: int) -> Ending | None:
+    """Return how a rank has ended, None if it has not or if something else stands there."""
+    text = value_of(store, ended_key(rank))
+    return next((ending for ending in Ending if ending.value == text), None)
+
+
+def value_of(store: Store, name: str) -> str:
+    """Return a short value that may be there; empty if it is not, or is too long."""
+    if not store.check([name]):
+        return ""
+    data = store.get(name)
+    return data.decode("utf-8", "replace") if len(data) <= MAX_VALUE_BYTES else ""
+
+
+def count_of(store: Store, name: str) -> int:
+    """Return a counter's value without a write; 0 if it is not there, or is no number."""
+    text = value_of(store, name)
+    return int(text) if text.isdecimal() and len(text) < 16 else 0
+
+
+class Waiting:
+    """Says once a minute what this process waits for.
+
+    what: "for all machines". within_s: after which `go_on` raises LinkTimeout.
+    """
+
+    def __init__(self, what: str, within_s: float, say: Callable[[str], None]) -> None:
+        self._what, self._within_s, self._say = what, within_s, say
+        self._since_s = self._said_s = time.monotonic()
+
+    def go_on(self, why: str, look_every_s: float = _LOOK_S) -> None:
+        """Sleep a moment. why: what this process found when it looked last."""
+        now_s = time.monotonic()
+        waited_s = now_s - self._since_s
+        if waited_s > self._within_s:
+            raise LinkTimeout(f"waited {self._what} for {human_duration(waited_s)}: {why}")
+        if now_s - self._said_s >= NOTE_EVERY_S:
+            self._said_s = now_s
+            self._say(f"still waiting {self._what}, {human_duration(waited_s)}: {why}")
+        time.sleep(look_every_s)
+
+
+def quiet(*told: object) -> None:
+    """Say nothing."""
+
+
+def of_this_attempt(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    within_s: float,
+    watch: Callable[[int, Store], None] = quiet,
+    name_of: Callable[[int], str] = "rank {}".format,
+    say: Callable[[str], None] = quiet,
+) -> Store:
+    """Return a part of the store that no earlier attempt of `ranks` to begin together has used.
+    Every one of them calls it.
+
+    The first of them numbers the attempt, the others sign in for it, and it begins once the first
+    has named all of them: a rank that was signed in and has died is not among those who wait for
+    that word.
+
+    watch: called in the first rank with every other one that has come, in these with the first,
+    and with a part of the store for the two. say: is told once a minute who is waited for.
+
+    Ranks that have not come are waited for within_s; then raises LinkTimeout naming them. Raises
+    LinkClosed for one whose machine has left word that it comes no more, ConfigError in a process
+    whose rank another process has taken.
+    """
+    first, *missing = ranks
+    names: dict[int, str] = {}
+    mine, until_s = uuid.uuid4().hex, time.monotonic() + within_s
+    waiting = Waiting("for the other ranks", float("inf"), say)
+    taken_s = None  # since when another process has this rank in the attempt that this one joined
+    part, state = "", f"{name_of(first)} has not begun"
+    if store.check([ended_key(rank)]):
+        store.set(ended_key(rank), "")  # of an earlier attempt
+    if rank == first:
+        part = f"attempt.{store.add('attempt.count', 1)}"
+        store.set("attempt", part)
+    else:
+        missing = [first]
+    while time.monotonic() < until_s:
+        if rank == first:
+            for other in [r for r in missing if store.check([f"{part}.{r}"])]:
+                missing.remove(other)
+                names[other] = value_of(store, f"{part}.{other}")
+                watch(other, _line(store, part, names[other]))
+            if not missing:
+                store.set(f"{part}.all", ",".join(names.values()))
+                return PrefixStore(part, store)
+            for other in missing:
+                if (ending := ending_of(store, other)) is not None:
+                    raise LinkClosed(f"{name_of(other)} {ending.text}")
+            state = f"{', '.join(map(name_of, missing))} has not come"
+        elif store.check(["attempt"]):
+            current = value_of(store, "attempt")
+            if store.check([f"{current}.all"]):
+                if mine in value_of(store, f"{current}.all").split(","):
+                    return PrefixStore(current, store)
+                if current == part:  # unless all begin again: its place may be a dead one's
+                    taken_s = taken_s or time.monotonic()
+                    if time.monotonic() - taken_s > TAKEN_AFTER_S:
+                        raise ConfigError(
+                            f"another process has begun as {name_of(rank)}: is this cloud's "
+                            "command started twice?"
+                        )
+                state = (
+                    f"the others are in an attempt that has a {name_of(rank)} already. Is this "
+                    "cloud's command started twice? Else it begins again with them"
+                )
+            elif current != part:
+                part, taken_s = current, None
+                store.set(f"{part}.{rank}", mine)
+                watch(first, _line(store, part, mine))
+                state = "not all ranks have come"
+        waiting.go_on(state)
+    who = ", ".join(map(str, missing))
+    raise LinkTimeout(
+        f"ranks {who} have not come in {within_s:g} s (cluster.liveness.join_within_s)"
+    )
+
+
+def _line(store: Store, part: str, name: str) -> Store:
+    # A client of its own: whoever waits in a store keeps others of that client waiting.
+    return PrefixStore(f"{part}.line.{name}", store.clone())  # type: ignore[attr-defined]

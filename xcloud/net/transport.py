@@ -1,0 +1,145 @@
+"""How one rank of a job reaches the others: where they meet, and what `wire` asks for (Transport).
+Our carrier is gloo (gloo_link.py).
+
+A transport promises no collective over ranks of several clouds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
+
+from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
+from xcloud.net.words import Words, words_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> int:
+    """Below 2**60; the same in all processes on a machine until it reboots. Containers on one
+    kernel are one machine. Without Linux's boot id all processes get the same id."""
+    host = _BOOT_ID.read_text() if _BOOT_ID.exists() else "one host"
+    return int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)
+
+
+def num_cores() -> int:
+    """That this process may use; on macOS, which does not say, all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a job meet before they have links.
+
+    store: in which all of them find each other. within_s: how long ranks that have not come are
+    waited for. is_open: ranks may begin at any time, also again; beginning: how often this one
+    has, with this time.
+    """
+
+    rank: int
+    num_ranks: int
+    store: Store
+    within_s: float = JOIN_WITHIN_S
+    is_open: bool = False
+    beginning: int = 1
+
+    @cached_property
+    def words(self) -> Words:
+        """What this rank and rank 0 tell each other."""
+        return words_of(
+            self.store, self.rank, self.num_ranks,
+            within_s=self.within_s, beginning=self.beginning if self.is_open else None,
+        )  # fmt: skip
+
+    def write(self, name: str, text: str) -> None:
+        """Tell rank 0 something by this name, once; rank 0 tells it to every rank that asks."""
+        self.words.tell(name, text)
+
+    def read(self, name: str, rank: int) -> str:
+        """Return what rank 0 tells by this name or, in rank 0, what `rank` does. Raises
+        LinkTimeout naming a rank that has not come, LinkClosed for one that is gone, FrameError
+        for one that sends anything but such words."""
+        return self.words.hear(name, rank)
+
+
+def meeting_store(run_dir: Path) -> Store:
+    """Of all ranks of one machine, in a file of the run folder."""
+    # Not by its URL, which would end at a '#' or '?' in the path.
+    store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
+    store.set_timeout(FOREVER)
+    return store
+
+
+class Collectives(Protocol):
+    """Between the ranks of one cloud, or of one stage. All of them make the same calls in the same
+    order, with tensors of the same shape and dtype. sum and broadcast (from rank `source`) are in
+    place; what start_sum returns waits for its sum, and until then nobody touches `values`. gather
+    is in the order of the group. mesh: these ranks, as torch takes them to shard tensors over.
+    """
+
+    def barrier(self) -> None: ...
+    def sum(self, values: Tensor) -> None: ...
+    def start_sum(self, values: Tensor) -> Callable[[], object]: ...
+    def broadcast(self, values: Tensor, source: int) -> None: ...
+    def gather(self, values: Tensor) -> list[Tensor]: ...
+    def mesh(self, device: torch.device) -> DeviceMesh: ...
+
+
+CPU = torch.device("cpu")
+
+
+class Transport(ABC):
+    """Of one rank. line: a name; with it sender and receiver identify one direction. Every rank of
+    a job calls `group` with the same arguments in the same order."""
+
+    computing: AbstractContextManager[object] = nullcontext()
+    """Held by the one rank that computes, where ranks share a process and must take turns."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.rank = meeting, meeting.rank
+
+    @abstractmethod
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
+
+    @abstractmethod
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
+
+    @abstractmethod
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        """What joins several ranks of a cloud; None for a single one, and outside them. device: of
+        this rank's tensors; the ranks agree on its type."""
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks have begun again since it was asked last. The ends made from
+        now on are with the new ones."""
+        return False
+
+    def run_number(self) -> int:
+        """The same in all ranks, and not that of an earlier run."""
+        if self.rank == 0:
+            self.meeting.write("run number", str(time.time_ns()))
+        return int(self.meeting.read("run number", 0))
+
+    def machines(self) -> set[int]:
+        """Return `machine_id` of this rank and of rank 0: of two, some rank is elsewhere."""
+        if self.rank == 0:
+            self.meeting.write("machine", str(machine_id()))
+        return {machine_id(), int(self.meeting.read("machine", 0))}

@@ -1,0 +1,289 @@
+"""What ranks tell rank 0, and rank 0 tells all, before they have links: what they run, whether
+they may go on, what they have loaded. Short texts, by a name.
+
+A text comes over a line between its rank and rank 0, so nobody can say it in another's name, and
+it is bounded. Rank 0 keeps what it is told and answers whoever asks for its own words, also later
+(where ranks may begin at any time). In one process the store itself carries them.
+
+A message, in a vector of bytes: kind uint8, length of the name uint8, length of the text uint32,
+all little-endian, then both in UTF-8.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.net.gloo_pair import Pair
+from xcloud.net.rendezvous import FOREVER, count_of
+
+MAX_NAME_BYTES = 64
+MAX_TEXT_BYTES = 1 << 18
+MAX_WORDS = 32  # of one rank in one attempt
+_HEAD = struct.Struct("<BBI")
+_CAPACITY = _HEAD.size + MAX_NAME_BYTES + MAX_TEXT_BYTES
+_LOOK_EVERY_S = 0.2
+_GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
+
+
+class Words(Protocol):
+    """Of one rank. tell: to rank 0; in rank 0, to all. hear: in rank 0 what `rank` tells it, in
+    the others what rank 0 (or itself) tells; waits until it is there."""
+
+    def tell(self, name: str, text: str) -> None: ...
+    def hear(self, name: str, rank: int) -> str: ...
+
+
+def words_of(
+    store: Store, rank: int, num_ranks: int, within_s: float, beginning: int | None
+) -> Words:
+    """beginning: how often this rank has begun, where ranks may begin at any time; else None."""
+    if isinstance(store, HashStore):
+        return WordsInOneProcess(store, rank, within_s)
+    if rank != 0:
+        return WordsToFirst(line_of(store, rank, beginning or 1, is_first=False), rank, within_s)
+    return WordsOfFirst(store, num_ranks, within_s, is_open=beginning is not None)
+
+
+def line_of(store: Store, rank: int, beginning: int, is_first: bool) -> Pair:
+    """Return the line between rank 0 and this beginning of another rank, not joined yet.
+    is_first: it is rank 0's end."""
+    own = PrefixStore(f"words {rank}.{beginning}", store)
+    return Pair(own, "life", f"0-{rank}", 0 if is_first else 1)
+
+
+class WordKind(IntEnum):
+    TELL = 1  # to rank 0
+    ASK = 2  # rank 0 for its own text of this name
+    ANSWER = 3
+
+
+class Message(NamedTuple):
+    kind: WordKind
+    name: str
+    text: str = ""
+
+
+def encode(message: Message) -> torch.Tensor:
+    name, text = message.name.encode(), message.text.encode()
+    assert len(name) <= MAX_NAME_BYTES, message.name
+    if len(text) > MAX_TEXT_BYTES:
+        raise ValueError(f"{message.name} takes {len(text):,} bytes (at most {MAX_TEXT_BYTES:,})")
+    data = _HEAD.pack(message.kind, len(name), len(text)) + name + text
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode(buffer: torch.Tensor, sender: str) -> Message:
+    """Raises FrameError for anything but what `encode` makes. buffer: may be longer."""
+    data = buffer.numpy().tobytes()
+    if len(data) < _HEAD.size:
+        raise FrameError(f"{sender} sent no word, in {len(data)} bytes")
+    kind, name_bytes, text_bytes = _HEAD.unpack_from(data)
+    until = _HEAD.size + name_bytes + text_bytes
+    if kind not in [*WordKind] or not 0 < name_bytes <= MAX_NAME_BYTES or until > len(data):
+        raise FrameError(
+            f"{sender} sent no word: kind {kind}, {name_bytes} and {text_bytes} bytes"
+        )
+    try:
+        name = data[_HEAD.size : _HEAD.size + name_bytes].decode()
+        text = data[_HEAD.size + name_bytes : until].decode()
+    except UnicodeDecodeError:
+        raise FrameError(f"{sender} sent a word that is no UTF-8") from None
+    if not name.isprintable():
+        raise FrameError(f"{sender} sent a word by a name that cannot be printed")
+    return Message(WordKind(kind), name, text)
+
+
+class _Line:
+    """A line that has been joined. Raises RuntimeError once the other side is gone."""
+
+    def __init__(self, pair: Pair, peer: int, within_s: float) -> None:
+        self._pair, self._peer = pair, peer
+        pair.join(timedelta(seconds=within_s))
+
+    def send(self, message: Message) -> None:
+        self._pair.isend(encode(message), 0).wait(FOREVER)
+
+    def receive(self, within: timedelta = FOREVER) -> Message:
+        buffer = torch.zeros(_CAPACITY, dtype=torch.uint8)
+        self._pair.irecv(buffer, 0).wait(within)
+        return decode(buffer, f"rank {self._peer}")
+
+
+class WordsToFirst:
+    """Of a rank but the first."""
+
+    def __init__(self, pair: Pair, rank: int, within_s: float) -> None:
+        self._pair, self._rank, self._within_s = pair, rank, within_s
+        self._line: _Line | None = None
+        self._own: dict[str, str] = {}
+
+    def tell(self, name: str, text: str) -> None:
+        self._own[name] = text
+        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text)), name)
+
+    def hear(self, name: str, rank: int) -> str:
+        if rank == self._rank:
+            return self._own[name]
+        assert rank == 0, "ranks hear of each other from rank 0"
+
+        def ask(line: _Line) -> str:
+            line.send(Message(WordKind.ASK, name))
+            answer = line.receive(timedelta(seconds=self._within_s))
+            if answer.kind is not WordKind.ANSWER or answer.name != name:
+                raise FrameError(f"rank 0 answered {answer.name!r:.80} when asked for {name!r}")
+            return answer.text
+
+        return self._carried(ask, name)
+
+    def _carried(self, call: Callable[[_Line], str | None], name: str) -> str:
+        try:
+            if self._line is None:
+                self._line = _Line(self._pair, 0, self._within_s)
+            return call(self._line) or ""
+        except RuntimeError as error:
+            if _is_late(error):
+                raise LinkTimeout(
+                    f"rank 0 has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
+                ) from None
+            raise LinkClosed(f"rank 0 ended while this rank waited for its {name!r}") from None
+
+
+class WordsOfFirst:
+    """Of rank 0: what every rank has told, by rank and name, its own among them."""
+
+    def __init__(self, store: Store, num_ranks: int, within_s: float, is_open: bool) -> None:
+        self._store, self._within_s, self._is_open = store, within_s, is_open
+        self._told: dict[tuple[int, str], str] = {}
+        self._ended: dict[int, LinkError] = {}
+        self._changed = threading.Condition()
+        self._greeted = dict.fromkeys(range(1, num_ranks), 0)  # beginnings that have joined
+        if is_open:
+            threading.Thread(target=self._greet, name="greeting", daemon=True).start()
+            return
+        for rank in self._greeted:
+            self._start(rank, 1, within_s)
+
+    def tell(self, name: str, text: str) -> None:
+        with self._changed:
+            self._told[0, name] = text
+            self._changed.notify_all()
+
+    def hear(self, name: str, rank: int) -> str:
+        key = rank, name
+        with self._changed:
+            is_there = self._changed.wait_for(
+                lambda: key in self._told or rank in self._ended, self._within_s
+            )
+            if key in self._told:
+                return self._told[key]
+            if is_there:
+                raise self._ended[rank]
+        raise LinkTimeout(
+            f"rank {rank} has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
+        )
+
+    def _greet(self) -> None:
+        """Look for ranks that begin, also again. One line to a rank is awaited at a time."""
+        store = self._store.clone()  # type: ignore[attr-defined]
+        awaited: dict[int, threading.Thread] = {}
+        while True:
+            for rank, before in list(self._greeted.items()):
+                try:
+                    beginning = count_of(store, f"beginnings.{rank}")
+                except RuntimeError:
+                    return
+                is_awaited = rank in awaited and awaited[rank].is_alive()
+                if beginning > before and not is_awaited:
+                    awaited[rank] = self._start(rank, beginning, _GREET_WITHIN_S)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _start(self, rank: int, beginning: int, within_s: float) -> threading.Thread:
+        """Return a thread that ends once the line is joined, or is not in time."""
+
+        def join() -> None:
+            try:
+                line = _Line(line_of(self._store, rank, beginning, is_first=True), rank, within_s)
+            except RuntimeError as error:
+                if not self._is_open:
+                    self._end(rank, LinkClosed(f"rank {rank} is gone: {error!s:.200}"))
+                return
+            with self._changed:
+                self._greeted[rank] = beginning
+                self._ended.pop(rank, None)
+                for key in [key for key in self._told if key[0] == rank]:
+                    del self._told[key]  # of an earlier beginning
+            threading.Thread(target=self._serve, args=(rank, beginning, line), daemon=True).start()
+
+        thread = threading.Thread(target=join, name=f"words of rank {rank}", daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self, rank: int, beginning: int, line: _Line) -> None:
+        try:
+            while self._greeted[rank] == beginning:
+                message = line.receive()
+                if message.kind is WordKind.TELL:
+                    self._keep(rank, message)
+                elif message.kind is WordKind.ASK:
+                    line.send(Message(WordKind.ANSWER, message.name, self._own(message.name)))
+                else:
+                    raise FrameError(f"rank {rank} answers what nobody asked")
+        except LinkError as error:
+            self._end(rank, error)
+        except RuntimeError:
+            self._end(rank, LinkClosed(f"rank {rank} ended while the ranks joined"))
+
+    def _keep(self, rank: int, message: Message) -> None:
+        with self._changed:
+            own = [name for teller, name in self._told if teller == rank]
+            if message.name in own or len(own) >= MAX_WORDS:
+                raise FrameError(f"rank {rank} tells {message.name!r:.80} twice, or too much")
+            self._told[rank, message.name] = message.text
+            self._changed.notify_all()
+
+    def _own(self, name: str) -> str:
+        """Wait for it: a rank asks before rank 0 has it."""
+        with self._changed:
+            self._changed.wait_for(lambda: (0, name) in self._told)
+            return self._told[0, name]
+
+    def _end(self, rank: int, reason: LinkError) -> None:
+        with self._changed:
+            self._ended[rank] = reason
+            self._changed.notify_all()
+
+
+class WordsInOneProcess:
+    """Of a rank that shares its process with all others."""
+
+    def __init__(self, store: HashStore, rank: int, within_s: float) -> None:
+        self._store, self._rank, self._within_s = store, rank, within_s
+
+    def tell(self, name: str, text: str) -> None:
+        encode(Message(WordKind.TELL, name, text))  # as bounded as over a line
+        self._store.set(f"word {self._rank} {name}", text)
+
+    def hear(self, name: str, rank: int) -> str:
+        key = f"word {rank} {name}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._within_s))
+        except RuntimeError:
+            raise LinkTimeout(
+                f"rank {rank} has not come in {self._within_s:g} s "
+                "(cluster.liveness.join_within_s)"
+            ) from None
+        return self._store.get(key).decode("utf-8", "replace")
+
+
+def _is_late(error: RuntimeError) -> bool:
+    return any(sign in str(error).lower() for sign in ("timed out", "timeout"))

@@ -1,1 +1,0 @@
-"""Layer "parallel computing" of the paper: who computes what, and when."""

@@ -1,0 +1,121 @@
+"""Which samples make up which batch: from the seed alone, so that clouds agree without talking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from xcloud.contracts.model import Batch
+from xcloud.pipeline.exchange import Work
+
+CPU = torch.device("cpu")
+
+
+class BatchPlan:
+    """An endless stream of shuffled epochs, cut into batches of `batch_size` sample ids.
+
+    Every sample comes once in each epoch; a batch may span two epochs.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self._epochs: dict[int, Tensor] = {}
+
+    def ids(self, step: int) -> Tensor:
+        """Sample ids of update `step` (1-based), int64 [batch_size]."""
+        begin = (step - 1) * self.batch_size
+        end = begin + self.batch_size
+        pieces = []
+        for epoch in range(begin // self.num_samples, (end - 1) // self.num_samples + 1):
+            first = epoch * self.num_samples
+            order = self._order(epoch)
+            pieces.append(order[max(begin - first, 0) : end - first])
+        return torch.cat(pieces)
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._epochs:
+            self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator)
+        return self._epochs[epoch]
+
+
+def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
+    """Neighbouring pieces whose sizes differ by at most one."""
+    return list(torch.tensor_split(ids, num_pieces))
+
+
+def is_of_replica(micro_batch: int, num_micro_batches: int, replica: int, of: int) -> bool:
+    """Return whether a micro-batch of an update belongs to a replica, one of so many. In every
+    pass over the pipeline the replicas take the pass's micro-batches in turn."""
+    return micro_batch % num_micro_batches % of == replica
+
+
+def replica_samples(
+    batch_size: int, *, num_micro_batches: int, num_passes: int, num_replicas: int
+) -> list[int]:
+    """Return how many samples of an update each replica trains on."""
+    counts = [0] * num_replicas
+    for number, piece in enumerate(cut(torch.arange(batch_size), num_passes * num_micro_batches)):
+        for replica in range(num_replicas):
+            if is_of_replica(number, num_micro_batches, replica, num_replicas):
+                counts[replica] += len(piece)
+    return counts
+
+
+@dataclass
+class Feed:
+    """The samples of one rank's updates, micro-batch by micro-batch.
+
+    turns: (first, period) of each stage of this rank, see Pipeline.
+    fetch(ids): the visible fields of samples, on the processor.
+    weigh(ids): their weight in the loss; None in ranks without the last stage.
+    token_pads: the padding id of each field of tokens that no stage before this rank's reads.
+    device: where micro-batches are computed. Their ids stay where Python reads them.
+    of_replica: (number, how many), where each replica updates apart, from its own micro-batches.
+    work: of the update that was begun last.
+    """
+
+    plan: BatchPlan
+    turns: Collection[tuple[int, int]]
+    fetch: Callable[[Tensor], Batch]
+    weigh: Callable[[Tensor], float] | None
+    token_pads: Mapping[str, int] = field(default_factory=dict)
+    device: torch.device = CPU
+    of_replica: tuple[int, int] = (0, 1)
+    work: Work = field(default_factory=Work)
+
+    def begin(self, step: int, num_micro_batches: int, num_passes: int) -> list[Tensor]:
+        """Sample ids of all micro-batches of an update: num_micro_batches of each pass."""
+        pieces = cut(self.plan.ids(step), num_passes * num_micro_batches)
+        numbered = enumerate(pieces)
+        ids = torch.cat(
+            [
+                piece
+                for i, piece in numbered
+                if is_of_replica(i, num_micro_batches, *self.of_replica)
+            ]
+        )
+        self.work = Work(len(ids), self.weigh(ids) if self.weigh else 1.0)
+        return pieces
+
+    def batches(self, pieces: Sequence[Tensor]) -> dict[int, Batch]:
+        """Of this rank, in one pass. pieces: of the pass."""
+        found = {}
+        for i, ids in enumerate(pieces):
+            if any(i % period == first for first, period in self.turns):
+                batch = self.fetch(ids)
+                found[i] = on_device(batch, self.device)
+                self.work.num_own += len(ids)
+                self.work.num_tokens += sum(
+                    int((batch[name] != pad).sum()) for name, pad in self.token_pads.items()
+                )
+        return found
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch there; its ids stay where Python reads them."""
+    return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}

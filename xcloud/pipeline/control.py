@@ -1,0 +1,232 @@
+"""Small messages between clouds besides the pipeline: norms, meetings, reports.
+
+A star around rank 0; for norms, one in each replica of the pipeline around the first of its
+leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
+delayed and counted like the rest, under "other".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
+from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
+from xcloud.net.link import Parts
+from xcloud.net.link_end import PeerLife, ReceivingEnd, SendingEnd
+
+REPORT_CAPACITY_BYTES = 1 << 18
+REPORT_CARRIES = ("report lines, see reports",)
+_LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_NORMS = ("squared gradient norm of each stage, NaN if not finite",)
+_SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
+_CODE = TensorSpec((1,), torch.uint8)
+_WORD = ("which of the last steps all ranks report int64",)
+_AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
+
+
+class Signal(IntEnum):
+    """What every rank does after an update, before the next one. The control signal of rank 0."""
+
+    GO_ON = 0
+    CHECKPOINT = 1  # save what the run can go on from
+    STOP = 2  # save it, and end
+
+
+class Reply(NamedTuple):
+    """Of rank 0 to the leaders, and of these to their stages."""
+
+    total: float
+    signal: Signal = Signal.GO_ON
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """leader_of: each stage of this rank's replica. out, incoming: links to and from the first of
+    them, or, in that one, to and from every other."""
+
+    rank: int
+    leader_of: tuple[int, ...]
+    out: Mapping[int, SendingEnd] = field(default_factory=dict)
+    incoming: Mapping[int, ReceivingEnd] = field(default_factory=dict)
+    overdue_s: float = 0.0
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first of them adds up, and gives the signal."""
+        return sorted({*self.leader_of})
+
+    def sum_over_stages(
+        self, step: int, values: Mapping[int, float], signal_at: Callable[[int], Signal]
+    ) -> Reply:
+        """Sum of one number per stage, the same bits in every leader, and the control signal,
+        which the first of them is asked for and which travels with it. Leaders only.
+
+        values: stage -> number, for the stages that this leader speaks for.
+        """
+        key, num_stages = MessageKey(Kind.NORM, step), len(self.leader_of)
+        first, *others = self.leaders
+        if self.rank != first:
+            norms = torch.full((num_stages,), torch.nan, dtype=torch.float64)
+            for stage, value in values.items():
+                norms[stage] = value
+            self.out[first].send(key, (norms,), _NORMS)
+            return reply_of(self.incoming[first].recv(key, self.overdue_s), first)
+        collected = dict(values)
+        for leader in others:
+            received = self.incoming[leader].recv(key, self.overdue_s)
+            of_stages = check_norms(received, num_stages, leader)
+            own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
+            collected.update({stage: of_stages[stage] for stage in own})
+        # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
+        # so a stage that nobody reported counts as NaN too.
+        total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
+        signal = signal_at(step)
+        parts = [torch.tensor([total], dtype=torch.float64)]
+        if signal is not Signal.GO_ON:
+            parts.append(torch.tensor([signal], dtype=torch.uint8))
+        for leader in others:
+            self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
+        return Reply(total, signal)
+
+
+def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
+    """A leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
+    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec((num_stages,), torch.float64)]
+    norms: list[float] = parts[0].tolist() if found == expected else []
+    if not norms or any(norm < 0 for norm in norms):
+        raise FrameError(
+            f"rank {leader} sent {found} for the norms of {num_stages} stages, or some below 0; "
+            f"expected {expected}"
+        )
+    return norms
+
+
+def reply_of(parts: Parts, first: int) -> Reply:
+    """Raises FrameError for anything but the sum, and what to do."""
+    specs, code = [*map(TensorSpec.of, parts)], int(Signal.GO_ON)
+    fits = specs[:1] == [TensorSpec((1,), torch.float64)] and specs[1:] in ([], [_CODE])
+    if fits and len(parts) == 2:
+        code = int(parts[1])
+    if not fits or code not in [*Signal]:
+        raise FrameError(f"rank {first} sent {specs} and {code} for a sum of norms")
+    return Reply(float(parts[0]), Signal(code))
+
+
+def word_of(parts: Parts) -> int:
+    """Return the number that rank 0 tells at a meeting, 0 for none. Raises FrameError for anything
+    else."""
+    specs = [*map(TensorSpec.of, parts)]
+    if specs not in ([], [TensorSpec((1,), torch.int64)]):
+        raise FrameError(f"rank 0 sent {specs} to a meeting of all ranks")
+    return int(parts[0]) if parts else 0
+
+
+@dataclass(eq=False)
+class Control:
+    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
+    lives: heartbeats of every other rank, by rank.
+    """
+
+    rank: int
+    out: dict[int, SendingEnd]
+    incoming: dict[int, ReceivingEnd]
+    overdue_s: float
+    lives: Mapping[int, PeerLife]
+    _num_meetings: int = field(default=0, init=False)
+    _listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
+
+    @property
+    def peers(self) -> list[int]:
+        return sorted(self.out)
+
+    def meet(self, ranks: Collection[int] | None = None, word: int = 0) -> int:
+        """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
+        and rank 0 is one of them.
+
+        word: a number that rank 0 tells the others; returned in all ranks.
+
+        A rank is waited for as long as it sends heartbeats. Raises LinkTimeout naming one that
+        gives none, LinkClosed naming one that is gone.
+        """
+        self._num_meetings += 1
+        key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
+        if self.rank != 0:
+            self.out[0].send(key, ())
+        missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
+        came: dict[int, Parts] = {}
+        while missing:  # in turn, so that the end of any of them is seen at once
+            for peer in missing:
+                if (parts := self._come(peer, key, started_s)) is not None:
+                    came[peer] = parts
+            missing = [peer for peer in missing if peer not in came]
+        if self.rank != 0:
+            return word_of(came[0]) if 0 in came else 0
+        told = (torch.tensor([word]),) if word else ()
+        for peer in peers:
+            self.out[peer].send(key, told, _WORD[: len(told)])
+        return word
+
+    def _come(self, peer: int, key: MessageKey, started_s: float) -> Parts | None:
+        """Return the message of a rank that has come, None for one that has not yet."""
+        try:
+            return self.incoming[peer].recv(key, _LOOK_S)
+        except LinkTimeout:
+            life, now_s = self.lives[peer], time.monotonic()
+            if now_s < life.deadline_s(started_s, self.overdue_s):
+                return None
+            raise LinkTimeout(
+                f"rank {peer} has not come to the meeting of all ranks, and sent no heartbeat "
+                f"for {min(life.silent_s, now_s - started_s):.0f} s. Is that rank stopped, or its "
+                "link down?"
+            ) from None
+
+    def say_alive(self) -> None:
+        """Tell that this rank lives, and, in rank 0, when it last heard each of the others."""
+        if self.rank != 0:
+            return self.out[0].say_alive()
+        ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
+        for out in list(self.out.values()):  # another thread may take in a rank that is back
+            with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
+                out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+
+    def listen(self, take: Callable[[int, Frame], None]) -> None:
+        """From now on `take` is called with each message about a checkpoint and who sent it, in a
+        link's thread. Before the first step: nobody sends any until then."""
+        self._listener = take
+
+    def hear(self, peer: int, frame: Frame) -> None:
+        if self._listener is None:
+            raise FrameError(f"{frame.key} of rank {peer} came before the first step")
+        self._listener(peer, frame)
+
+    def report(self, lines: bytes) -> None:
+        """To rank 0."""
+        send_report(self.out[0], lines)
+
+
+def send_report(link: SendingEnd, lines: bytes) -> None:
+    """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
+
+
+def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
+    """Take rank 0's word for when it last heard the others. Raises FrameError for anything but
+    one age for each rank."""
+    if len(frame.parts) != 1 or frame.parts[0].shape != (1 + len(lives),):
+        raise FrameError(
+            f"{frame.key} of rank 0 must carry {1 + len(lives)} ages, got "
+            f"{[tuple(part.shape) for part in frame.parts]}"
+        )
+    now_s = time.monotonic()
+    for rank, age_s in enumerate(frame.parts[0].tolist()):
+        if rank in lives and age_s >= 0:
+            lives[rank].note(now_s - age_s)

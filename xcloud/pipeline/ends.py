@@ -1,0 +1,222 @@
+"""The link ends of one rank and what they share: names, clocks, records, heartbeats. Which ends
+a rank needs is up to its wiring (wiring.py) or its role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.layout import Layout
+from xcloud.net.frame import Frame, Kind
+from xcloud.net.link import (
+    CONTROL,
+    LinkClock,
+    LinkName,
+    LinkRecord,
+    MessageLog,
+    Progress,
+)
+from xcloud.net.link_end import (
+    InSettings,
+    OutSettings,
+    PeerLife,
+    QueuedBytes,
+    ReceivingEnd,
+    SendingEnd,
+    ignore,
+)
+from xcloud.net.link_profile import LinkWindow
+from xcloud.net.transport import CPU, Transport
+from xcloud.pipeline.exchange import RankGroup
+
+FRAME_SLACK_BYTES = 4096
+
+Handlers = Mapping[Kind, Callable[[Frame], None]]
+OnReport = Callable[[int, Frame], None]
+"""Takes another rank's report, with the rank by whose link it came."""
+
+
+class Ends:
+    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others.
+    queued: bytes of messages that wait here."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        run_dir: Path,
+        messages: MessageLog | None = None,
+    ) -> None:
+        self.transport, self.layout, self.rank = transport, layout, transport.rank
+        self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
+        self.records: list[LinkRecord] = []
+        self.lives = {
+            peer: PeerLife(layout.liveness)
+            for peer in range(layout.num_ranks)
+            if peer != transport.rank
+        }
+        self._messages = messages
+        self._run_dir = run_dir
+        self._clocks: dict[str, LinkClock] = {}  # by cloud
+        self._progress = Progress()
+        self.queued = QueuedBytes()
+        pairs = combinations(layout.clouds, 2)
+        if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
+            # A name that no earlier run in this folder used: link time starts at 0 in every run.
+            self._run_number = transport.run_number()
+            if len(transport.machines()) > 1:
+                # Delivery times are by the machine's clock, which another does not share.
+                raise ConfigError(
+                    "an emulated link (cluster.wan) works between ranks on one machine only; this "
+                    "run spans several: set cluster/wan=real"
+                )
+            self._progress = Progress(run_dir / f"link-progress.{self._run_number}.clock")
+
+    @property
+    def outs(self) -> list[SendingEnd]:
+        return [end for _, end in self._ends if isinstance(end, SendingEnd)]
+
+    @property
+    def is_emulated(self) -> bool:
+        return bool(self._clocks)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> RankGroup | None:
+        """The group of these ranks, in this order; None outside it. device: see Transport."""
+        joined = self.transport.group(ranks, device)
+        if self.rank not in ranks:
+            return None
+        return RankGroup(self.rank, tuple(ranks), joined, self.lives)
+
+    def out(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        window: LinkWindow,
+        boundary: int = CONTROL,
+        may_be_late: bool = False,
+        blocked: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> SendingEnd:
+        """boundary: stage before it, for logs and records of messages between stages.
+        may_be_late: the receiver says how long it waits, whatever else is on its way.
+        blocked: see OutSettings."""
+        record = self._record(LinkName(boundary, self.rank, peer))
+        if record.to is not None:
+            self.records.append(record)
+        settings = OutSettings(
+            peer_name=self._name(peer),
+            capacity_bytes=capacity_bytes,
+            window=window,
+            record=record,
+            life=self.lives[peer],
+            progress=None if may_be_late else self._progress,
+            queued=self.queued,
+            clock=self._clock_to(peer),
+            overdue_s=self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            blocked=blocked,
+        )
+        end = self.transport.out(line, peer, settings)
+        self._ends.append((peer, end))
+        return end
+
+    def incoming(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        window: LinkWindow,
+        handlers: Handlers | None = None,
+        boundary: int = CONTROL,
+        on_end: Callable[[LinkError], None] = ignore,
+        on_arrival: Callable[[Frame, float], None] = ignore,
+        may_be_late: bool = False,
+    ) -> ReceivingEnd:
+        """boundary, may_be_late: see `out`."""
+        wan = self.layout.wan_between(self.rank, peer)
+        settings = InSettings(
+            peer_name=self._name(peer),
+            capacity_bytes=capacity_bytes,
+            window=window,
+            record=self._record(LinkName(boundary, peer, self.rank)),
+            life=self.lives[peer],
+            progress=None if may_be_late else self._progress,
+            queued=self.queued,
+            handlers=handlers or {},
+            advice=self.layout.overdue_advice(self.rank, peer),
+            is_emulated=wan is not None and wan.emulated,
+            on_end=on_end,
+            on_arrival=on_arrival,
+        )
+        end = self.transport.incoming(line, peer, settings)
+        self._ends.append((peer, end))
+        return end
+
+    def both(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        under_way: int,
+        handlers: Handlers | None = None,
+        boundary: int = CONTROL,
+        may_be_late: bool = False,
+    ) -> tuple[SendingEnd, ReceivingEnd]:
+        """Make a link to `peer` and one from it. boundary, may_be_late: see `out`."""
+        of = (line, peer, capacity_bytes, self.window(under_way, capacity_bytes))
+        out = self.out(*of, boundary=boundary, may_be_late=may_be_late)
+        return out, self.incoming(
+            *of, handlers=handlers, boundary=boundary, may_be_late=may_be_late
+        )
+
+    def forget(self, peer: int) -> None:
+        """A lost rank's ends are not closed. What they sent stays counted."""
+        self._ends = [(other, end) for other, end in self._ends if other != peer]
+
+    def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
+        """Of the same arguments at both ends of a link. See LinkWindow.covering."""
+        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes, ahead)
+
+    def close(self, *may_be_gone: type[LinkError]) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats. Errors
+        that are among may_be_gone do not matter: the peer may have left before."""
+        patience_s = self.layout.liveness.lost_after_s
+        # Those made first, which carry heartbeats, last.
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
+        for end in ends + [end for _, end in self._ends if isinstance(end, ReceivingEnd)]:
+            with contextlib.suppress(*may_be_gone):
+                end.close(patience_s)
+
+    def overdue_s(self, peers: Iterable[int], num_bytes: int = 1024) -> float:
+        """How long to wait for a message of this size from the slowest of them."""
+        return max(self.layout.overdue_s(self.rank, peer, num_bytes) for peer in peers)
+
+    def leaves_cloud(self, peer: int) -> bool:
+        return self.layout.wan_between(self.rank, peer) is not None
+
+    def _record(self, name: LinkName) -> LinkRecord:
+        """Of messages inside a cloud nothing but their number is noted."""
+        if self.layout.wan_between(name.sender, name.receiver) is None:
+            return LinkRecord(name)
+        return LinkRecord(name, self.layout.cloud_of(name.receiver), self._messages)
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+    def _clock_to(self, peer: int) -> LinkClock | None:
+        """Of messages from this rank to `peer`, shared by all ranks of the two clouds; None where
+        nothing is emulated."""
+        wan = self.layout.wan_between(self.rank, peer)
+        if wan is None or not wan.emulated or wan.profile is None:
+            return None
+        here, there = self.layout.cloud_of(self.rank), self.layout.cloud_of(peer)
+        if there not in self._clocks:
+            name = f"link-{here}-to-{there}.{self._run_number}.clock"
+            self._clocks[there] = LinkClock(wan.profile, self._run_dir / name)
+        return self._clocks[there]

@@ -1,0 +1,278 @@
+"""Runs one rank's share of a pipelined step: the loop over a schedule's actions.
+
+Nothing here knows what a stage computes, how a message is compressed or what carries it.
+The same loop serves one process that holds all stages and ranks in several clouds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from xcloud.comm.channel import Boundary, Message, Receiver, Sender
+from xcloud.comm.step_clock import NOWHERE, Place, StepClock
+from xcloud.contracts.model import Batch, Stage, StageOutput
+from xcloud.layout import ClusterLayout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.schedule import (
+    Action,
+    GPipe,
+    Schedule,
+    SplitBackward,
+    put_off,
+    rank_actions,
+)
+
+Splits = dict[tuple[int, int], Callable[[], SplitBackward]]
+"""What splits a backward, by (stage, micro-batch)."""
+
+
+@dataclass
+class BoundaryPorts:
+    """The ends of one boundary's channels that this rank holds, by peer rank.
+
+    A rank before the boundary has forward_out and backward_in, a rank after it the other two; a
+    rank on both sides has all four, and is its own peer.
+    """
+
+    boundary: Boundary
+    forward_out: dict[int, Sender] = field(default_factory=dict)
+    forward_in: dict[int, Receiver] = field(default_factory=dict)
+    backward_out: dict[int, Sender] = field(default_factory=dict)
+    backward_in: dict[int, Receiver] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a schedule: of a training step, or an evaluation after that step.
+
+    first_micro_batch: within the update, of the schedule's micro-batch 0.
+    """
+
+    step: int
+    first_micro_batch: int = 0
+    kind: Kind = Kind.ACTIVATION
+
+    def key(self, action: Action) -> MessageKey:
+        """Of the messages that the action receives and sends."""
+        kind = Kind.GRADIENT if action.kind == "backward" else self.kind
+        return MessageKey(kind, self.step, self.first_micro_batch + action.micro_batch)
+
+    def place(self, action: Action) -> Place:
+        return Place(action.kind, action.stage, self.first_micro_batch + action.micro_batch)
+
+
+@dataclass
+class InFlight:
+    """A micro-batch between its forward and its backward at one stage. send: what left, in the
+    graph; its gradient comes back. weights: what puts off their gradients; None where nothing is
+    put off."""
+
+    batch: Batch
+    received: Message | None
+    send: Message | None
+    loss: Tensor | None
+    weights: SplitBackward | None
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+        with self.weights or nullcontext():
+            torch.autograd.backward(outputs, gradients)
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
+    replica 0 evaluates.
+
+    layout: who computes what. autocast: makes the context that stages compute in.
+    """
+
+    rank: int
+    layout: ClusterLayout
+    stages: Mapping[int, Stage]
+    ports: Mapping[int, BoundaryPorts]
+    device: torch.device
+    seed: int
+    clock: StepClock
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    _plans: dict[Schedule, tuple[list[Action], Splits]] = field(default_factory=dict, init=False)
+
+    @property
+    def num_stages(self) -> int:
+        return self.layout.num_stages
+
+    @cached_property
+    def turns(self) -> dict[int, tuple[int, int]]:
+        """Stage -> (first, period): of it this rank computes micro-batches first, first + period,
+        ..."""
+        return {stage: self.layout.turn(stage, self.rank) for stage in self.stages}
+
+    def step(
+        self,
+        schedule: Schedule,
+        batches: Mapping[int, Batch],
+        step: int,
+        weight: float,
+        first_micro_batch: int = 0,
+        after_micro_batch: Callable[[int], None] = lambda stage: None,
+    ) -> Tensor:
+        """Forward and backward of every micro-batch of this rank; gradients add up in `.grad`.
+
+        batches: micro-batch number of the schedule -> the fields that this rank may see.
+        first_micro_batch: what is added to that number to name the micro-batch within the update
+            (gradient accumulation runs the schedule several times for one update).
+        weight: what the loss of the whole update is divided by (its number of target tokens).
+        after_micro_batch: called with each stage whose gradients of a micro-batch are all there.
+        Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
+        """
+        now = Pass(step, first_micro_batch)
+        actions, splits = self._plan(schedule)
+        in_flight: dict[tuple[int, int], InFlight] = {}
+        deferred = {place: split() for place, split in splits.items()}
+        loss = torch.zeros((), device=self.device)
+        for action in actions:
+            self.clock.place = now.place(action)
+            place = (action.stage, action.micro_batch)
+            if action.kind == "forward":
+                batch = batches[action.micro_batch]
+                received = self._receive(action, batch, now)
+                work = self._forward(action, batch, received, now, deferred.get(place))
+                in_flight[place] = work
+                if work.loss is not None:
+                    loss += work.loss.detach() / weight
+            elif action.kind == "backward":
+                self._backward(action, in_flight.pop(place), now, weight)
+            else:
+                with self.clock.during("weights"):
+                    deferred.pop(place).compute()
+            if action.kind != "forward" and place not in deferred:
+                after_micro_batch(action.stage)
+        self.clock.place = NOWHERE
+        return loss
+
+    @torch.no_grad()
+    def predict(
+        self, pieces: Sequence[Tensor], fetch: Callable[[Tensor], Batch], step: int
+    ) -> dict[int, list[int]]:
+        """Predictions by sample id, through the same compressed channels as in training.
+
+        pieces: sample ids of every micro-batch, int64 [B]. fetch: the visible fields of samples.
+        Ranks of replica 0 call it. Those without the last stage return nothing.
+        """
+        predictions: dict[int, list[int]] = {}
+        now = Pass(step, kind=Kind.EVALUATION)
+        for stage in self.stages.values():
+            stage.eval()
+        num_replicas = self.layout.num_replicas
+        actions, _ = self._plan(GPipe(num_replicas * len(pieces)))
+        for action in (a for a in actions if a.kind == "forward"):
+            batch = fetch(pieces[action.micro_batch // num_replicas])
+            received = self._receive(action, batch, now)
+            if action.stage < self.num_stages - 1:
+                self._forward(action, batch, received, now)
+                continue
+            with self.clock.during("forward"), self.autocast():
+                found = self.stages[action.stage].predict(received, batch)
+            predictions.update(zip(batch["ids"].tolist(), found, strict=True))
+        for stage in self.stages.values():
+            stage.train()
+        return predictions
+
+    def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
+        """This rank's actions."""
+        if schedule not in self._plans:
+            fitted = schedule.for_lanes(self.num_stages, self.layout.num_lanes)
+            actions = rank_actions(fitted, sorted(self.stages), self.num_stages, self.turns)
+            late = put_off(actions)
+            splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
+            self._plans[schedule] = actions, {place: splits[place[0]] for place in late}
+        return self._plans[schedule]
+
+    def _forward(
+        self,
+        action: Action,
+        batch: Batch,
+        received: Message | None,
+        now: Pass,
+        weights: SplitBackward | None = None,
+    ) -> InFlight:
+        with self.clock.during("forward"):
+            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
+                for value in received.values():
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
+            micro_batch = now.first_micro_batch + action.micro_batch
+            seed = random_seed(self.seed, now.step, micro_batch, action.stage)
+            torch.default_generator.manual_seed(seed)  # 70 times faster than torch.manual_seed
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            with self.autocast(), weights or nullcontext():
+                output: StageOutput = self.stages[action.stage](received, batch)
+        sent = output.send
+        if sent is not None:
+            peer = self.layout.owner(action.stage + 1, action.micro_batch)
+            sent = self.ports[action.stage].forward_out[peer].send(now.key(action), sent, batch)
+        return InFlight(batch, received, sent, output.loss, weights)
+
+    def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
+        if work.loss is not None:
+            with self.clock.during("backward"):
+                work.backward([work.loss / weight], None)
+        elif not self._receive_gradient(action, work, now):
+            return
+        if work.received is not None:
+            self._send_gradient(action, work.received, work.batch, now)
+
+    def _receive(self, action: Action, batch: Batch, now: Pass) -> Message | None:
+        if action.stage == 0:
+            return None
+        peer = self.layout.owner(action.stage - 1, action.micro_batch)
+        return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
+
+    def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
+        """Of what was sent, into the stage. False where none returns."""
+        port = self.ports[action.stage]
+        if not port.boundary.gradient_fields:
+            return False
+        assert work.send is not None
+        peer = self.layout.owner(action.stage + 1, action.micro_batch)
+        known = _integers(work.send)
+        gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
+        with self.clock.during("backward"):
+            pairs = [(work.send[f.name], gradients[f.name]) for f in port.boundary.gradient_fields]
+            needed = [pair for pair in pairs if pair[0].requires_grad]
+            if needed:
+                work.backward([p[0] for p in needed], [p[1] for p in needed])
+        return True
+
+    def _send_gradient(self, action: Action, received: Message, batch: Batch, now: Pass) -> None:
+        port = self.ports[action.stage - 1]
+        if not port.boundary.gradient_fields:
+            return
+        message = _integers(received)
+        for entry in port.boundary.gradient_fields:
+            value = received[entry.name]
+            # A field that the stage did not use has gradient zero.
+            message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
+        peer = self.layout.owner(action.stage - 1, action.micro_batch)
+        port.backward_out[peer].send(now.key(action), message, batch)
+
+
+def _integers(message: Message) -> Message:
+    """What both ends of a boundary know once a message has crossed it forward."""
+    return {name: value for name, value in message.items() if not value.is_floating_point()}
+
+
+def random_seed(*numbers: int) -> int:
+    """A 63-bit seed from a few integers; neighbouring integers give unrelated seeds."""
+    mixed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        mixed = ((mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+    return mixed >> 1

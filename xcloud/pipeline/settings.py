@@ -1,0 +1,165 @@
+"""How a run trains: sizes, lengths, precision, optimizer. Nothing runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import field
+from inspect import unwrap
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from xcloud.base.settings import NotNegative, NotNegativeFloat, Positive, PositiveFloat, settings
+
+OnDivergence = Literal["stop", "skip"]
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose methods are marked for torch.compile: the first call of a marked one imports
+    the compiler, 2 s of a rank's start. Nothing is compiled here, so these go without the mark."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+@settings("optimizer")
+class Optimizer:
+    """AdamW; the learning rate rises linearly over warmup_steps, then follows `decay`:
+
+    inverse_sqrt: lr * sqrt(warmup / step) (AB-Net's, arXiv:2010.06138); linear: to 0 behind
+    max_steps; constant. clip_norm: bound on the norm of the whole model's gradient, over all
+    clouds; 0 = off. weight_decay: of matrices, embeddings included; biases and the gains of norms
+    (parameters of fewer than two axes) are spared, as in BERT (arXiv:1810.04805) and nanoGPT.
+    """
+
+    learning_rate: PositiveFloat = 5e-4
+    warmup_steps: NotNegative = 4000
+    decay: Literal["inverse_sqrt", "linear", "constant"] = "inverse_sqrt"
+    betas: Annotated[
+        Sequence[Annotated[float, Field(ge=0.0, le=0.999999)]],
+        Field(min_length=2, max_length=2),
+    ] = (0.9, 0.98)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NotNegativeFloat = 0.0
+    clip_norm: NotNegativeFloat = 0.0
+
+    def learning_rate_at(self, step: int, max_steps: int) -> float:
+        """Learning rate of update `step` (1-based), never above the peak. With decay=linear it is
+        0 for any step behind max_steps: whoever goes on longer must say so with max_steps."""
+        warmup = max(1, self.warmup_steps)
+        if step < warmup:
+            return self.learning_rate * step / warmup
+        if self.decay == "inverse_sqrt":
+            return self.learning_rate * math.sqrt(warmup / step)
+        if self.decay == "linear":
+            left, whole = max_steps - step + 1, max_steps - warmup + 1
+            return self.learning_rate * (left / whole) if left > 0 else 0.0
+        return self.learning_rate
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        betas = (float(self.betas[0]), float(self.betas[1]))
+        # On CPUs one pass over the memory instead of ten: 20 ms instead of 150 for 12.9 M weights.
+        # The same formula, rounded in another order; the same bits for any number of threads.
+        fused = all(p.device.type == "cpu" for p in trained) or None
+        filled = [group for group in groups if group["params"]]
+        return AdamW(filled, self.learning_rate, betas, self.eps, fused=fused)
+
+
+@settings("training.checkpoint")
+class Checkpoints:
+    """When a run saves what it can go on from (features/checkpoints/checkpointing.py).
+
+    every_steps, every_minutes: whichever comes first; 0 = not for this reason, both 0 = never.
+    keep: of the checkpoints that all ranks have completed, the newest so many.
+    """
+
+    every_steps: NotNegative = 500
+    every_minutes: NotNegativeFloat = 10.0
+    keep: Positive = 2
+
+    @property
+    def are_made(self) -> bool:
+        return bool(self.every_steps or self.every_minutes)
+
+
+@settings("training")
+class Updates:
+    """How many updates are made, and of what.
+
+    batch_size: samples of one update, over all ranks and accumulation steps together.
+    accumulate_steps: passes over the pipeline for one update; each pass has
+    schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
+    precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
+    bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
+    on_divergence: what to do with an update whose loss or gradient is not finite in any cloud, or
+    so large that the optimizer's squares of it would not be (1.8e19 in FP32, not clipped): stop
+    the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
+    """
+
+    max_steps: Positive
+    batch_size: Positive = 64
+    accumulate_steps: Positive = 1
+    precision: Literal["fp32", "bf16", "auto"] = "auto"
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: Positive = 10
+
+
+@settings("training")
+class Training(Updates):
+    """evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    eval_samples: at most so many samples of a split are scored (the first ones); None = all.
+    activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
+    behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at
+    each boundary), which then cross in the first epoch only. 0 = none.
+    """
+
+    evaluate_every: NotNegative = 0
+    eval_batch_size: Positive = 64
+    eval_samples: Positive | None = None
+    activation_cache_mb: NotNegative = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """fp32 or bf16."""
+    cuda, cpu = torch.cuda.is_bf16_supported, torch.cpu._is_amx_tile_supported
+    auto = "bf16" if (cuda if device.type == "cuda" else cpu)() else "fp32"
+    return auto if precision == "auto" else precision
+
+
+def is_emulated(precision: str, device: torch.device) -> bool:
+    """bf16 on a CPU that multiplies it in software: some 50 times slower than fp32."""
+    chosen = device.type == "cpu" and resolve_precision(precision, device) == "bf16"
+    return chosen and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def autocast_for(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
+    if resolve_precision(precision, device) == "fp32":
+        return nullcontext
+    if device.type == "cpu":
+        return _bf16_on_cpu
+    return lambda: torch.autocast(device.type, torch.bfloat16)
+
+
+@contextmanager
+def _bf16_on_cpu() -> Iterator[None]:
+    """Attention by plain products: the fused kernel's backward in bf16 is 3 to 7 times slower on
+    CPUs with short texts, the products are not (torch 2.13, 16 to 96 tokens)."""
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        yield

@@ -1,0 +1,355 @@
+"""What one rank does with its parameters: samples in, an update made, or left out where its loss
+or gradient is not finite. Below it lies the pipeline; what features do around an update are parts
+(pipeline/part.py).
+
+The state of a module and its optimizer names parameters and no objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.base.errors import DataError, TrainingDiverged
+from xcloud.comm.state import (
+    State,
+    StatefulParts,
+    StateTree,
+    copy_of,
+    fill,
+    join_states,
+    split_state,
+)
+from xcloud.pipeline.batch_plan import Feed
+from xcloud.pipeline.control import Reply, Signal, StageSums
+from xcloud.pipeline.exchange import (
+    Exchange,
+    FlatBuffer,
+    RankGroup,
+    Work,
+    digest,
+    local_part,
+    with_part,
+)
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.schedule import Schedule
+from xcloud.pipeline.settings import OnDivergence, Training
+
+NO_PARTS = Part()
+_ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
+
+
+class DivergenceGuard(StatefulParts):
+    """Decides on an update whose loss or gradient is not finite. Every rank that shares it has its
+    own copy, and all count alike: so parameters and moments are as before it everywhere. A skipped
+    update still is one: its step, samples and learning rate are used up, only the optimizer does
+    not move."""
+
+    own_names = ("num_in_a_row", "last_step")
+
+    def __init__(self, on_divergence: OnDivergence = "stop", max_skips_in_a_row: int = 10) -> None:
+        self._on_divergence, self._most = on_divergence, max_skips_in_a_row
+        self.num_in_a_row = self.last_step = 0
+
+    def leave_out(self, step: int, what: str) -> str:
+        """Returns a note for the user. Raises TrainingDiverged if it may not be left out."""
+        if self._on_divergence == "stop":
+            remark = "to leave such updates out set training.on_divergence=skip"
+            raise diverged(f"{what} is not finite", remark)
+        num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
+        if num_in_a_row > self._most:
+            what = f"{what} is not finite, after {self._most} skipped updates in a row"
+            raise diverged(what, f"training.max_skips_in_a_row is {self._most}")
+        self.num_in_a_row, self.last_step = num_in_a_row, step
+        return (
+            f"{what} is not finite: update skipped, parameters are as before "
+            f"({num_in_a_row} in a row, at most {self._most})"
+        )
+
+
+def diverged(what: str, remark: str) -> TrainingDiverged:
+    """Of an update that can neither be made nor left out."""
+    return TrainingDiverged(f"{what}; parameters are as before this update. {_ADVICE}; {remark}")
+
+
+@dataclass(frozen=True)
+class TrainedModule:
+    """State: "values.NAME" of every trained parameter and persistent buffer, "moments.WHAT.NAME"
+    of what the optimizer keeps of a parameter ("exp_avg"), and "frozen", a digest of the frozen
+    parameters, which are made anew. Learning rates follow from the step. Of parameters dealt over
+    ranks it is what this rank holds.
+
+    optimizer: None where nothing is trained.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    @cached_property
+    def _frozen(self) -> Tensor:
+        """uint8 [16]. Frozen parameters do not change, so it is made once."""
+        return digest(p for p in self.module.parameters() if not p.requires_grad)
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        every = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in every if not p.requires_grad}
+        return {n: v for n, v in self.module.state_dict().items() if n not in frozen}
+
+    def state_dict(self) -> State:
+        moments: dict[str, State] = {}
+        for name, parameter in self._trained.items():
+            assert self.optimizer is not None
+            for what, value in self.optimizer.state.get(parameter, {}).items():
+                moments.setdefault(what, {})[name] = _copy(value)
+        values = {name: _copy(value) for name, value in self._values.items()}
+        states = join_states({"values": values, "moments": join_states(moments)})
+        return {**states, "frozen": self._frozen}
+
+    def load_state_dict(self, state: State) -> None:
+        rest = dict(state)
+        frozen = rest.pop("frozen", None)
+        if not isinstance(frozen, Tensor) or not torch.equal(frozen, self._frozen):
+            raise DataError(
+                "the frozen parameters are not those that this was trained with: a checkpoint or "
+                "a kept backbone has changed since. Put the old one back, or start a new run"
+            )
+        parts = split_state(rest, ("values", "moments"), "a trained module")
+        own = {name: local_part(value) for name, value in self._values.items()}
+        fill(own, parts["values"], "a trained module")
+        self._load_moments(parts["moments"])
+
+    def _load_moments(self, state: State) -> None:
+        trained = self._trained
+        moments: dict[str, State] = {}
+        for key, value in state.items():
+            what, _, name = key.partition(".")
+            moments.setdefault(name, {})[what] = _copy(value)
+        if moments and (wrong := moments.keys() ^ trained.keys()):
+            raise ValueError(
+                f"the state of an optimizer does not fit it: {', '.join(sorted(wrong))} missing "
+                "or unknown; it was saved with other settings"
+            )
+        if self.optimizer is None:
+            return
+        # The optimizer numbers parameters in the order of its groups, and puts each moment on the
+        # device and in the dtype of its parameter.
+        for name, kept in moments.items():
+            for what, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == local_part(trained[name]).shape:
+                    kept[what] = with_part(trained[name], value)
+        numbered = {n: moments[name] for n, name in enumerate(trained) if name in moments}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer holds, in its order."""
+        if self.optimizer is None:
+            return {}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {names[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def _copy(value: Tensor | int) -> Tensor | int:
+    return copy_of(local_part(value)) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """is_silent: another replica reports the loss. is_private: replicas keep their losses to
+    themselves; the one that reports gives an estimate, from the samples of one rank."""
+
+    is_silent: bool = False
+    is_private: bool = False
+
+
+@dataclass(frozen=True)
+class TrainedStage:
+    """A stage of this rank. group: the ranks that hold it."""
+
+    trained: TrainedModule
+    buffer: FlatBuffer
+    group: RankGroup
+
+
+class Trainer(StatefulParts):
+    """Makes the updates of one rank. groups: by stage, for those of this rank. sums: of the
+    stages' norms. num_updates: made or skipped so far. schedule: all ranks may set another one
+    between the same two updates."""
+
+    own_names = ("num_updates",)
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        settings: Training,
+        feed: Feed,
+        groups: Mapping[int, RankGroup],
+        exchange: Exchange,
+        sums: StageSums,
+        losses: LossReport = LossReport(),
+    ) -> None:
+        self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
+        self.exchange, self.sums, self.losses, self.num_updates = exchange, sums, losses, 0
+        self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
+        self.stages: dict[int, TrainedStage] = {}
+        for stage, module in sorted(pipeline.stages.items()):
+            module.train()
+            buffer = FlatBuffer(module.parameters())
+            trained = buffer.parameters
+            optimizer = settings.optimizer.build(trained) if trained else None
+            self.stages[stage] = TrainedStage(
+                TrainedModule(module, optimizer), buffer, groups[stage]
+            )
+
+    def update(self, step: int, parts: Part = NO_PARTS) -> StepReport:
+        """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        clock = self.pipeline.clock
+        clock.begin_step(step)
+        report = StepReport(step, 0.0, clock, self._learning_rate(step))
+        work = Work()
+        if self.exchange.is_idle(step):
+            signal = parts.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
+            report.signal = self._within_stages(Reply(math.nan, signal)).signal
+        else:
+            loss = self._compute_gradients(step, parts)
+            total_loss = self._exchange_gradients(step, loss, parts)
+            reply = self._agree(step, parts)
+            if not math.isfinite(reply.total):
+                what = f"the loss or gradient of step {step}"
+                report.skipped = self.guard.leave_out(step, what)
+            else:
+                report.loss = total_loss
+                report.grad_norm = self._clip(reply.total)
+                self._step_optimizers(report.learning_rate)
+                work = self.feed.work
+            report.signal = reply.signal
+            report.num_samples = self.feed.work.num_own if 0 in self.stages else 0
+            report.num_tokens = self.feed.work.num_tokens
+            if total_loss is not None and not self.losses.is_private:
+                report.num_learned = self.feed.work.weight
+        with clock.during("average"):
+            self.exchange.after_update(step, work)
+        self.num_updates = step
+        report.step_s = clock.end_step()
+        return report
+
+    @property
+    def buffers(self) -> dict[int, FlatBuffer]:
+        """By stage."""
+        return {number: stage.buffer for number, stage in self.stages.items()}
+
+    def parts(self) -> StateTree:
+        """Batches, learning rates and dropout follow from the seed and the number of the update;
+        channels have their state in the wiring."""
+        stages = {f"stage {number}": stage.trained for number, stage in self.stages.items()}
+        return {"exchange": self.exchange, "guard": self.guard, **stages}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        every = (stage.trained.optimizer for stage in self.stages.values())
+        return [optimizer for optimizer in every if optimizer is not None]
+
+    def _learning_rate(self, step: int) -> float:
+        return self.settings.optimizer.learning_rate_at(step, self.settings.max_steps)
+
+    def _compute_gradients(self, step: int, parts: Part) -> Tensor:
+        """Of this rank's micro-batches, into the buffers; returns their loss."""
+        for stage in self.stages.values():
+            stage.buffer.zero()
+        m, num_passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
+        with self.pipeline.clock.during("fetch"):  # the weight of a batch may take a look at it
+            pieces = self.feed.begin(step, m, num_passes)
+        parts.begin(step)
+        loss = torch.zeros((), device=self.pipeline.device)
+        for first in range(0, num_passes * m, m):
+            with self.pipeline.clock.during("fetch"):
+                batches = self.feed.batches(pieces[first : first + m])
+            parts.before_pass(step, batches)
+            loss += self.pipeline.step(
+                self.schedule, batches, step, self.feed.work.weight, first, parts.after_micro_batch
+            )
+        parts.after_backward(step)
+        return loss
+
+    def _exchange_gradients(self, step: int, loss: Tensor, parts: Part) -> float | None:
+        """With the other ranks and replicas. Returns the loss to report, None in most ranks."""
+        last, total = self.pipeline.num_stages - 1, None
+        is_shared, work = not self.losses.is_private, self.feed.work
+        mine = {n: loss if n == last and is_shared else 0 * loss for n in self.stages}  # nan stays
+        with self.pipeline.clock.during("average"):
+            summed = self.exchange.before_update(step, self.buffers, mine)
+            if last in summed and self.stages[last].group.leads and not self.losses.is_silent:
+                total = float(summed[last])
+            parts.after_exchange(step)
+        if total is None or is_shared:
+            return total
+        return float(loss) * work.num_samples / work.num_own
+
+    def _agree(self, step: int, parts: Part) -> Reply:
+        """The squared norm of the whole gradient, the same bits in every rank: not finite if the
+        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
+        it comes what rank 0 decides.
+
+        One small message of each stage's leader to rank 0 and one back, in every step. They cost
+        no round trip of their own: rank 0 has the first stage, whose backward is the last, so the
+        others' messages travel beside the last gradients, and the reply arrives ahead of the
+        next step's first activation.
+        """
+        clock, reply = self.pipeline.clock, Reply(math.nan)
+        with clock.during("clip"):
+            squares = {
+                number: self._squared_norm(stage.buffer)
+                for number, stage in self.stages.items()
+                if stage.group.leads
+            }
+        if squares:
+            with clock.during("wait"):
+                reply = self.sums.sum_over_stages(step, squares, parts.signal)
+        return self._within_stages(reply)
+
+    def _within_stages(self, reply: Reply) -> Reply:
+        """From each stage's leader to its other ranks."""
+        with self.pipeline.clock.during("average"):
+            for stage in self.stages.values():
+                sent = torch.tensor(reply, dtype=torch.float64)
+                total, signal = stage.group.from_leader(sent).tolist()
+                reply = Reply(total, Signal(int(signal)))
+        return reply
+
+    def _squared_norm(self, buffer: FlatBuffer) -> float:
+        """Return NaN for a gradient that the optimizer cannot take, or a loss that is not
+        finite."""
+        if not math.isfinite(float(buffer.flat[-1])):
+            return math.nan
+        limit = self.settings.optimizer.clip_norm or math.inf
+        if limit * limit > torch.finfo(buffer.flat.dtype).max and not buffer.has_finite_squares():
+            return math.nan
+        return buffer.squared_norm() if self.settings.optimizer.clip_norm else 0.0
+
+    def _clip(self, squared_norm: float) -> float | None:
+        """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""
+        limit = self.settings.optimizer.clip_norm
+        if not limit:
+            return None
+        norm = math.sqrt(squared_norm)
+        if norm > limit:
+            with self.pipeline.clock.during("clip"):
+                for stage in self.stages.values():
+                    stage.buffer.scale(limit / norm)
+        return norm
+
+    def _step_optimizers(self, learning_rate: float) -> None:
+        with self.pipeline.clock.during("optimizer"):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+                optimizer.step()

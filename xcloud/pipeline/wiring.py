@@ -1,0 +1,290 @@
+"""Joins one rank of a pipeline to the others, as its job and layout say: groups, links for
+small messages around rank 0, replicas, and the channels of the stage boundaries that end in it.
+
+A boundary has a line for each direction, so that both flow at once. Compression, defences and the
+emulated link act where it leaves a cloud; inside a cloud messages go as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from xcloud.base.errors import LinkClosed, LinkTimeout
+from xcloud.comm.channel import (
+    Boundary,
+    BoundaryField,
+    Codec,
+    Codecs,
+    ReceiveChannel,
+    SendChannel,
+)
+from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
+from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
+from xcloud.comm.state import MEMORY, StatefulParts, StateTree
+from xcloud.comm.step_clock import StepClock
+from xcloud.experiment import Experiment
+from xcloud.features.activation_cache.cache import (
+    MEGABYTE,
+    ActivationCache,
+    ActivationCaches,
+    CachingChannel,
+)
+from xcloud.net.frame import Frame, Kind
+from xcloud.net.link_end import ignore
+from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
+from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.further_ends import (
+    Guard,
+    LineMeters,
+    Loopback,
+    PeerLinks,
+    replica_links,
+    tied_links,
+)
+from xcloud.pipeline.pipeline import BoundaryPorts
+from xcloud.pipeline.schedule import most_in_flight
+
+T = TypeVar("T")
+
+_CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
+
+
+@dataclass(frozen=True)
+class Wiring(StatefulParts):
+    """All ends that one rank holds. groups: by stage, the ranks that hold it. control: None where
+    there is one rank. replicas: links to this rank's counterparts; None where the pipeline stands
+    once. tied: to the pipeline's other end, where a matrix is tied over two ranks. is_elastic:
+    other clouds may be late or gone, and only merges wait for them."""
+
+    ends: Ends
+    groups: dict[int, RankGroup]
+    control: Control | None
+    sums: StageSums
+    replicas: PeerLinks | None
+    tied: PeerLinks | None
+    boundaries: Boundaries
+    is_elastic: bool
+
+    def parts(self) -> StateTree:
+        """What the channels carry from step to step; links and counters begin anew."""
+        return {MEMORY: self.boundaries.channels}
+
+    def expect_signs_of_life(self) -> None:
+        """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
+        links are emulated, which hold messages back, or where clouds may leave and come back."""
+        if not self.is_elastic and not self.ends.is_emulated:
+            for life in self.ends.lives.values():
+                life.beats = True
+
+    def meet(self) -> None:
+        """See Control.meet; where clouds may leave, of the first cloud."""
+        layout = self.ends.layout
+        ranks = layout.ranks_in(layout.cloud_of(0)) if self.is_elastic else range(layout.num_ranks)
+        if self.control is not None and self.ends.rank in ranks:
+            self.control.meet(ranks)
+
+    def close(self) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""
+        self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
+
+
+def wire(
+    job: Experiment, ends: Ends, clock: StepClock, device: torch.device, on_report: OnReport
+) -> Wiring:
+    """Every rank calls it. on_report: in rank 0, in the background, of each other's report."""
+    layout, is_elastic = job.cluster, job.roster.is_elastic
+    groups = {
+        stage: group
+        for stage in range(layout.num_stages)
+        for ranks in layout.replicas_of(stage)
+        if (group := ends.group(ranks, device)) is not None
+    }
+    control = join_control(ends, on_report) if layout.num_ranks > 1 else None
+    sums, replicas = _join_sums(job, ends, control), None
+    if layout.num_replicas > 1:
+        assert control is not None
+        rejoin = partial(_join_peer, control, ends, on_report) if is_elastic else None
+        replicas = replica_links(ends, layout, device, rejoin)
+    tied = tied_links(ends, layout, device) if job.ties_ends else None
+    boundaries = Boundaries(job, ends, clock, device)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, is_elastic)
+
+
+def join_control(ends: Ends, on_report: OnReport) -> Control:
+    """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
+    on_report: see wire."""
+    everyone = range(ends.layout.num_ranks)
+    peers = everyone[1:] if ends.rank == 0 else everyone[:1]
+    control = Control(ends.rank, {}, {}, ends.overdue_s(peers), ends.lives)
+    for peer in peers:
+        _join_peer(control, ends, on_report, peer)
+    return control
+
+
+def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
+    """The links to one peer, also again to one that has come back."""
+    if ends.rank == 0:
+        told = (Kind.REPORT, partial(on_report, peer))
+    else:
+        told = (Kind.ALIVE, partial(note_ages, ends.lives))
+    handlers = dict([told, (Kind.CHECKPOINT, partial(control.hear, peer))])
+    capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
+    control.out[peer], control.incoming[peer] = ends.both(
+        "control", peer, capacity, _CONTROL_AHEAD, handlers
+    )
+
+
+def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSums:
+    """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
+    layout, rank = job.cluster, ends.rank
+    sums = StageSums(rank, layout.leader_of(layout.placement(rank).replica))
+    first, *others = sums.leaders
+    if first == 0 and control is not None:
+        return replace(
+            sums, out=control.out, incoming=control.incoming, overdue_s=control.overdue_s
+        )
+    if rank not in sums.leaders or not others:
+        return sums
+    peers = others if rank == first else [first]
+    star = {p: ends.both("norms", p, FRAME_SLACK_BYTES, _CONTROL_AHEAD) for p in peers}
+    out, incoming = {p: out for p, (out, _) in star.items()}, {p: i for p, (_, i) in star.items()}
+    return replace(sums, out=out, incoming=incoming, overdue_s=ends.overdue_s(peers))
+
+
+_FORWARD_AHEAD = 32
+"""Receives posted forward, as far as the budget of the link goes, where no gradient holds back the
+sender: for an evaluation's pieces, and training over a boundary that no gradient crosses."""
+
+
+class Boundaries:
+    """Of one rank, in its replica of the pipeline. ports: by the stage before the boundary.
+    channels: every one that ends here, by its identity in words. wan_sends: those that cross
+    clouds."""
+
+    def __init__(
+        self, job: Experiment, ends: Ends, clock: StepClock, device: torch.device
+    ) -> None:
+        self.ports: dict[int, BoundaryPorts] = {}
+        self.channels: dict[str, SendChannel | ReceiveChannel] = {}
+        self.wan_sends: list[SendChannel] = []
+        self._job, self._ends, self._clock, self._device = job, ends, clock, device
+        self._shared: dict[type, object] = {}
+        for stage in sorted(job.boundaries):
+            self._join(stage)
+
+    def shared(self, kind: type[T]) -> T:
+        """The one object of this class that all channels use, made when it is first asked for."""
+        found = self._shared.setdefault(kind, kind())
+        assert isinstance(found, kind)
+        return found
+
+    def _join(self, stage: int) -> None:
+        job, layout, rank = self._job, self._job.cluster, self._ends.rank
+        # Which ranks meet: those that have a micro-batch in common.
+        meets = [
+            (layout.owner(stage, i), layout.owner(stage + 1, i))
+            for i in range(layout.rank_period(stage))
+        ]
+        pairs = {*meets[layout.placement(rank).replica :: layout.num_replicas]}
+        if not any(rank in pair for pair in pairs):
+            return
+        in_flight: Counter[tuple[int, int]] = Counter()
+        for schedule in job.schedules:
+            fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
+            actions = fitted.actions(stage, layout.num_stages)
+            in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
+        boundary = job.boundaries[stage]
+        self.ports[stage] = BoundaryPorts(boundary)
+        kept_bytes = round(job.training.activation_cache_mb * MEGABYTE)
+        for a, b in sorted(pair for pair in pairs if rank in pair):
+            if kept_bytes and boundary.is_constant and layout.wan_between(a, b) is not None:
+                # A share for each sender: it cannot know what others have sent.
+                share = kept_bytes // sum(receiver == b for _, receiver in pairs)
+                caches = self.shared(ActivationCaches)
+                caches[stage, b if rank == a else a] = ActivationCache(share)
+            # What waits for nothing from behind may be blocked, and is in flight one at a time.
+            under_way = in_flight[a, b] if boundary.gradient_fields else 1
+            self._join_one_way(stage, "forward", a, b, under_way)
+            if boundary.gradient_fields:
+                self._join_one_way(stage, "backward", b, a, in_flight[a, b])
+
+    def _join_one_way(
+        self, stage: int, direction: str, sender: int, receiver: int, under_way: int
+    ) -> None:
+        """The end, or both ends, of one direction between two ranks that this rank holds."""
+        job, ends, ports = self._job, self._ends, self.ports[stage]
+        boundary, wan = ports.boundary, job.cluster.wan_between(sender, receiver)
+        fields, outs, ins = boundary.fields, ports.forward_out, ports.forward_in
+        if direction == "backward":
+            fields, outs, ins = boundary.gradient_fields, ports.backward_out, ports.backward_in
+        if sender == receiver:
+            outs[receiver] = ins[sender] = Loopback()
+            return
+        compression = Compression() if wan is None else job.compression.at_boundary(stage)
+        codecs = partial(self._codecs, compression, direction)
+        frame, capacity = self._frame_bytes(boundary, fields, codecs())
+        if direction == "forward":
+            start = sum(spec.num_bytes for spec in boundary.start)
+            capacity = max(capacity, start + FRAME_SLACK_BYTES)
+        ahead = _FORWARD_AHEAD if direction == "forward" else 0
+        window, line = ends.window(under_way, frame, ahead), f"{stage}.{direction}"
+        identity = ChannelId(job.seed, stage, direction, sender, receiver)
+        if sender == ends.rank:
+            link = ends.out(
+                line,
+                receiver,
+                capacity,
+                window,
+                boundary=stage,
+                blocked=partial(self._clock.during, "wait"),
+            )
+            channel = SendChannel(link, fields, codecs, self._clock, identity)
+            self.channels[str(identity)] = outs[receiver] = channel
+            if wan is not None:
+                self.wan_sends.append(channel)
+                replica = job.cluster.placement(sender).replica
+                defence = job.defences_at(stage, replica).get(direction)
+                outs[receiver] = channel if defence is None else Guard(channel, defence)
+            return
+        measure: Callable[[Frame, float], None] = ignore
+        if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
+            measure = self.shared(LineMeters).of(identity)
+        inlink = ends.incoming(line, sender, capacity, window, boundary=stage, on_arrival=measure)
+        kept = self.shared(ActivationCaches).get((stage, sender))
+        channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
+        received = channel_of(
+            inlink, fields, codecs, self._clock, identity, self._device,
+            job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
+        )  # fmt: skip
+        self.channels[str(identity)] = ins[sender] = received
+
+    def _frame_bytes(
+        self, boundary: Boundary, fields: Sequence[BoundaryField], codecs: Codecs
+    ) -> tuple[int, int]:
+        """Bytes of the frame that codecs make of the most rows, which bounds what is under way,
+        and of the longest frame that can come, so that receives can wait before it is known."""
+        frame = capacity = FRAME_SLACK_BYTES
+        for entry in fields:
+            rows = entry.max_rows(self._job.max_micro_batch, boundary.max_rows_per_sample)
+            spec = entry.spec(rows)
+            coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
+            frame += coded
+            capacity += max(spec.num_bytes, coded)
+        return frame, capacity
+
+    def _codecs(self, compression: CompressionPlan, direction: str) -> Codecs:
+        """Fresh ones: every channel has its own state."""
+        codecs = [
+            (until, Codec(getattr(c, direction), getattr(c, f"{direction}_memory")))
+            for until, c in compression.by_step
+        ]
+        if isinstance(compression, Selectable):
+            return SelectableCodecs([codec for _, codec in codecs], self.shared(Selection))
+        return Codecs(codecs)

@@ -1,0 +1,333 @@
+"""The best plans of a space, found with few simulations: a quick estimate says which cuts and
+numbers of micro-batches are worth one. Also where compressors begin to pay, and the paper's
+formulas beside the simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, combinations, islice, product
+from typing import NamedTuple
+
+from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.settings import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
+    Priced,
+    variants_of,
+    with_micro_batches,
+)
+from xcloud.simulator import formulas
+from xcloud.simulator.costs import Piece
+from xcloud.simulator.pricing import Pricer
+
+MOST_SPLITS = 5000
+TRIES, REFINED = 24, 4  # of a search; see fastest
+NEAR = 12  # plans that differ from the job's own in one thing
+WORTH = 0.98  # a change that leaves more of a step is no advice
+BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
+REMEDIES = {
+    "compute of": "more ranks or faster ones there",
+    "codec": "a cheaper compressor",
+    "link": "a stronger compressor, or a faster line",
+    "latency": "more in flight, or fewer and larger messages",
+    "averaging over": "fewer merges, or a stronger compressor",
+}
+"""By how the name of what bounds a step begins."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
+    schedules: to try, with any of these counts, each in its variants. varies: dimensions of
+    settings.DIMENSIONS that may differ from `own`. allows: whether the job may run with a
+    strategy, a compression and a schedule, however it is split."""
+
+    own: Plan
+    splits: Mapping[str, Sequence[tuple[int, ...]]]
+    micro_batches: Sequence[int]
+    compressions: Sequence[str]
+    varies: Sequence[str]
+    schedules: Sequence[Schedule] = ()
+    allows: Callable[[str, str, Schedule], bool] = lambda *given: True
+
+    def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
+        """Every plan, with the schedule of `own`, that the job may run with GPipe."""
+        varies, own = self.varies, self.own
+        for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
+            splits, counts = self.splits[strategy], self.counts(arranged[strategy])
+            compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
+            names = self.compressions if compresses else [own.compression]
+            if "split" not in varies and len(own.ends) == len(splits[0]):
+                splits = [own.ends]
+            allowed = [
+                (with_micro_batches(own.schedule, m), name)
+                for m, name in product(counts, names)
+                if self.allows(strategy, name, GPipe(m))
+            ]
+            for ends, (schedule, compression) in product(splits, allowed):
+                yield Plan(strategy, ends, schedule, compression)
+
+    def counts(self, found: Arranged) -> list[int]:
+        """Numbers of micro-batches that suit it."""
+        fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
+        return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
+
+    def schedules_for(
+        self, num_stages: int, num_micro_batches: int, num_lanes: int = 1
+    ) -> list[Schedule]:
+        """Return every one to be tried, whether or not the job allows it."""
+        if "schedule" not in self.varies or num_stages == 1:
+            return [with_micro_batches(self.own.schedule, num_micro_batches)]
+        kinds = [*self.schedules, self.own.schedule]
+        each = (variants_of(kind, num_stages, num_micro_batches, num_lanes) for kind in kinds)
+        return list(dict.fromkeys(chain.from_iterable(each)))
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """best: the fastest first. own: the job's plan; near_own: the fastest that differs from it in
+    one thing. num_plans: in the space; num_simulated: of these."""
+
+    best: list[Priced]
+    own: Priced
+    near_own: tuple[float, Plan] | None
+    num_plans: int
+    num_simulated: int
+
+    def advice(self, place: int) -> str:
+        """The one change that makes a plan of `best` fastest, if there is one; else what to do
+        about what bounds it."""
+        return _advice(self.best[place], [(p.step_s, p.plan) for p in self.best[:place]])
+
+    @property
+    def advice_to_own(self) -> str:
+        return _advice(self.own, [] if self.near_own is None else [self.near_own])
+
+
+def splits_of(
+    pieces: Sequence[Piece], num_stages: int, most: int = MOST_SPLITS,
+    slowness: Sequence[float] = (),
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """Where a model can be cut into so many stages. Of more than `most` ways only the one whose
+    slowest stage is fastest, and those beside it. slowness: how many times longer each stage
+    computes the same work; equal if empty."""
+    last = len(pieces)
+    if num_stages == 1:
+        return [(last,)]
+    cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
+    if math.comb(len(cuts), num_stages - 1) <= most:
+        return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
+    even = _even_split(pieces, cuts, slowness or [1.0] * num_stages)
+    found = {(*even, last)}
+    for place, cut in enumerate(even):
+        for moved in (cut - 1, cut + 1):
+            near = (*even[:place], moved, *even[place + 1 :])
+            if moved in cuts and list(near) == sorted(set(near)):
+                found.add((*near, last))
+    return sorted(found)
+
+
+def _even_split(
+    pieces: Sequence[Piece], cuts: Sequence[int], slowness: Sequence[float]
+) -> tuple[int, ...]:  # fmt: skip
+    """The cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
+    work = [0.0]
+    for piece in pieces:
+        work.append(work[-1] + piece.forward_s.at(1.0) + piece.backward_s.at(1.0))
+
+    @cache
+    def best(stage: int, end: int) -> tuple[float, tuple[int, ...]]:
+        """Of the stages up to this one: the slowest, and the cuts between them."""
+        if stage == 0:
+            return slowness[0] * work[end], ()
+        return min(
+            (
+                (max(slowest, slowness[stage] * (work[end] - work[cut])), (*before, cut))
+                for cut in cuts
+                if cut < end
+                for slowest, before in [best(stage - 1, cut)]
+            ),
+            default=(math.inf, ()),
+        )
+
+    return best(len(slowness) - 1, len(pieces))[1]
+
+
+_Timed = tuple[float, int, str, str, Plan]  # seconds, and what comes first if they are equal
+
+
+class Fastest(NamedTuple):
+    """best: the fastest first. num_plans: in the space; num_simulated: of these."""
+
+    best: list[Plan]
+    num_plans: int
+    num_simulated: int
+
+
+def fastest(
+    pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED,
+    fits: Callable[[Plan], bool] = lambda plan: True,
+) -> Fastest:  # fmt: skip
+    """Return the fastest plans that fit, as into the memory of a what-if question. Where strategy
+    or compression vary, the best one of each pair of them.
+
+    Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
+    simulated with the first schedule that fits, and the fastest `refined` of them with all."""
+
+    shapes = cache(space.schedules_for)
+
+    @cache
+    def allowed(strategy: str, compression: str, num_stages: int, m: int) -> list[Schedule]:
+        every = shapes(num_stages, m, pricer.arranged[strategy].layout.num_lanes)
+        return [schedule for schedule in every if space.allows(strategy, compression, schedule)]
+
+    def allowed_for(plan: Plan) -> list[Schedule]:
+        return allowed(plan.strategy, plan.compression, len(plan.ends), plan.micro_batches)
+
+    def options(plan: Plan) -> Iterator[Plan]:
+        """With all schedules that fit."""
+        return filter(fits, (plan._replace(schedule=one) for one in allowed_for(plan)))
+
+    def order(plan: Plan) -> _Timed:
+        """Of plans that take equally long: fewer micro-batches."""
+        label = plan.schedule.label
+        return pricer.step_s(plan), plan.micro_batches, plan.compression, label, plan
+
+    pairs: dict[tuple[str, str], list[Plan]] = {}
+    for plan in space.groups(pricer.arranged):
+        pairs.setdefault((plan.strategy, plan.compression), []).append(plan)
+    found: list[_Timed] = []
+    num_plans = num_simulated = 0
+    for groups in pairs.values():
+        num_plans += sum(len(allowed_for(plan)) for plan in groups)
+        likely = (next(options(plan), None) for plan in sorted(groups, key=pricer.estimate_s))
+        firsts = list(islice(filter(None, likely), tries))
+        timed = sorted(map(order, firsts))
+        others = dict.fromkeys(other for *_, plan in timed[:refined] for other in options(plan))
+        timed += [order(plan) for plan in others if plan not in firsts]
+        num_simulated += len(timed)
+        best: dict[object, _Timed] = {}
+        for entry in sorted(timed):  # one for each cut and number of micro-batches
+            best.setdefault((entry[-1].ends, entry[1]), entry)
+        found += [*best.values()][: 1 if len(pairs) > 1 else keep]
+    return Fastest([plan for *_, plan in sorted(found)[:keep]], num_plans, num_simulated)
+
+
+def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
+    """The fastest plans, and the job's own among them."""
+    found = fastest(pricer, space, keep)
+    near = [
+        plan
+        for plan in space.groups(pricer.arranged)
+        if len(_changes(space.own, plan)) == 1
+        and space.allows(plan.strategy, plan.compression, plan.schedule)
+    ]
+    steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
+    return Ranked(
+        [pricer.price(plan) for plan in found.best],
+        pricer.price(space.own),
+        min(steps, key=lambda entry: entry[0], default=None),
+        found.num_plans,
+        found.num_simulated,
+    )
+
+
+StepAt = Callable[[str, float], float]
+"""Step time with a compressor over lines of a bandwidth, everything else as in one plan."""
+
+
+def step_at(pricer: Pricer, plan: Plan) -> StepAt:
+    there = cache(pricer.at_bandwidth)
+    return cache(lambda name, rate: there(rate).step_s(plan._replace(compression=name)))
+
+
+def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
+    """Bits per second up to which a step with a compressor takes less than without, by compressor;
+    inf = on every line, 0 = on none. Where there are several, the highest."""
+
+    def gain_s(rate: float, name: str) -> float:
+        return step_s(NO_COMPRESSION, rate) - step_s(name, rate)
+
+    found = dict[str, float]()
+    for name in compressions:
+        if name == NO_COMPRESSION:
+            continue
+        last = max((n for n, rate in enumerate(BANDWIDTHS) if gain_s(rate, name) > 0), default=-1)
+        if 0 <= last < len(BANDWIDTHS) - 1:
+            low, high = map(math.log, BANDWIDTHS[last : last + 2])
+            while high - low > 1e-3:
+                middle = (low + high) / 2
+                pays = gain_s(math.exp(middle), name) > 0
+                low, high = (middle, high) if pays else (low, middle)
+            found[name] = math.exp(low)
+        else:
+            found[name] = 0.0 if last < 0 else math.inf
+    return found
+
+
+class AtCount(NamedTuple):
+    """At so many micro-batches. blocking: formula (2); free: (1); overlapped: (2') as a bubble."""
+
+    micro_batches: int
+    step_s: float
+    bubble_ratio: float
+    free: float
+    blocking: float
+    overlapped: float
+
+
+def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:
+    """The simulated step beside the paper's formulas, which take equal stages: here the mean of
+    the stages and of all transfers. Empty for a plan without a pipeline over clouds."""
+    if len(plan.ends) == 1:
+        return []
+    found = []
+    for m in counts:
+        at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
+        step = pricer.predict(at_m)
+        layout, costs = step.step.layout, step.costs
+        p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
+        tf, tb = (sum(part) / p for part in (costs.forward_s, costs.backward_s))
+        sent_s, latency_s = list[float](), 0.0
+        for boundary, ways in enumerate(zip(costs.forward, costs.backward, strict=True)):
+            clouds = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
+            for (a, b), way in zip((clouds, clouds[::-1]), ways, strict=True):
+                if a != b:
+                    line = pricer.line(plan.strategy, a, b)
+                    sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
+                    latency_s = max(latency_s, line.latency_s)
+        tt = sum(sent_s) / max(1, len(sent_s))
+        whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s)
+        work_s = own_m * (tf + tb)
+        found.append(
+            AtCount(
+                m, pricer.step_s(at_m), step.bubble_ratio,
+                formulas.bubble_of_a_free_link(p, own_m),
+                formulas.bubble_of_blocking_transfers(p, own_m, tf, tb, tt),
+                whole_s / work_s - 1,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _changes(mine: Plan, other: Plan) -> list[str]:
+    """In words; not of the schedule, which is the best one for either."""
+    found = [] if mine.ends == other.ends else ["another split"]
+    for name in ("strategy", "micro_batches", "compression"):
+        if getattr(mine, name) != getattr(other, name):
+            found.append(f"{name.replace('_', '-')} {getattr(other, name)}")
+    return found
+
+
+def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
+    for step_s, other in others:
+        changed = _changes(mine.plan, other)
+        if len(changed) == 1 and step_s < WORTH * mine.step_s:
+            return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
+    found = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
+    return next(found, "-")

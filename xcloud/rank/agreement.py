@@ -1,0 +1,424 @@
+"""Before anything else, all ranks meet and compare what they are about to run. A difference ends
+the run in every rank with the same message: the setting, its values, and the ranks and clouds that
+have them. The data are compared later, by fingerprint (`agree_on`, from rank/task_data.py).
+
+Clouds draw batches, learning rates and dropout from the experiment file alone, so another `seed`
+pairs samples that do not belong together, and another layout hangs the process groups: hence
+before wiring and loading, as words to and from rank 0 (net/words.py). What is compared and
+what may differ stands in docs/several-machines.md. Tables of other ranks are not trusted: they
+are limited in bytes, lines and text, and to printable ASCII.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from torch._C._distributed_c10d import HashStore
+
+import xcloud
+from xcloud.base.errors import ConfigError, FrameError
+from xcloud.base.project import code_digests, commit, file_digest
+from xcloud.job.job import Job
+from xcloud.net.transport import Meeting, meeting_store
+from xcloud.tasks.tokenizer import Tokenizer
+
+Table = Mapping[str, Mapping[str, str]]
+"""Section (setting, code, fact, info) -> dotted key or file -> value as JSON text."""
+
+PATH = "(a path)"
+"""In place of a value that is a path: not sent, and equal to anything."""
+
+_UNCOMPARED = {
+    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cache_dir",
+    "cluster.name", "task.sizes",
+}  # fmt: skip
+MAX_VALUE = 160
+"""Characters; a longer value is cut and followed by its digest."""
+
+_DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
+_PUBLIC_TEXT = re.compile(r"(.*\.)?(public_)?text\.path")  # of which all build the same
+_PLACE = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs)")
+_LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
+
+MAX_BYTES = 1 << 18
+_MAX_LINES = 8192
+_MAX_SHOWN = 8
+_MAX_TEXT = 16_384
+
+_PRINTABLE = r"^[ -~]*$"
+_KEY = Annotated[str, StringConstraints(pattern=_PRINTABLE)]
+_VALUE = Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)]
+_SECTION = Annotated[dict[_KEY, _VALUE], Field(max_length=_MAX_LINES)]
+_TABLE = TypeAdapter[Any](dict[Literal["setting", "code", "fact", "info", "held"], _SECTION])
+
+T = TypeVar("T")
+NameOf = Callable[[int], str]
+"""Of a rank, for messages."""
+
+Held = Mapping[str, str]
+"""Of a rank's checkpoints a line each, by step."""
+
+Newest = Callable[[Mapping[int, Held], NameOf], tuple[int, str]]
+"""By what the ranks hold the step that all go on from, 0 for the start, and a note for the user.
+Raises ConfigError."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank 0's answer. kind: go = start; stop = the run ends. refused: ranks that end, while the
+    run continues without them. text: the reason or, with `go`, a note for the user; may be empty.
+    from_step: of the checkpoint that all go on from; 0 = from the start. attempt: a number that no
+    other attempt at this run has."""
+
+    kind: Literal["go", "stop"] = "go"
+    refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    text: Annotated[str, StringConstraints(pattern=r"^[ -~\n]*$", max_length=_MAX_TEXT)] = ""
+    from_step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
+    attempt: Annotated[int, Field(ge=0)] = 0
+
+
+_VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
+
+
+def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
+    """On one machine, where ranks begin once."""
+    num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
+    store = meeting_store(run_dir) if num_ranks > 1 else HashStore()
+    return Meeting(rank, num_ranks, store, within_s)
+
+
+def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -> Verdict:
+    """Compare with all ranks; where ranks may begin at any time, with those that save, and the
+    others with rank 0. Every rank calls it first.
+
+    mine: what this rank runs (table_of). Raises ConfigError in every rank that cannot go
+    on, but in one that is `refused`, which must still join the wiring before it may leave.
+    """
+    rank, compared = meeting.rank, {*range(meeting.num_ranks)}
+    if meeting.is_open:
+        compared = {*job.roster.saving}
+    mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
+    if rank in compared:
+        meeting.write("table", encode_table(mine))
+    if rank == 0:
+        told = _Comparison(job, meeting, mine, compared - {0}).verdict(newest)
+        told = replace(told, text=_printable(told.text), attempt=time.time_ns())
+        meeting.write("verdict", json.dumps(asdict(told)))
+    elif rank not in compared:
+        own = _Comparison(job, meeting, mine, {0}).judge()
+        if own.kind == "stop":
+            raise ConfigError(own.text)
+    verdict = decode_verdict(meeting.read("verdict", 0))
+    if verdict.kind == "stop":
+        raise ConfigError(verdict.text)
+    return verdict
+
+
+def agree_on(
+    what: str,
+    meeting: Meeting,
+    facts: Mapping[str, str],
+    left_out: Mapping[int, Collection[str]] = {},
+) -> Mapping[str, str]:
+    """All ranks must hold the same facts before the first step; every rank calls it. what: a name
+    for them. left_out: by rank, those that it need not have. Returns those of rank 0.
+
+    Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
+    may begin at any time.
+    """
+    meeting.write(what, json.dumps(dict(facts)))
+    theirs, others = facts, range(0 if meeting.is_open else meeting.num_ranks)
+    for peer in others[1:] if meeting.rank == 0 else [0]:
+        theirs = decode_facts(meeting.read(what, peer), peer)
+        compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
+    return facts if meeting.rank == 0 else theirs
+
+
+def agree_where_shared(meeting: Meeting, facts: Mapping[str, str]) -> None:
+    """Compare what several ranks have built a part of, each from its own copy: what two of them
+    have must be equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
+    what the first rank that has a thing has of it.
+
+    facts: digests of base models and public texts, by a name for messages. Raises ConfigError in
+    the rank that differs, and in rank 0.
+    """
+    meeting.write("shared", json.dumps(dict(facts)))
+    if meeting.rank != 0:
+        first = decode_facts(meeting.read("what is shared", 0), 0)
+        return _compare_shared(facts, first, "another rank")
+    first, odd = dict(facts), dict[int, dict[str, str]]()
+    for peer in range(1, meeting.num_ranks):
+        theirs = decode_facts(meeting.read("shared", peer), peer)
+        if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
+            odd[peer] = theirs
+        first = {**theirs, **first}
+    meeting.write("what is shared", json.dumps(first))
+    for peer, theirs in odd.items():
+        _compare_shared(first, theirs, f"rank {peer}")
+
+
+def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:
+    both = sorted(mine.keys() & theirs.keys())
+    if differing := [name for name in both if mine[name] != theirs[name]]:
+        name = differing[0]
+        raise ConfigError(
+            f"the ranks build on different copies of the same thing: {name} is "
+            f"{mine[name][:16]} here, {theirs[name][:16]} in {whose}, so they would train halves "
+            "of two networks. Copy it from one cloud to the others: the checkpoint, the tokenizer "
+            "or the public text; or, where a run made it, backbones/ or causal/ of its cache_dir, "
+            "as another kind of processor makes another one"
+        )
+
+
+def decode_facts(text: str, peer: int) -> dict[str, str]:
+    return _decoded(_FACTS, text, f"rank {peer} sent no names and values of facts")
+
+
+def compare_facts(
+    mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
+) -> None:
+    """left_out: names that one of the two need not have."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        if (name not in mine or name not in theirs) and name in left_out:
+            continue
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
+            raise ConfigError(
+                f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
+                "All clouds need the same experiment file, the same release of xcloud and the "
+                "same rows of data in the same order."
+            )
+
+
+class _Comparison:
+    """Of what this rank runs with what `peers` run, of which rank 0 is one if it is not this."""
+
+    def __init__(self, job: Job, meeting: Meeting, mine: Table, peers: Iterable[int]) -> None:
+        self._job, self._name_of = job, partial(rank_name, job)
+        self._tables: dict[int, Table] = {meeting.rank: mine}
+        self._unread: dict[int, str] = {}
+        for peer in sorted(peers):
+            text = meeting.read("table", peer)
+            try:
+                self._tables[peer] = decode_table(text, self._name_of(peer))
+            except FrameError as error:
+                if meeting.rank != 0:
+                    raise
+                self._unread[peer] = str(error)  # the other ranks must be told too
+
+    def verdict(self, newest: Newest) -> Verdict:
+        """All but the refused ranks begin, or go on from the newest checkpoint that all of them
+        hold."""
+        found = self.judge()
+        held = {r: t.get("held", {}) for r, t in self._tables.items() if r not in found.refused}
+        if found.kind == "stop" or not any(held.values()):
+            return found
+        try:
+            step, note = newest(held, self._name_of)
+        except ConfigError as error:
+            return Verdict("stop", text=str(error))
+        return replace(found, text="; ".join(filter(None, (found.text, note))), from_step=step)
+
+    def judge(self) -> Verdict:
+        differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
+        bad = {*self._unread}.union(*(r for keys in differing.values() for r in keys.values()))
+        if not bad:
+            torches = self._values("info", "torch", self._differing("info").get("torch", []))
+            return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
+
+        said, files = list(self._unread.values()), differing.pop("code")
+        shown = [(section, key) for section, keys in differing.items() for key in sorted(keys)]
+        for section, key in shown[:_MAX_SHOWN]:
+            said.append(f"{key} is {self._values(section, key, differing[section][key])}")
+        if len(shown) > _MAX_SHOWN:
+            said.append(f"and {len(shown) - _MAX_SHOWN} more settings")
+        if files:
+            ranks = sorted({rank for others in files.values() for rank in others})
+            more = f" and {len(files) - _MAX_SHOWN} more" if len(files) > _MAX_SHOWN else ""
+            said.append(
+                f"the code of {self._names(ranks)} is not that of {self._name_of(0)}, in "
+                f"{', '.join(sorted(files)[:_MAX_SHOWN])}{more} (commit "
+                f"{self._values('info', 'commit', ranks)})"
+            )
+        text = (
+            "the ranks do not run the same experiment:\n"
+            + "".join(f"  {difference}\n" for difference in said)
+            + "All clouds need the same experiment file and the same code of xcloud; copy both "
+            "from one place and start again. Paths, caches, devices and trackers may differ."
+        )
+        # A rank with another layout cannot even join the process groups.
+        fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
+        refused = self._job.refused_with(frozenset(bad)) if fits else ()
+        return Verdict("go" if refused else "stop", tuple(sorted(refused)), text)
+
+    def _differing(self, section: str) -> dict[str, list[int]]:
+        """Ranks that have something else there than rank 0, by key."""
+        found: dict[str, list[int]] = {}
+        first = self._tables[0].get(section, {})
+        for rank, table in self._tables.items():
+            theirs = table.get(section, {})
+            for key in first.keys() | theirs.keys():
+                values = first.get(key), theirs.get(key)
+                if values[0] != values[1] and PATH not in values:
+                    found.setdefault(key, []).append(rank)
+        return found
+
+    def _values(self, section: str, key: str, ranks: Sequence[int]) -> str:
+        """'1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
+        holders: dict[str, list[int]] = {}
+        for rank in (0, *ranks) if ranks else ():
+            value = self._tables[rank].get(section, {}).get(key, "not set")
+            holders.setdefault(value, []).append(rank)
+        return ", ".join(f"{value} in {self._names(held)}" for value, held in holders.items())
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - _MAX_SHOWN} more ranks" if len(ranks) > _MAX_SHOWN else ""
+        return ", ".join(map(self._name_of, ranks[:_MAX_SHOWN])) + more
+
+
+def rank_name(job: Job, rank: int) -> str:
+    if rank >= job.cluster.num_ranks:  # this rank's file knows fewer
+        return f"rank {rank}"
+    return f"rank {rank} (cloud {job.cluster.placement(rank).cloud})"
+
+
+def encode_table(table: Table) -> str:
+    """JSON. Raises ConfigError for an experiment that is too large to compare."""
+    text, num_lines = json.dumps(table), sum(map(len, table.values()))
+    if len(text) > MAX_BYTES or num_lines > _MAX_LINES:
+        raise ConfigError(
+            f"this experiment has {num_lines} settings and files in {len(text):,} bytes, too "
+            f"many to compare between clouds (at most {_MAX_LINES} and {MAX_BYTES:,}); move long "
+            "lists into files"
+        )
+    return text
+
+
+def decode_table(text: str, sender: str) -> Table:
+    """Raises FrameError for anything but what encode_table makes."""
+    return _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
+
+
+def decode_verdict(text: str) -> Verdict:
+    return _decoded(_VERDICT, text, "rank 0 sent no verdict on what the ranks run")
+
+
+def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:
+    try:
+        return adapter.validate_json(text if len(text) <= MAX_BYTES else "", strict=True)
+    except ValidationError as error:  # the first reason, without what was sent
+        raise FrameError(f"{what}: {error.errors()[0]['msg']}") from None
+
+
+def _printable(text: str) -> str:
+    return "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in text)[:_MAX_TEXT]
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """Everything of this rank that is compared. All of it is ASCII.
+
+    settings: the resolved experiment file as plain containers.
+    """
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.randperm(1000, generator=generator)
+    compared = compared_settings(settings)
+    return {
+        "setting": compared,
+        "code": _code(compared),
+        "fact": {
+            "release of xcloud": _text_of(xcloud.__version__),
+            "digest of torch's random numbers": _digest(repr(draws.tolist()).encode()),
+        },
+        "info": {"torch": _text_of(torch.__version__), "commit": _text_of(commit())},
+    }
+
+
+def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks."""
+    found: dict[str, str] = {}
+
+    def walk(node: Any, key: str) -> None:
+        leaf = key.rsplit(".", 1)[-1]
+        if key in _UNCOMPARED or leaf == "cache_dir" or _DEVICE.fullmatch(key):
+            return
+        if key.endswith("tokenizer.path"):
+            found[key] = _contents(node, check=Tokenizer.load)
+        elif _PUBLIC_TEXT.fullmatch(key):
+            found[key] = _contents(node)
+        elif leaf == "name_or_path":
+            found[key] = PATH if _is_place(node) else _text_of(node)
+        elif _PLACE.fullmatch(leaf):
+            return
+        elif isinstance(node, Mapping) and node:
+            if key and "_target_" not in node:  # the order of members may count
+                found[key] = _text_of(list(node))
+            for name, entry in node.items():
+                walk(entry, f"{key}.{name}" if key else str(name))
+        elif isinstance(node, list | tuple) and node:
+            for index, entry in enumerate(node):
+                walk(entry, f"{key}[{index}]")
+        elif isinstance(node, str) and _LOOKS_LIKE_PATH.match(node):
+            found[key] = PATH
+        else:
+            found[key] = _text_of(node)
+
+    walk(settings, "")
+    return {json.dumps(key)[1:-1]: value for key, value in found.items()}
+
+
+def _is_place(value: object) -> bool:
+    """A folder or file, not the name of a checkpoint ("minilm", "owner/name")."""
+    return isinstance(value, str) and (
+        bool(_LOOKS_LIKE_PATH.match(value) or value.count("/") > 1 or "\\" in value)
+        or Path(value).exists()
+    )
+
+
+def _contents(path: object, check: Callable[[Path], object] | None = None) -> str:
+    """Return the digest of a file; PATH where this machine has none.
+
+    check: reads it and raises DataError for another kind of file. The digest is sent, and that of
+        any other file could tell what it holds.
+    """
+    file = Path(path).expanduser() if isinstance(path, str) else None
+    if file is None or not file.is_file():
+        return PATH
+    if check is not None:
+        check(file)
+    return f'"(contents {_digest(file.read_bytes())})"'
+
+
+def _code(compared: Mapping[str, str]) -> dict[str, str]:
+    """Digest of every file of the package, and of each other module that a _target_ is of."""
+    found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
+    targets = {value.strip('"') for key, value in compared.items() if key.endswith("_target_")}
+    for name in sorted({target.rpartition(".")[0] for target in targets}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name.partition(".")[0] != "xcloud" and file and Path(file).is_file():
+            found[f"module {name}"] = file_digest(Path(file))
+    return found
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _text_of(value: object) -> str:
+    """JSON, in ASCII; 2 and 2.0 are one number."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = json.dumps(value, default=str)
+    if len(text) > MAX_VALUE:
+        text = f"{text[: MAX_VALUE - 40]}... (digest {_digest(text.encode())})"
+    return text

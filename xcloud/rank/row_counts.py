@@ -1,0 +1,52 @@
+"""A rank whose stages read no field opens no file, if the task accepts sizes: they are among the
+facts of rank 0, which reads the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xcloud.base.errors import FrameError
+from xcloud.contracts.model import SPLITS, Split, Task, TaskData
+from xcloud.experiment import Experiment
+from xcloud.net.transport import Meeting
+from xcloud.rank.agreement import agree_on, compare_facts
+from xcloud.rank.task_data import DATA, SAMPLES, load
+
+UNREAD = "the task's settings and sizes"
+
+
+def load_or_be_told(job: Experiment, meeting: Meeting) -> TaskData:
+    """As `load`, where some ranks may read no field. Raises FrameError too, for no sizes."""
+    task = job.task
+    unseeing = [rank for rank in range(job.cluster.num_ranks) if not job.fields_of(rank)]
+    # `sizes` is a task's row counts; None where it has them and they are not set.
+    if not unseeing or 0 in unseeing or getattr(task, "sizes", ()) is not None:
+        return load(job, meeting)
+    left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values()))
+    if meeting.rank not in unseeing:
+        return load(
+            job, meeting, lambda data: {UNREAD: _unread(job, data).fingerprint()}, left_out
+        )
+    theirs = agree_on("data", meeting, {}, left_out)
+    data = _with_sizes(task, _sizes_in(theirs)).load(frozenset(), job.seed)
+    compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
+    return data
+
+
+def _unread(job: Experiment, data: TaskData) -> TaskData:
+    """What a rank that reads nothing has of the same data."""
+    sizes = {split: data.num_samples(split) for split in SPLITS}
+    return _with_sizes(job.task, sizes).load(frozenset(), job.seed)
+
+
+def _with_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
+    return replace(task, sizes=sizes)  # type: ignore[type-var]
+
+
+def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
+    found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
+    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
+        raise FrameError(f"rank 0 told {found} for the numbers of samples")
+    return {split: int(text) for split, text in found.items()}

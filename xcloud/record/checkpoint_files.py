@@ -1,0 +1,243 @@
+"""The files of a run's checkpoints, complete or not at all: one part of every rank, in safetensors
+and JSON. What is in a part, and when it is written, is decided elsewhere
+(features/checkpoints/checkpointing.py).
+
+RUN/checkpoints/step-000500/rank-1.safetensors   tensors
+                            rank-1.json          numbers, what wrote it, SHA-256 of both files
+                            AGREED               every rank of the run has completed its part
+The JSON file is written last: a part without it does not exist. Each cloud has the parts of its
+own ranks in its own run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.record.files import (
+    AGREED_FILE,
+    CheckpointSteps,
+    numbers,
+    read_json,
+)
+from xcloud.record.segments import draft_of, sync_names, write_whole
+
+State = Mapping[str, Tensor | int]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class CheckpointFolder(CheckpointSteps):
+    """Of one run, on this machine. Ranks that share the folder write and delete their own parts
+    only."""
+
+    def ranks(self, step: int) -> list[int]:
+        """Whose part is here, complete."""
+        return sorted(numbers(self.step_dir(step), r"rank-(\d+)\.json"))
+
+    def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
+        """Returns its bytes once it is on the disk. Raises OSError, and leaves no file then.
+
+        about: facts for whoever reads it, of plain containers.
+        """
+        folder = self.step_dir(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for above in (self.path, self.path.parent):
+            sync_names(above)
+        _delete_part(folder, rank)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in state.items() if name not in tensors}
+        try:
+            digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors)
+            text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
+                    "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
+            data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
+            write_whole(_json_file(folder, rank), rank, [data])
+        except BaseException:
+            _delete_part(folder, rank)
+            raise
+        return num_bytes + len(data)
+
+    def about(self, step: int, rank: int) -> dict[str, Any]:
+        """The facts written with a part. Raises DataError if it is missing or damaged."""
+        return dict(self._head(step, rank)["about"])
+
+    def check(self, step: int, rank: int) -> None:
+        """Read all of a part. Raises DataError saying what is wrong with it."""
+        head, path = self._head(step, rank), _tensors_file(self.step_dir(step), rank)
+        try:
+            with open(path, "rb") as file:
+                num_bytes = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{_name(path)} cannot be read: {error.strerror}") from error
+        if num_bytes != head["num_bytes"]:
+            raise DataError(
+                f"{_name(path)} has {num_bytes:,} bytes, {head['num_bytes']:,} were written"
+            )
+        if digest != head["sha256"]:
+            raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
+
+    def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
+        """Raises DataError unless it is what was written."""
+        self.check(step, rank)
+        tensors = load_file(_tensors_file(self.step_dir(step), rank))
+        return {**tensors, **self._head(step, rank)["numbers"]}
+
+    def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
+        """rank: that writes it. facts: by rank 0; others may share its folder, so
+        they never replace what is there."""
+        path = self.step_dir(step) / AGREED_FILE
+        if rank == 0:
+            write_whole(path, rank, [json.dumps(dict(facts)).encode()])
+        else:
+            path.touch()
+            sync_names(path.parent)
+
+    def agreed(self, step: int) -> dict[str, Any]:
+        """What `mark_agreed` wrote; empty without it."""
+        return read_json(self.step_dir(step) / AGREED_FILE)
+
+    def prune(self, rank: int, keep: int, places: object = None) -> None:
+        """Delete this rank's parts of all steps before the newest `keep` that are agreed, and
+        those of ranks that stood in other places: nobody else will."""
+        kept = self.agreed_steps()[:keep]
+        for step in self.steps():
+            if kept and step < kept[-1]:
+                self._delete_all(step, rank, "places", places)
+
+    def delete(self, step: int, rank: int) -> None:
+        folder = self.step_dir(step)
+        _delete_part(folder, rank)
+        with contextlib.suppress(OSError):  # other ranks' parts are there
+            folder.rmdir()
+
+    def delete_lost(self, step: int, rank: int) -> bool:
+        """Delete this rank's part of a step that some rank has no part of. Return whether it did:
+        what all ranks have agreed on stays, whoever calls it lost."""
+        if self.is_agreed(step):
+            return False
+        self.delete(step, rank)
+        return True
+
+    def delete_after(
+        self, step: int, rank: int, attempt: int | None = None, roll_back: bool = False
+    ) -> list[int]:
+        """Delete parts of later steps, which will be done again: this rank's, and those of
+        attempts before this one. Return the steps.
+
+        roll_back: also those that all ranks had agreed on. Raises ConfigError, and deletes
+        nothing, if there are some and it is not given.
+        """
+        later = [number for number in self.steps() if number > step]
+        agreed = [number for number in later if self.is_agreed(number) and self.ranks(number)]
+        if agreed and not roll_back:
+            steps = ", ".join(map(str, reversed(agreed)))
+            raise ConfigError(
+                f"the ranks go on from step {step}, but this cloud has later checkpoints that all "
+                f"ranks had agreed on (step {steps}). They would be deleted: if that is meant, "
+                "start this cloud's worker with --roll-back; else ask the other clouds what "
+                "became of theirs"
+            )
+        for number in later if step else ():
+            self._delete_all(number, rank, "attempt", attempt)
+        return later if step else []
+
+    def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
+        """This rank's part, and others here that were written with another fact."""
+        (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
+        for other in self.ranks(step):
+            with contextlib.suppress(DataError):  # its own rank deletes it just now
+                if json.dumps(self.about(step, other).get(fact)) != json.dumps(now):
+                    self.delete(step, other)
+        self.delete(step, rank)
+
+    def _head(self, step: int, rank: int) -> dict[str, Any]:
+        path = _json_file(self.step_dir(step), rank)
+        try:
+            head = json.loads(path.read_text("utf-8"))
+            written = head.pop("own_sha256")
+        except FileNotFoundError as error:
+            raise DataError(f"there is no {_name(path)}") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(f"{_name(path)} is damaged: {why}") from error
+        if written != _digest_of(head):
+            raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
+        return dict(head)
+
+
+def _delete_part(folder: Path, rank: int) -> None:
+    # The JSON first: without it the rest is no part.
+    parts = (_json_file(folder, rank), _tensors_file(folder, rank))
+    # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
+    drafts = (draft_of(path, rank) for path in (*parts, folder / AGREED_FILE))
+    for path in (*parts, *drafts):
+        path.unlink(missing_ok=True)
+
+
+def _name(path: Path) -> str:
+    """Without the place of the run folder, which is nobody else's matter."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _tensors_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+def _json_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def _digest_of(head: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()
+
+
+def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """A safetensors file, written and hashed in one pass and without a copy of the values: the
+    library's own `save_file` holds all of them a second time. Returns SHA-256 and bytes."""
+    # Wide values first, so that each begins at a multiple of its size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        value = tensors[name]
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {
+            "dtype": _DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    pieces = [len(text).to_bytes(8, "little"), text]
+    return write_whole(path, rank, chain(pieces, (_bytes_of(tensors[name]) for name in names)))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """On the CPU, of which a tensor of a GPU has a copy only while it is written."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]

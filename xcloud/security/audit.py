@@ -1,0 +1,208 @@
+"""List what left each cloud: every kind of message with its parts, count and bytes.
+Taken from the links' records; contains no tensor values.
+
+Every rank writes `rankN.wire.json` to its run folder once its links have closed, so nothing it
+sent is missing. If a rank's file is missing, what its receivers recorded is used instead (one-way
+jobs, which outlive a producer). `join_audit` merges the files of a folder into `wire_audit.json`;
+for a run on several machines copy them into one folder first and run
+    python -m xcloud wire-audit RUN_DIR
+Token ids count as text. What activations and gradients give away is the leak meter's matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import DataError
+from xcloud.base.run_folder import check_is_folder, owned
+from xcloud.base.terminal import say
+from xcloud.layout import Layout
+from xcloud.net.link import LinkRecord
+
+AUDIT_FILE = "wire_audit.json"
+
+_TEXT = {"text", "source", "target", "ids", "tokens", "first", "second"}  # fields of tasks
+_LABELS = {"label", "labels", "start", "end"}
+
+_TELLING = {
+    ("activation", "evaluation", "start"): "hidden states",
+    ("gradient", "averaging"): "gradients and weight changes",
+}
+
+log = logging.getLogger(__name__)
+_DIRECTION = {
+    **dict.fromkeys(("activation", "evaluation", "start", "batch"), "forward"),
+    "gradient": "backward",
+}
+
+# What crosses before the first step, by which ranks find each other and agree on what they run.
+UNFRAMED = [
+    "rendezvous, in a store: addresses and ports of the ranks, names of their process groups; "
+    "where ranks may begin again, how often each has",
+    "start, between each rank and rank 0: settings of the experiment, digests of the code, "
+    "checkpoints, numbers of samples and digests of the task's settings and data: lines of text, "
+    "and whether the rank may go on; where ranks may begin again, digests of parameters",
+    "start, from rank 0: a number for this run and one for its machine (emulated links only)",
+    "start: a barrier before the first step, but where ranks may begin again",
+]
+
+
+def audit_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank{rank}.wire.json"
+
+
+def write_rank_audit(
+    run_dir: Path,
+    rank: int,
+    layout: Layout,
+    records: Sequence[LinkRecord],
+    report_contents: Mapping[str, set[str]],
+    received: Mapping[int, LinkRecord] | None = None,
+) -> None:
+    """report_contents: kind of event -> names of its fields. received: by rank of the sender.
+
+    Warns if the file cannot be written; the joined audit then lacks this rank.
+    """
+    path = audit_file(run_dir, rank)
+    sent = [message for record in records for message in record.described()]
+    crosses = any(message["kind"] == "report" for message in sent)
+    audit = {
+        "rank": rank,
+        "cloud": layout.placement(rank).cloud,
+        "num_ranks": layout.num_ranks,
+        "crosses_clouds": layout.crosses_clouds,
+        "messages": sent,
+        "received": [
+            {"sender": sender, "from": layout.placement(sender).cloud, **message}
+            for sender, record in (received or {}).items()
+            for message in record.described()
+        ],
+        "unframed": UNFRAMED,
+        "reports": _sorted(report_contents) if crosses else {},
+    }
+    draft = path.with_name(f".{path.name}")  # a partial file would break the joined audit
+    try:
+        draft.write_text(json.dumps(audit, indent=1), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        log.warning("%s could not be written: %s", path, error)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def join_audit(run_dir: Path) -> dict[str, Any]:
+    """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
+    ranks = [json.loads(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
+    if not ranks:
+        raise DataError(
+            f"there is no rank*.wire.json in {run_dir}; every rank of a run writes one at its end"
+        )
+    joined: dict[str, dict[str, Any]] = {}
+    reports: dict[str, set[str]] = {}
+    missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
+    for rank in ranks:
+        of_missing = [message for message in rank["received"] if message["sender"] in missing]
+        for message in [*({**m, "from": rank["cloud"]} for m in rank["messages"]), *of_missing]:
+            boundary, parts = message["boundary"], message["parts"]
+            head = {
+                "from": message["from"],
+                "to": message["to"],
+                "boundary": "control" if boundary is None else boundary,
+                "direction": _DIRECTION.get(message["kind"], ""),
+                "kind": message["kind"],
+            }
+            make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
+            new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
+            found = joined.setdefault(json.dumps([head, make_up]), new)
+            for mine, other in zip(found["parts"], parts, strict=True):
+                mine["shape"] = [*map(_span, mine["shape"], other["shape"])]
+            for count in ("num_messages", "num_bytes"):
+                found[count] += message[count]
+        for event, names in rank["reports"].items():
+            reports.setdefault(event, set()).update(names)
+    audit = {
+        "ranks": [rank["rank"] for rank in ranks],
+        "missing_ranks": missing,
+        "messages": list(joined.values()),
+        "reports": _sorted(reports),
+        "unframed": ranks[0]["unframed"] if ranks[0]["crosses_clouds"] else [],
+    }
+    text = json.dumps(audit, indent=1, ensure_ascii=False)
+    (run_dir / AUDIT_FILE).write_text(text + "\n", encoding="utf-8")
+    return audit
+
+
+def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
+    """Short form for summary.json: "a -> b" -> kind -> messages, bytes, contents."""
+    short: dict[str, Any] = {}
+    for message in audit["messages"]:
+        kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
+        name = message["kind"]
+        if message["boundary"] != "control":
+            name = f"{name} {message['boundary']}"
+        entry = kinds.setdefault(name, {"messages": 0, "bytes": 0, "carries": []})
+        entry["messages"] += message["num_messages"]
+        entry["bytes"] += message["num_bytes"]
+        for part in message["parts"]:
+            if part["carries"] not in entry["carries"]:
+                entry["carries"].append(part["carries"])
+    if audit["missing_ranks"]:
+        short["missing_ranks"] = audit["missing_ranks"]
+    return short
+
+
+def as_table(audit: Mapping[str, Any]) -> str:
+    """What left each cloud, for a terminal; first whether texts or labels did, and how much did
+    from which they may be guessed."""
+    lines = [*_in_words(audit), ""]
+    for way, kinds in compact({**audit, "missing_ranks": []}).items():
+        for kind, found in kinds.items():
+            head = f"{way}  {kind:<14}{found['messages']:>8} messages {found['bytes']:>14,} bytes"
+            lines.append(f"{head}  {'; '.join(found['carries'])}".rstrip())
+    return "\n".join(lines)
+
+
+def _in_words(audit: Mapping[str, Any]) -> list[str]:
+    parts = [(m["kind"], p["carries"].split()[0]) for m in audit["messages"] for p in m["parts"]]
+    crosses = {
+        "token ids": any(kind == "batch" or name in _TEXT for kind, name in parts),
+        "labels": any(name in _LABELS for _, name in parts),
+    }
+    lines = [f"{what} as such: {'yes' if found else 'no'}" for what, found in crosses.items()]
+    for kinds, what in _TELLING.items():
+        num_bytes = sum(m["num_bytes"] for m in audit["messages"] if m["kind"] in kinds)
+        if num_bytes:
+            lines.append(f"{what}: {num_bytes:,} bytes, from which texts may be guessed")
+    if len(lines) > len(crosses):
+        lines.append("security/meter=attack measures how much of them can be")
+    if missing := audit["missing_ranks"]:
+        names = ", ".join(map(str, missing))
+        lines.append(f"not known of ranks {names}, whose records are not here")
+    return lines
+
+
+def _sorted(contents: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    return {event: sorted(names) for event, names in sorted(contents.items())}
+
+
+def _span(a: int | str, b: int | str) -> int | str:
+    """Merge 3 and "5-7" into "3-7"."""
+    ends = sorted(int(number) for size in (a, b) for number in str(size).split("-"))
+    return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m xcloud wire-audit")
+    parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON (wire_audit.json has all)")
+    given = parser.parse_args(arguments)
+    check_is_folder(given.run_dir)
+    with owned(given.run_dir):
+        audit = join_audit(given.run_dir)
+    say(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))

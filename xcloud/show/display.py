@@ -1,0 +1,289 @@
+"""What is shown of a run: the progress line, and once it has ended its record: pictures,
+summary.json, what the tracker keeps, the table. Measures nothing.
+
+On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
+line is printed about every 30 s:
+
+    step 120/2000  13 min left  loss 3.214  0.412 s/step  430 tokens/s  waits 0.101 s  link 87 %
+
+Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
+two clouds. A one-way job adds the consumer's scores and each producer's loss and share so far:
+"precision 0.61  recall 0.40  en 2.31 (50 %)". The summary has all of it separately.
+
+A part of the record that cannot be made costs one warning, never the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from xcloud.base.project import MODEL_DIR
+from xcloud.base.terminal import printable
+from xcloud.base.units import human_duration, score_name, score_with_error
+from xcloud.job.job import Job
+from xcloud.record import timeline as timelines
+from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
+from xcloud.record.files import may_quote_data
+from xcloud.record.further_figures import files_of_samples
+from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
+from xcloud.security.audit import AUDIT_FILE, compact, join_audit
+from xcloud.show.tables import markdown_of, print_report
+from xcloud.tracking.tracker import Recording
+
+TRACE_FILE = "timeline.json"
+REDRAWS_PER_S = 10
+PRINT_S = 30.0
+SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
+
+log = logging.getLogger(__name__)
+
+
+class ProgressLine:
+    """`show(event)` every event, `update(totals)` every complete step, `close()` at the end."""
+
+    def __init__(
+        self,
+        max_steps: int,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_steps = max_steps
+        from rich.console import Console
+        from rich.live import Live
+
+        stream = sys.stdout if stream is None else stream
+        if isinstance(stream, io.TextIOWrapper):
+            # A corpus sample must not fail the run on an ASCII terminal.
+            stream.reconfigure(errors="replace")
+        self._console = Console(file=stream)
+        self._rewrites = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
+        self._clock = clock
+        self._sums: dict[str, tuple[float, float]] = {}  # of what is smoothed: value, weight
+        self._taken = Counter[str]()  # batches of each producer
+        self._losses: dict[str, float] = {}  # of each producer
+        self._unprinted = ""  # not on a terminal: the latest line, if not printed yet
+        self._printed_at_s = -math.inf
+        self._phase = ""
+
+    def update(self, totals: StepTotals) -> None:
+        self._smooth(totals)
+        self._taken.update({name: int(n) for name, n in totals.sums("taken").items()})
+        line = self._describe(totals)
+        if self._rewrites:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
+            return
+        self._unprinted = line
+        if self._clock() - self._printed_at_s >= PRINT_S:
+            self._printed_at_s = self._clock()
+            self._print_line()
+
+    def show(self, event: Event) -> None:
+        """Print the text of an event, if any; step events have none."""
+        kind = event["event"]
+        if kind == "start" and event.get("headline"):
+            self.note(f"{event['cloud']}: {event['headline']}")
+        elif kind == "note":
+            self.note(f"{event['cloud']}: {event['text']}")
+        elif kind == "phase" and event["name"] != self._phase:
+            self._phase = event["name"]  # every rank reports it; print it once
+            self._print_line()  # the last step before an evaluation, not after it
+            self.note(self._phase)
+        elif kind == "quality":
+            self.note(_describe_quality(event))
+        elif kind == "autopilot":
+            self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
+        elif kind == "resume":
+            text = f"resumes from step {event['step']}" if event["step"] else "begins anew"
+            if again := event.get("steps_again"):
+                text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
+            changed = ", ".join(event.get("changed", ()))
+            self.note(text + (f"; changed: {changed}" if changed else ""))
+        elif kind == "fed" and "loss" in event:
+            self._losses[event["cloud"]] = event["loss"]
+
+    def note(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        self._print_line()
+
+    def _print_line(self) -> None:
+        if self._unprinted:
+            self.note(self._unprinted)
+            self._unprinted = ""
+
+    def _smooth(self, totals: StepTotals) -> None:
+        """Exponential moving averages: sum(w^age * x) / sum(w^age), one age for all names."""
+        values = {"step_s": totals.step_s, **totals.values}
+        if totals.loss is not None:
+            values["loss"] = totals.loss
+        values["tokens"] = totals.numbers.get(("tokens",), 0)
+        values["waits"] = max(totals.mean_s("waiting_s").values(), default=0.0)
+        for kind in ("forward", "backward", AVERAGING):
+            values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
+        # Only emulated lines report how long they were busy.
+        lines: dict[object, float] = {**totals.sums("line_s")}
+        for key, busy_s in totals.numbers.items():
+            if key[0] == "line_busy_s":
+                add_to(lines, {key[-1]: busy_s})
+        if lines:
+            values["line_s"] = max(lines.values())
+        for name, (value, weight) in self._sums.items():
+            self._sums[name] = SMOOTHING * value, SMOOTHING * weight
+        for name, value in values.items():
+            past, weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = past + value, weight + 1.0
+
+    def _describe(self, totals: StepTotals) -> str:
+        smooth = {name: value / weight for name, (value, weight) in self._sums.items()}
+        step_s = smooth["step_s"]
+        left_s = (self.max_steps - totals.step) * step_s
+        # Most important first: a narrow window cuts off the end.
+        parts = [f"step {totals.step}/{self.max_steps}", f"{human_duration(left_s)} left"]
+        if "loss" in smooth:
+            parts.append(f"loss {smooth['loss']:.3f}")
+        parts += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
+        for name, count in sorted(self._taken.items()):
+            loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
+            parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
+        parts.append(f"{step_s:.3f} s/step")
+        if smooth["tokens"] and step_s:
+            parts.append(f"{smooth['tokens'] / step_s:,.0f} tokens/s")
+        parts.append(f"waits {smooth['waits']:.3f} s")
+        sent = {kind: smooth[f"sent {kind}"] for kind in ("forward", "backward", AVERAGING)}
+        if not any(sent.values()):
+            parts.append("nothing crosses clouds")
+        elif step_s and "line_s" in smooth:
+            parts.append(f"link {100 * smooth['line_s'] / step_s:.0f} %")
+        elif step_s:
+            parts.append(f"sends {8e-6 * max(sent.values()) / step_s:.1f} Mbit/s")
+        return "  ".join(parts)
+
+
+def _describe_quality(event: Event) -> str:
+    errors = event.get("errors", {})
+    values = "  ".join(
+        f"{score_name(name)} {score_with_error(name, value, errors.get(name))}"
+        for name, value in event["values"].items()
+    )
+    text = f"{event['split']} at step {event['step']}: {values}"
+    if event.get("evaluation_s") is not None:
+        text += f"  ({human_duration(event['evaluation_s'])})"
+    # Dev is scored repeatedly; only the final samples are worth the space.
+    if event["split"] == "test" and event["step"] and event.get("samples_text"):
+        text += "\n" + str(event["samples_text"]).rstrip("\n")
+    return text
+
+
+def write_record(
+    job: Job, run_dir: Path, run: RunStatistics, recording: Recording, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the summary. facts: status, cause and commit, lost_event_lines; has_step: this
+    attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
+    cause, labels = facts["cause"], job.labels
+    pictures = _draw(job, run_dir, run) if run.num_steps else []
+    known = {name: facts[name] for name in ("status", "cause", "commit")}
+    summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
+    summary["compression"] = labels.compression
+    if labels.strategy:
+        summary["strategy"] = labels.strategy
+    summary |= {"link": job.cluster.describe(), "defences": labels.defences}
+    summary |= timelines.predicted_of(run_dir)
+    summary["lost_event_lines"] = facts["lost_event_lines"]
+    if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
+        with _may_lack(run_dir, AUDIT_FILE):
+            summary["wire"] = compact(join_audit(run_dir))
+    if cause is None and job.leak_meter is not None:
+        with _may_lack(run_dir, "leak figures"):
+            summary |= job.leak_meter.measure(run_dir)
+    try:
+        write_summary(run_dir / SUMMARY_FILE, summary)
+    except OSError as error:
+        log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
+    tracked, texts = summary, [SUMMARY_FILE]
+    if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
+        tracked = {**summary, "cause": f"see {SUMMARY_FILE} in the run folder: it may quote data"}
+        texts = []
+    files = (*texts, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
+    for path in [*(run_dir / name for name in files), *pictures]:
+        if path.exists():
+            recording.artifact(path)
+    recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
+    places: dict[str, object] = {"run folder": run_dir}
+    if (run_dir / MODEL_DIR).is_dir():
+        places["model"] = run_dir / MODEL_DIR
+        if cause is None and (command := job.next_command(run_dir)) is not None:
+            places["next"] = command
+    shown = summary
+    if cause is not None and not facts["has_step"]:
+        shown = {**summary, "num_steps": 0, "num_resumes": 0, "wall_s": None}
+    if shown["num_steps"]:  # else there is nothing to compare
+        places |= recording.places()
+    print_report(shown, places)
+    return summary
+
+
+def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """Return what a tracker shows first of a run, as Markdown: its command, where its record lies,
+    its code and its closing table."""
+    command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+    if Path(sys.argv[0]).name == "run.py":
+        command = f"python {command}"
+    lines = [
+        f"`{printable(command)}`",
+        f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
+    ]
+    if summary.get("cause"):
+        lines.append(f"{summary['status']}: {summary['cause']}")
+    return "\n\n".join([*lines, markdown_of(summary)])
+
+
+@contextlib.contextmanager
+def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s is without its %s: %s", run_dir, what, error)
+        if lost_files is not None:
+            lost_files.append(what)
+
+
+def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
+    facts, written = facts_of(job), list[Path]()
+    with _may_lack(run_dir, "pictures", run.lost_files):
+        timeline = timelines.timeline_of(run.events("timeline"))
+        if timeline is not None:
+            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
+            written.append(run_dir / TRACE_FILE)
+        from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
+
+        title = f"{job.name} seed {job.seed}, {facts['schedule']}, "
+        title += f"link: {facts['link']}, compression: {facts['compression']}"
+        predicted = timelines.read_predicted(run_dir)
+        written += write_pictures(run_dir, run, timeline, title, predicted)
+    return written
+
+
+def facts_of(job: Job) -> dict[str, str]:
+    labels = job.labels
+    facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
+             "compression": labels.compression}  # fmt: skip
+    return {**facts, "strategy": labels.strategy} if labels.strategy else facts

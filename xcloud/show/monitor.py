@@ -1,0 +1,179 @@
+"""Follow a run from outside its ranks: progress line, tracker, and at the end its record.
+
+On one machine the process that started the ranks does this; on several it is a process of its own
+(following.py). Both read its events. Nothing here can stop the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.project import commit
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.job import Job
+from xcloud.record.events import (
+    EVENTS_FILE,
+    LOST_LINES_FILE,
+    MALFORMED,
+    Event,
+    EventReader,
+)
+from xcloud.record.files import SAMPLES_FILE, read_json
+from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.show.display import ProgressLine, write_record
+from xcloud.tracking.tracker import Recording, TrackedRun
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """What the ranks have said of themselves since they were last started.
+
+    is_stopped: ended before its time, as it was asked to. stop_asked_of: the rank, other than 0,
+    that was asked. has_step: any rank has made one. trains: the ranks have the state that they
+    resume from. reports: any rank has reported, which they do once all have met.
+    """
+
+    def __init__(self) -> None:
+        self.finished_ranks: set[int] = set()
+        self.is_stopped = self.trains = self.reports = self.has_step = False
+        self.stop_asked_of: int | None = None
+        self.stops_count = True
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "resume":
+            self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
+            self.trains = self.has_step = False
+            self.stop_asked_of = None
+        elif kind == "phase":
+            self.trains |= event.get("name") == "training"
+        elif kind in ("step", "fed"):
+            self.has_step = True
+        elif kind == "stop_asked":
+            self.stop_asked_of = event["of"]
+        elif kind == "finish" or (kind == "stop" and self.stops_count):
+            self.finished_ranks.add(event["rank"])
+            self.is_stopped = kind == "stop"
+
+
+class Monitor:
+    """`start()`, `poll()` often, `finish()` once."""
+
+    def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
+        self.experiment, self.attempt, self.num_malformed = experiment, Attempt(), 0
+        self._statistics = experiment.statistics()
+        tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
+        if experiment.sweep is not None:
+            tags["sweep"] = experiment.sweep
+        # A collector of its own: it may fall behind while its store is down.
+        steps, most = experiment.statistics().collector, experiment.max_steps
+        self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
+        self._reader = EventReader(run_dir / EVENTS_FILE)
+        self.past: int | None = None  # events of earlier attempts; None: all that are there
+        self._progress: ProgressLine | None = None
+        self._recording = Recording()  # until the start
+        self._keeps_earlier = False  # the record of an earlier attempt has not been touched yet
+
+    def start(self, is_again: bool = False) -> None:
+        """Read what there is and begin the record.
+
+        The record of a finished run stays as it is until the ranks have taken over its state: one
+        that cannot be trained longer is no worse for the attempt.
+        is_again: in place of a monitor that was lost.
+        """
+        logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
+        # Of earlier attempts ranks may have stopped. This one may be ahead of this monitor.
+        for number, event in enumerate(self._reader):
+            is_past = self.past is None or number < self.past
+            self.attempt.stops_count = is_again or not is_past
+            self._take(event)
+            if not self.attempt.stops_count:  # it is of an earlier attempt
+                self.attempt.has_step = False
+        self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
+        if not is_again:  # how an earlier attempt ended is not the end of this one
+            self.attempt.trains = False
+        has_record = (self.run.run_dir / SUMMARY_FILE).exists()
+        self._keeps_earlier = has_record and not is_again
+        if not self._keeps_earlier:
+            self._begin_record()
+
+    def _begin_record(self) -> None:
+        self._keeps_earlier = False
+        (self.run.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        self._recording = self.experiment.tracker.start(self.run)
+        self.keep(self.run.run_dir / EXPERIMENT_FILE)
+
+    def keep(self, file: Path) -> None:
+        """Of the run's folder, in the tracker's record too."""
+        self._recording.artifact(file)
+
+    def poll(self) -> bool:
+        """Process new events; return whether any rank has reported, which they do once all have
+        met."""
+        for event in self._reader:
+            self.attempt.reports = True
+            self._take(event)
+        if self._keeps_earlier and self.attempt.trains:
+            self._begin_record()
+        return self.attempt.reports
+
+    def next_attempt(self) -> None:
+        """The ranks are started again, and have not met yet."""
+        self.poll()
+        self.attempt.reports = False
+
+    def _take(self, event: Event) -> None:
+        try:
+            self.attempt.take(event)
+            totals = self._statistics.feed(event)
+            if self._progress is not None:
+                self._progress.show(self._with_more(event))
+                if totals is not None:
+                    self._progress.update(totals)
+        except OSError as error:
+            self._progress = None
+            log.warning("the progress cannot be shown any more: %s", error)
+        except MALFORMED as error:  # it must not end this run
+            self.num_malformed += 1
+            if self.num_malformed == 1:
+                log.warning("skipped a malformed event (%r): %.200r", error, event)
+
+    def _with_more(self, event: Event) -> Event:
+        """What is shown, and never in the event: a report may leave the cloud that the samples
+        belong to."""
+        if event["event"] == "resume":
+            return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
+        if event["event"] == "quality" and self.experiment.sweep is None:  # its files have them
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
+                return {**event, "samples_text": text}
+        return event
+
+    def lost_lines(self) -> int:
+        """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
+        lost = read_json(self.run.run_dir / LOST_LINES_FILE)
+        self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
+        return int(lost.get("lines", 0))
+
+    def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
+        """Write summary.json, end the tracker's run, print the table; return the summary.
+
+        An attempt that never came to train leaves a finished run's record, and returns that.
+        cause: why it ended before its time. is_stopped: as it was asked to.
+        """
+        self.poll()
+        if self._progress is not None:
+            with contextlib.suppress(OSError):
+                self._progress.close()
+        if self._keeps_earlier:
+            return read_summary(self.run.run_dir)
+        status = "finished" if cause is None else "stopped" if is_stopped else "failed"
+        facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
+                 "lost_event_lines": self.lost_lines() + self.num_malformed,
+                 "has_step": self.attempt.has_step}  # fmt: skip
+        run_dir, recording = self.run.run_dir, self._recording
+        return write_record(self.experiment, run_dir, self._statistics, recording, facts)

@@ -1,0 +1,309 @@
+"""What was planned: a table in the terminal, plan.json and plan.png. Searches nothing itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
+from xcloud.planner.search import (
+    BANDWIDTHS,
+    AtCount,
+    Ranked,
+    Space,
+    StepAt,
+    crossings,
+    over_micro_batches,
+    step_at,
+)
+from xcloud.planner.settings import NO_COMPRESSION, Plan, Priced
+from xcloud.record.timeline import PLAN_FILE
+from xcloud.show.canvas import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
+from xcloud.show.tables import Column, console_of, epochs_text, print_table, say
+from xcloud.simulator.pricing import OverEpochs, Pricer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LEFT = ("strategy", "split", "m", "schedule", "compression")
+NAMES: list[Column | str] = [Column(""), *(Column(name, right=False) for name in _LEFT)]
+FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overlap"),
+            ("blocking", "(2): transfers block"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is shown of a search. search_s: what the search took. stale: why the profile
+    may not hold. not_planned: strategies, and why. over_epochs: of plans that keep rows of frozen
+    parts; their prices are those of the first epoch."""
+
+    pricer: Pricer
+    space: Space
+    ranked: Ranked
+    search_s: float = 0.0
+    stale: Sequence[str] = ()
+    not_planned: Mapping[str, str] = field(default_factory=dict)
+    over_epochs: Mapping[Plan, OverEpochs] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Plan:
+        return self.ranked.best[0].plan
+
+    @property
+    def pipeline(self) -> Plan | None:
+        """The first plan shown that cuts the model; None if none does."""
+        shown = (*self.ranked.best, self.ranked.own)
+        return next((one.plan for one in shown if len(one.plan.ends) > 1), None)
+
+    @cached_property
+    def over_micro_batches(self) -> list[AtCount]:
+        """Of `pipeline`."""
+        if self.pipeline is None:
+            return []
+        counts = self.space.counts(self.pricer.arranged[self.pipeline.strategy])
+        return over_micro_batches(self.pricer, self.pipeline, counts)
+
+    @cached_property
+    def crossings(self) -> dict[str, float]:
+        return crossings(*self._over_lines)
+
+    @cached_property
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """By compressor, bandwidth and step."""
+        step_s, names = self._over_lines
+        rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
+        return {name: [(rate, step_s(name, rate)) for rate in rates] for name in names}
+
+    @cached_property
+    def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
+        """No compressors where there is one cloud, and no line."""
+        has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
+        return step_at(self.pricer, self.best), self.space.compressions if has_lines else ()
+
+    def split(self, plan: Plan) -> str:
+        """Such as "3 | 5 blocks"; "whole" where every rank has all."""
+        if len(plan.ends) == 1:
+            return "whole"
+        counts = self.counts(plan)
+        return " | ".join(map(str, counts or plan.ends)) + (" blocks" if counts else "")
+
+    def counts(self, plan: Plan) -> list[int]:
+        """Blocks of each stage; empty for a model that is not cut freely."""
+        pieces = self.pricer.profile.pieces
+        found = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
+        return found if all(piece.blocks for piece in pieces) else []
+
+    def row(self, priced: Priced, advice: str) -> dict[str, Any]:
+        plan = priced.plan
+        epochs = self.over_epochs.get(plan)
+        averaging = self.pricer.arranged[plan.strategy].strategy.averaging
+        changes = averaging is not None and averaging.traits.changes_results
+        touches = {"compression": plan.compression != NO_COMPRESSION, "strategy": changes}
+        return {
+            "strategy": plan.strategy,
+            "split": self.split(plan),
+            "micro_batches": plan.micro_batches,
+            "schedule": plan.schedule_label,
+            "compression": plan.compression,
+            "predicted_step_time_s": priced.step_s,
+            "over_epochs": None if epochs is None else epochs.as_table(),
+            "bubble_ratio": priced.bubble_ratio,
+            "bytes_per_step": round(priced.bytes_per_step),
+            "memory_bytes": dict(priced.memory),
+            "bound": priced.bound,
+            "spent_s": dict(priced.spent_s),
+            "change_next": advice,
+            "touches_quality": [name for name, does in touches.items() if does],
+        }
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        best = self.ranked.best
+        return [self.row(priced, self.ranked.advice(i)) for i, priced in enumerate(best)]
+
+    @cached_property
+    def own_row(self) -> dict[str, Any]:
+        return self.row(self.ranked.own, self.ranked.advice_to_own)
+
+    @property
+    def best_count(self) -> AtCount | None:
+        """Of micro-batches."""
+        return min(self.over_micro_batches, key=lambda entry: entry.step_s, default=None)
+
+    def as_table(self, chosen: Priced | None) -> dict[str, Any]:
+        """For plan.json; "always" and "never" in place of an infinite or no bandwidth. chosen: the
+        plan that is run; None if none is."""
+        profile, best_count, mean_s = self.pricer.profile, self.best_count, None
+        if chosen is not None:
+            epochs = self.over_epochs.get(chosen.plan)
+            mean_s = chosen.step_s if epochs is None else epochs.mean_s
+        return {
+            "predicted_step_time_s": mean_s,
+            "chosen": None if chosen is None else self.row(chosen, ""),
+            "own": self.own_row,
+            "plans": self.rows,
+            "num_plans": self.ranked.num_plans,
+            "num_simulated": self.ranked.num_simulated,
+            "search_s": self.search_s,
+            "profile": {"of": dict(profile.of), "measured_at_s": profile.measured_at_s,
+                        "stale": list(self.stale)},
+            "pays_below_bits_per_s": {
+                name: "always" if math.isinf(rate) else rate or "never"
+                for name, rate in self.crossings.items()
+            },
+            "step_time_over_bandwidth": {n: [list(p) for p in c] for n, c in self.curves.items()},
+            "over_micro_batches": [entry._asdict() for entry in self.over_micro_batches],
+            "best_micro_batches": None if best_count is None else best_count.micro_batches,
+            "not_planned": dict(self.not_planned),
+        }  # fmt: skip
+
+
+def write_plan(folder: Path, report: Report, chosen: Priced | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report.as_table(chosen), indent=2) + "\n"
+    (folder / PLAN_FILE).write_text(text, encoding="utf-8")
+
+
+# In the terminal.
+
+
+def print_plans(report: Report, console: Console | None = None) -> None:
+    console = console_of() if console is None else console
+    profile, ranked = report.pricer.profile, report.ranked
+    say(
+        console,
+        f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
+        f"{report.search_s:.1f} s; profile: {profile.measured_on}",
+    )
+    for why in report.stale:
+        say(console, f"the profile may not hold: {why}", "yellow")
+    rows = {str(i): row for i, row in enumerate(report.rows, 1)} | {"yours": report.own_row}
+    last = [Column(name, right=False, wraps=True) for name in ("bound by", "next")]
+    columns = [*NAMES, "step", "bubble", "bytes", "memory", *last]
+    print_table(console, columns, [_cells(name, row) for name, row in rows.items()])
+    for line in _notes(report, rows):
+        say(console, line)
+
+
+def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    starred = [
+        row[key] + "*" * (key in row["touches_quality"]) for key in ("strategy", "compression")
+    ]
+    return [
+        name, starred[0], row["split"], str(row["micro_batches"]), row["schedule"], starred[1],
+        human_seconds(row["predicted_step_time_s"]), f"{row['bubble_ratio']:.2f}",
+        human_bytes(row["bytes_per_step"]), human_bytes(max(row["memory_bytes"].values())),
+        row["bound"], row["change_next"],
+    ]  # fmt: skip
+
+
+def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    own = report.own_row["strategy"]
+    place = next(name for name, row in rows.items() if row["strategy"] == own)
+    if place not in ("1", "yours"):
+        yield f"same strategy as yours ({own}): best is row {place}"
+    memory = "memory: weights, gradients, moments, activations and messages of the fullest rank"
+    if program := report.pricer.profile.program_bytes:
+        memory += f"; beside them each rank takes {human_bytes(program)} of program, and buffers"
+    yield memory
+    yield (
+        "bubble: waiting / computing, without the waits of averaging, as in the table of a run; "
+        "bytes: that leave clouds in a step, all kinds together"
+    )
+    yield "* changes what is learned, too; quality is not predicted (docs/planning.md)"
+    for name, row in rows.items():
+        if epochs := row["over_epochs"]:
+            which = "yours" if name == "yours" else f"plan {name}"
+            mean = human_seconds(epochs["mean_s"])
+            yield f"{which}: {mean} on average over the run, {epochs_text(epochs)}"
+    for name, why in report.not_planned.items():
+        yield f"{name} is not planned: {why}"
+    if report.crossings:
+        yield (
+            "a step takes less with this compressor, at the best plan's other settings, on a line "
+            "of less than"
+        )
+        for name, pays_below in report.crossings.items():
+            yield f"  {name:<12} {bandwidth_text(pays_below)}"
+    if best := report.best_count:  # the paper's formulas are in plan.json
+        each = (f"{e.micro_batches}: {human_seconds(e.step_s)}" for e in report.over_micro_batches)
+        yield (
+            f"best m = {best.micro_batches}: bubble {best.bubble_ratio:.3f}; "
+            f"step by m, with the best pipeline's other settings: {', '.join(each)}"
+        )
+
+
+def bandwidth_text(pays_below: float) -> str:
+    if math.isinf(pays_below):
+        return "any bandwidth"
+    return human_bandwidth(pays_below) if pays_below else "none: it never pays"
+
+
+# As a picture.
+
+
+def write_plan_picture(path: Path, report: Report) -> bool:
+    """Step time over bandwidth, and the bubble over micro-batches. False if there is nothing to
+    draw: one cloud, and no pipeline."""
+    parts = (_over_bandwidth, report.curves), (_over_micro_batches, report.over_micro_batches)
+    draws = [draw for draw, has in parts if has]
+    if not draws:
+        return False
+    figure = canvas("", 8, 0.2 + 4.2 * len(draws))
+    for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
+        axes.set(xscale="log", yscale="log")
+        draw(axes, report)
+        plain(axes, "both")
+        axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+    return True
+
+
+def _titled(axes: Axes, text: str, report: Report, plan: Plan) -> None:
+    of = f"{text}: {plan.strategy}, {report.split(plan)}"
+    axes.set_title(wrapped(of, 8), fontsize=TITLE_POINTS, loc="left")
+
+
+def _over_bandwidth(axes: Axes, report: Report) -> None:
+    """A line for each compressor; a mark where it begins to pay."""
+    best = report.best
+    _titled(axes, "predicted step time over bandwidth", report, best)
+    for number, (name, points) in enumerate(report.curves.items()):
+        colour = LINES[number % len(LINES)]
+        label, at = name, report.crossings.get(name, 0.0)
+        if at:
+            label += f", pays below {bandwidth_text(at)}"
+        axes.plot(*zip(*points, strict=True), color=colour, label=label)
+        if at and points[0][0] < at < points[-1][0]:
+            there = report.pricer.at_bandwidth(at)
+            axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
+    settings = f"m = {best.micro_batches}, {best.schedule_label}"
+    axes.set(xlabel=f"bandwidth between clouds (bit/s); {settings}", ylabel="step (s)")
+
+
+def _over_micro_batches(axes: Axes, report: Report) -> None:
+    """Simulated and by the formulas; a mark at the m whose step is fastest."""
+    counted, plan, best = report.over_micro_batches, report.pipeline, report.best_count
+    assert plan is not None and best is not None
+    _titled(axes, f"bubble over micro-batches, {plan.compression}", report, plan)
+    counts = [entry.micro_batches for entry in counted]
+    for (name, label), colour in zip(FORMULAS, LINES[1:], strict=False):
+        values = [getattr(entry, name) for entry in counted]
+        axes.plot(counts, values, "--", color=colour, linewidth=1, label=label)
+    axes.plot(counts, [e.bubble_ratio for e in counted], "o", color=LINES[0], markersize=4,
+              label="simulated")  # fmt: skip
+    axes.axvline(best.micro_batches, color=FAINT, linewidth=0.8, linestyle=":",
+                 label=f"fastest step: m = {best.micro_batches}")  # fmt: skip
+    axes.set_xticks(counts)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.set(xlabel="micro-batches of a step", ylabel="bubble ratio: idle / computing")

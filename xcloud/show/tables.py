@@ -1,0 +1,353 @@
+"""Tables on a terminal or in a file, the closing table of a run, and pages that need no server and
+no network: a front page and one page a study, as plain HTML. What pages show is decided elsewhere;
+rich and jinja2 are imported when the first one is made."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xcloud.base.terminal import printable
+from xcloud.base.units import (
+    UNKNOWN,
+    human_bytes,
+    human_duration,
+    human_number,
+    human_percent,
+    human_seconds,
+    score_name,
+    score_text,
+    score_with_error,
+)
+from xcloud.record.events import MEMORY, OTHER_MEMORY
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+WIDTH_OF_A_FILE = 10_000  # characters: nothing is wrapped where output goes on to a program
+PAGE = Path(__file__).with_name("page.html")
+KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
+         "sync_s": "averaging"}  # fmt: skip
+Row = tuple[str, str, str]  # label, value, remark
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?x?\s*(%|m?s|[kMGT]?B|±.*|\(one seed\))?$")
+
+
+class Column(NamedTuple):
+    """wraps: long cells take several lines, else they are cut."""
+
+    heading: str
+    right: bool = True
+    wraps: bool = False
+    dim: bool = False
+
+
+def console_of() -> Console:
+    """Return a console as wide as the terminal; in a file or a pipe no line is wrapped."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """A line of its own, never wrapped: a wrapped path cannot be copied."""
+    from rich.text import Text
+
+    console.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[Column | str],
+    rows: Iterable[Sequence[str]],
+    title: str = "",
+    heads: bool = True,
+) -> None:
+    """A column that is only named stands to the right, but for the first. heads: with a line of
+    headings."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=heads, pad_edge=False, title_justify="left")
+    table.title = title or None
+    for index, column in enumerate(columns):
+        if isinstance(column, str):
+            column = Column(column, right=index > 0)
+        table.add_column(
+            Text(printable(column.heading)),
+            justify="right" if column.right else "left",
+            no_wrap=not column.wraps,
+            overflow="fold" if column.wraps else "ellipsis",
+            style="dim" if column.dim else None,
+        )
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(table)
+
+
+def print_report(
+    summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
+) -> None:
+    """places: where things were written, label -> text, in print order: the run folder, the
+    exported model, what the tracker recorded."""
+    console = console or console_of()
+    heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
+    if (wall_s := summary.get("wall_s")) is not None:
+        heading += f", {human_duration(wall_s)}"
+    if summary.get("num_resumes") and summary.get("started_at"):
+        heading += f", first started {summary['started_at']}"
+    console.print()
+    say(console, heading, "bold")
+    if summary.get("cause"):
+        say(console, f"cause: {summary['cause']}", "red")
+    if summary["num_steps"]:
+        _print_figures(summary, console)
+    margin = max(map(len, places), default=0)
+    for label, place in places.items():
+        say(console, f"{label:<{margin}}  {place}")
+
+
+def write_csv(table: pd.DataFrame, path: Path, **more: Any) -> Path:
+    """Write a table for spreadsheets; more: as for `DataFrame.to_csv`.
+
+    A text that a spreadsheet would take for a formula gets a ' in front of it, so that labels and
+    messages of a run from elsewhere stay text.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = table.map(no_formula).rename(columns=no_formula)
+    texts.to_csv(path, index=False, **more)
+    return path
+
+
+def no_formula(cell: Any) -> Any:
+    """Return a cell as it is, unless a spreadsheet would compute it."""
+    if not isinstance(cell, str) or not re.match(r"\s*[=+\-@\t\r].", cell, re.DOTALL):
+        return cell
+    return cell if _NUMBER.match(cell) else f"'{cell}"
+
+
+def markdown_of(summary: Mapping[str, Any]) -> str:
+    """Return the closing table of a run as Markdown; empty for a run without a step."""
+    if not summary["num_steps"]:
+        return ""
+    lines = ["| | | |", "|---|---:|---|"]
+    for row in _rows(summary):
+        cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
+    remark = Column("", right=False, wraps=True, dim=True)
+    columns = [Column("", right=False, wraps=True), Column(""), remark]
+    print_table(console, columns, _rows(summary), heads=False)
+    if summary["compute_s"]:
+        title = "time in a step, mean of the ranks of a cloud"
+        times = [
+            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
+            for cloud in summary["compute_s"]
+        ]
+        print_table(console, ["cloud", *KINDS.values()], times, title)
+    if memory := summary.get("memory"):
+        title = "memory of the fullest rank"
+        kinds = (*MEMORY, OTHER_MEMORY)
+        shown = [kind for kind in kinds if any(kind in rank for rank in memory)]
+        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
+        fullest = {rank["cloud"]: rank for rank in in_use}.values()
+        by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
+        cells = [
+            [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
+            for kind in shown
+        ]
+        print_table(console, ["", *(rank["cloud"] for rank in by_rank)], cells, title)
+
+
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Predicted steps of a run that keeps frozen rows. epochs: of OverEpochs (pricing.py)."""
+    first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
+    kept = epochs["kept_share"]
+    return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    for rows in (_quality_rows, _time_rows, _traffic_rows, _privacy_rows):
+        yield from rows(summary)
+    yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
+    if summary["tokens_per_s"] is not None:
+        remark = "all that were computed"
+        if (learned := summary.get("learned_tokens_per_s")) is not None:
+            remark = (
+                f"computed, of which {human_number(learned, ',.0f')} are learned (in the loss)"
+            )
+        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), remark
+    if "feed" in summary:
+        yield from _feed_rows(summary["feed"])
+
+
+def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Scores and loss; what did not arrive, or did not count."""
+    errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
+    at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
+    for name, value in summary["quality"].items():
+        remark = f"test set{at_step}"
+        if (started := before.get(name)) is not None:
+            remark += f"; {score_text(name, started)} before training"
+        yield score_name(name), score_with_error(name, value, errors.get(name)), remark
+    loss = human_number(summary["final_loss"], ".4f")
+    yield "final loss", loss, "training loss of the last step"
+    if num_skipped := summary.get("num_skipped_updates"):
+        yield "updates skipped", str(num_skipped), "loss or gradient not finite"
+    if lost := summary.get("lost_event_lines"):
+        yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if refused := summary.get("refused_reports"):
+        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
+        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
+    if lost_files := summary.get("lost_files"):
+        yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = ", ".join(f"{merges[f'clouds_{w}']} {w}" for w in ("late", "lost", "back"))
+        remark = f"{merges['partial']} without a cloud; clouds: {counts}"
+        yield "merges", str(merges["whole"] + merges["partial"]), remark
+
+
+def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    left_out, median_s = summary.get("num_warmup_steps_left_out"), summary["step_time_s"]["median"]
+    remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    yield "step time, median", human_seconds(median_s), remark
+    if (predicted_s := summary.get("predicted_step_time_s")) is not None:
+        remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
+        if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
+            remark = f"on average: {epochs_text(epochs)}"
+        yield "step time, predicted", human_seconds(predicted_s), remark
+    yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
+
+
+def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    sent, use = summary["wan_bytes_per_step"], summary.get("link_utilisation") or {}
+    remark = ", without the waits of averaging" * ("averaging" in sent)
+    if summary["bubble_ratio"] != 0:
+        bubble = human_number(summary["bubble_ratio"], ".3f")
+        yield "bubble ratio", bubble, f"waiting / computing{remark}"
+    for kind, num_bytes in sent.items():
+        if kind != "other" and num_bytes != 0:
+            busy = use.get(kind)
+            remark = "" if busy is None else f"link {human_percent(busy)} used"
+            yield f"sent {kind}, per step", human_bytes(num_bytes), remark
+    if sent["other"]:
+        yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
+    known = summary["compression_ratio"]
+    ratios = {kind: UNKNOWN if r is None else f"{r:.2f}x" for kind, r in known.items()}
+    total = ratios.pop("total")
+    yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
+
+
+def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    if summary.get("label_leak_auc") is not None:
+        parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
+        known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
+        remark = ", ".join([*known, "0.5 = nothing leaks"])
+        yield "label leak, AUC", human_number(summary["label_leak_auc"], ".3f"), remark
+    for name, label in {"": "tokens recovered", "averaging_": "tokens read in averages"}.items():
+        if (recovered := summary.get(f"{name}token_recovery")) is not None:
+            baseline = human_percent(summary[f"{name}token_recovery_baseline"], 1)
+            remark = f"{baseline} without looking"
+            if name and (order := summary.get("averaging_order_recovery")) is not None:
+                remark += f", word order {human_percent(order, 1)}"
+            yield label, human_percent(recovered, 1), remark
+    if (privacy := summary.get("privacy")) is not None:
+        remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
+        if (sampled := privacy["epsilon_if_sampled"]) is not None:
+            remark += f"; {sampled:.2f} if batches were random and secret"
+        yield "privacy, epsilon", human_number(privacy["epsilon"], ".2f"), remark
+
+
+def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
+    """Of a one-way job: each producer's share."""
+    per_token = human_number(feed["bytes_per_token"], ".2f")
+    yield "bytes per token", per_token, "between clouds, counted"
+    for name, producer in feed["producers"].items():
+        state = f", {producer['state']}" * (producer["state"] in ("slow", "dead"))
+        loss = human_number(producer["loss"], ".3f")
+        remark = f"{producer['num_batches']} batches, loss {loss}{state}"
+        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
+    if feed["num_skipped"]:
+        yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
+
+
+# Pages.
+
+
+class Picture(NamedTuple):
+    """file: copied beside the pages if it is elsewhere. text: what it shows, for those who cannot
+    see it too."""
+
+    file: Path
+    text: str
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """links: of the cells of the first column, if they are links."""
+
+    title: str
+    cells: pd.DataFrame
+    links: Sequence[str] = ()
+
+    @property
+    def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+        """For each line its link, and its cells: the text, and whether it is a number."""
+        texts = self.cells.map(cell_text)
+        for link, row in zip_longest(self.links, texts.itertuples(index=False), fillvalue=""):
+            yield link, [(text, bool(_NUMBER.match(text))) for text in row]
+
+
+@dataclass(frozen=True)
+class Page:
+    """name: of the file, without .html. facts: (what, text), such as ("Verdict", "reproduced").
+    up: what the link to the front page says; none on the front page, whose pictures are links."""
+
+    name: str
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    command: str = ""
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    up: str = ""
+
+
+def cell_text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def rendered(template: Path, **values: Any) -> str:
+    """A page of HTML or Markdown from its template, with these values."""
+    from jinja2 import Environment, StrictUndefined  # only who writes a page pays for it
+
+    environment = Environment(
+        autoescape=template.suffix == ".html", undefined=StrictUndefined, trim_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.from_string(template.read_text(encoding="utf-8")).render(values)
+
+
+def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
+    """Write the front page and a page for each study, with copies of their pictures; returns the
+    front page. The folder may hold an older site, whose files of the same names are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in (front, *studies):
+        for picture in page.pictures:
+            if picture.file.parent.resolve() != folder.resolve():
+                shutil.copy(picture.file, folder)
+        (folder / f"{page.name}.html").write_text(rendered(PAGE, page=page), encoding="utf-8")
+    return folder / f"{front.name}.html"

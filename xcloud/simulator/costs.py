@@ -1,0 +1,367 @@
+"""What things cost: for the simulator, seconds of work, bytes of messages and lines between clouds
+(Costs); of a job, as a trial run recorded it (planner/trial.py) or as written in a file, pieces of
+a model between which it may be cut, codecs of its boundaries and of what replicas average
+(Profile). Numbers only; measured.py reads either from recorded steps, pricing.py makes the first
+of the second.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise, permutations
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import (
+    NotNegative,
+    NotNegativeFloat,
+    PositiveFloat,
+    Seconds,
+    settings,
+)
+from xcloud.base.wording import unknown_key
+from xcloud.layout import ClusterLayout
+from xcloud.net.link_profile import LinkProfile, Wan
+from xcloud.pipeline.schedule import Action
+
+FREE = LinkProfile(1e18)  # as good as no time
+
+
+def line_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], here: str, there: str
+) -> LinkProfile:
+    """From a cloud to another, or inside one. given: by "a-b", or "*" for all between clouds;
+    before the layout's own. Raises ConfigError for a real network, which has no numbers."""
+    if here == there:
+        return given.get(f"{here}-{here}", FREE)
+    names = (f"{here}-{there}", f"{there}-{here}", "*")
+    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there))
+    if not wan.has_numbers:
+        raise ConfigError(
+            f"nobody says what the real network from {here!r} to {there!r} can do; choose a "
+            "profile (cluster/wan=…), or give plan.profile a file whose `lines` name "
+            f"'{here}-{there}' or \"*\""
+        )
+    return wan.profile or FREE
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, LinkProfile]:
+    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
+    bandwidth: in place of those between clouds. Raises ConfigError, see line_of."""
+    found = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
+    for here, there in permutations(layout.clouds, 2):
+        line = line_of(layout, given, here, there)
+        if bandwidth is not None:
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[f"{here}-{there}"] = line
+    return found
+
+
+NORM = "norm"
+
+
+class Transfer(NamedTuple):
+    """One message. direction: "forward" for an activation, "backward" for a gradient, NORM for the
+    agreement. boundary: number of the stage before it. micro_batch: counts within the update."""
+
+    direction: str
+    boundary: int
+    micro_batch: int
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds that one rank spends on a step outside the schedule. fetch_s: before each pass.
+    average_s: the all-reduce with the other ranks of its stage, once all are there. norm_s: up to
+    the agreement on the gradient norm. optimizer_s: after it, clipping included."""
+
+    fetch_s: float = 0.0
+    average_s: float = 0.0
+    norm_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What goes one way over one boundary, for each micro-batch."""
+
+    num_bytes: int = 0
+    compress_s: float = 0.0
+    decompress_s: float = 0.0
+
+    def times(self, factor: float) -> Direction:
+        """Of a message so many times as large."""
+        size = round(factor * self.num_bytes)
+        return Direction(size, factor * self.compress_s, factor * self.decompress_s)
+
+
+NOTHING = Direction()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The same for every micro-batch. A backward is all of it, also what may be put off; bytes are
+    those of whole frames, and compressing includes framing.
+
+    forward_s, backward_s: by stage. forward, backward: by boundary (the gradient in `backward`).
+    updates: by stage; of a rank with several stages they add up. weights_s: by stage, the part of
+    backward_s that may be put off. Missing ones cost nothing.
+    slowdown: rank -> how many times longer it computes and updates; 1 for the others.
+    control_bytes: of a message of the agreement on the gradient norm.
+    lines: see line_of. A line carries one message at a time, first come, first served; time 0 is
+        the start of the simulation.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    forward: Sequence[Direction] = ()
+    backward: Sequence[Direction] = ()
+    updates: Sequence[Update] = ()
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    lines: Mapping[str, LinkProfile] = field(default_factory=dict)
+    control_bytes: int = 128
+    weights_s: Sequence[float] = ()
+
+    def action_s(self, rank: int, action: Action) -> float:
+        table: Sequence[float] = getattr(self, f"{action.kind}_s")
+        return table[action.stage] * self.slowdown.get(rank, 1.0) if table else 0.0
+
+    def direction(self, message: Transfer) -> Direction:
+        if message.direction == NORM:
+            return Direction(self.control_bytes)
+        table = self.forward if message.direction == "forward" else self.backward
+        return table[message.boundary] if table else NOTHING
+
+    def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
+        return line_of(layout, self.lines, here, there)
+
+    def update_s(self, what: str, rank: int, stages: Sequence[int]) -> float:
+        """what: "fetch", "average", "norm" or "optimizer"."""
+        factor = 1.0 if what == "average" else self.slowdown.get(rank, 1.0)
+        each = (getattr(self.updates[stage], f"{what}_s") for stage in stages)
+        return factor * sum(each) if self.updates else 0.0
+
+
+# Of a job.
+
+
+@settings("curve")
+class Curve:
+    """A quantity of a micro-batch over its number of samples: straight lines between the points,
+    going on beyond them. One point is a quantity that grows in proportion."""
+
+    points: Sequence[tuple[PositiveFloat, float]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple(self.points))
+        if any(a[0] >= b[0] for a, b in pairwise(self.points)):
+            raise ConfigError(
+                f"a curve needs points with more and more samples, got {self.points}"
+            )
+
+    def at(self, samples: float) -> float:
+        """Never below 0."""
+        return max(0.0, self.change_at(samples))
+
+    def change_at(self, samples: float) -> float:
+        points = self.points
+        if not points:
+            return 0.0
+        if len(points) == 1:
+            return points[0][1] * samples / points[0][0]
+        index = 1
+        while index < len(points) - 1 and samples > points[index][0]:
+            index += 1
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        return y0 + (y1 - y0) * (samples - x0) / (x1 - x0)
+
+
+def _curve(given: Any) -> Any:
+    """Also from a bare list of points, as a file has them."""
+    points = given.get("points") if isinstance(given, Mapping) else given
+    if not isinstance(points, list):
+        return given
+    return Curve([tuple(point) if isinstance(point, list) else point for point in points])
+
+
+def _not_negative(curve: Curve) -> Curve:
+    if any(value < 0 for _, value in curve.points):
+        raise ConfigError(f"a curve of times or bytes is never below 0, got {curve.points}")
+    return curve
+
+
+Change = Annotated[Curve, BeforeValidator(_curve)]
+OfSamples = Annotated[Change, AfterValidator(_not_negative)]
+
+
+@settings("piece")
+class Piece:
+    """Consecutive work of a model. What leaves it is of boundary number `boundary`; None where the
+    model cannot be cut after it. forward_s, backward_s, activation_bytes: of a micro-batch.
+    weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
+    splitting_s: what that adds to a forward and a backward together, or below 0 saves.
+    parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
+    update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
+
+    name: str
+    forward_s: OfSamples
+    backward_s: OfSamples
+    boundary: int | None = None
+    parameter_bytes: NotNegative = 0
+    trained_bytes: NotNegative = 0
+    activation_bytes: OfSamples = Curve()
+    optimizer_s: Seconds = 0.0
+    blocks: NotNegative = 0
+    weights_s: OfSamples = Curve()
+    put_off_bytes: OfSamples = Curve()
+    splitting_s: Change = Curve()
+
+
+@settings("direction")
+class DirectionCurves:
+    """A Direction over a boundary, by samples of a micro-batch."""
+
+    num_bytes: OfSamples
+    compress_s: OfSamples = Curve()
+    decompress_s: OfSamples = Curve()
+
+    def at(self, samples: float) -> Direction:
+        return Direction(
+            round(self.num_bytes.at(samples)),
+            self.compress_s.at(samples),
+            self.decompress_s.at(samples),
+        )
+
+
+@settings("boundary")
+class BoundaryCodec:
+    """backward: None where no gradient returns."""
+
+    forward: DirectionCurves
+    backward: DirectionCurves | None = None
+
+
+@settings("averaging")
+class AveragingCodec:
+    """Of all trained values of the model together, once."""
+
+    num_bytes: NotNegative
+    encode_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+
+
+@settings("compressor")
+class CompressorCosts:
+    """boundaries: by number, as pieces name them. label: what it does to values."""
+
+    label: str
+    boundaries: Sequence[BoundaryCodec]
+    averaging: AveragingCodec | None = None
+
+
+@settings("profile")
+class Profile:
+    """What a step is made of, piece by piece.
+
+    of: what was recorded where (machine, torch, model …), in words.
+    fetch_s: of the samples of a micro-batch.
+    lines: "a-b", or "*" for all, to what joins two clouds; they come before the layout's own.
+    tokens_per_sample: that are computed, for costs per token.
+    program_bytes: of memory that a rank takes before it has a model; 0 = not known.
+    around_gradients_s, around_changes_s: what an exchange of all trained values takes beside its
+        codec, of gradients and after local updates.
+    train_samples: of an epoch; 0 = not known.
+    """
+
+    pieces: Annotated[Sequence[Piece], Field(min_length=1)]
+    compressors: Annotated[Mapping[str, CompressorCosts], Field(min_length=1)]
+    of: Mapping[str, str] = field(default_factory=dict)
+    measured_at_s: float = 0.0
+    fetch_s: OfSamples = Curve()
+    lines: Mapping[str, LinkProfile] = field(default_factory=dict)
+    control_bytes: NotNegative = 128
+    tokens_per_sample: NotNegativeFloat = 0.0
+    program_bytes: NotNegative = 0
+    around_gradients_s: Seconds = 0.0
+    around_changes_s: Seconds = 0.0
+    train_samples: NotNegative = 0
+    stage_forward_s: OfSamples = Curve()
+    stage_backward_s: OfSamples = Curve()
+    version: Literal[2] = 2
+
+    def __post_init__(self) -> None:
+        boundaries = {piece.boundary for piece in self.pieces[:-1]} - {None}
+        for name, costs in self.compressors.items():
+            if any(boundary not in range(len(costs.boundaries)) for boundary in boundaries):
+                raise ConfigError(
+                    f"profile: compressors.{name}.boundaries has {len(costs.boundaries)} entries, "
+                    f"but pieces name boundaries {sorted(b for b in boundaries if b is not None)}"
+                )
+
+    @property
+    def measured_on(self) -> str:
+        if not self.measured_at_s:
+            return "written by hand"
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.measured_at_s))
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(piece.trained_bytes for piece in self.pieces)
+
+    def differs_from(self, of: Mapping[str, str]) -> list[str]:
+        """Why it may not hold for a job; empty if it does. of: what would be recorded now."""
+        return [
+            f"{name} was {self.of[name]!r}, now {value!r}"
+            for name, value in of.items()
+            if name in self.of and self.of[name] != value
+        ]
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError, naming the file, for anything that is no profile."""
+    try:
+        return from_table("profile", Profile, json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"plan.profile: {path}: {error}") from None
+
+
+T = TypeVar("T")
+
+
+def from_table(name: str, kind: type[T], table: object) -> T:
+    """table: plain containers; checked against the annotations of `kind`, a settings class. Raises
+    ConfigError that names the key, after `name`."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        first = error.errors()[0]
+    *inside, last = [str(part) for part in first["loc"] if part != "points"] or [""]
+    path = ".".join(filter(None, [name, *inside]))
+    key = ".".join(filter(None, [path, last]))
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):  # of __post_init__
+        raise raised
+    if "missing" in first["type"]:
+        raise ConfigError(f"{key} is missing")
+    if first["type"] == "unexpected_keyword_argument":
+        known = [] if inside else [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+        raise ConfigError(unknown_key(path, last, known))
+    what = first["msg"].removeprefix("Input should be ").replace("valid array", "list")
+    raise ConfigError(f"{key} must be {what}, got {first['input']!r}")

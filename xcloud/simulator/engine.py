@@ -1,0 +1,221 @@
+"""Discrete events: ranks that work through lists of operations, and lines that carry messages
+between them. Knows nothing of stages, schedules or clouds; those who write programs do.
+
+A *token* is something that operations wait for: so many signals or arrivals, then it is there. An
+operation may wait for one token; when it ends, it may post messages, each of which counts for a
+token when it arrives, and signal a token at once. Messages of one *route* share a line.
+
+Cost: O((operations + messages) * log(ranks)). Times in seconds from 0 on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from xcloud.net.link_profile import LinkProfile
+from xcloud.simulator.costs import FREE
+
+
+class Parcel(NamedTuple):
+    """A message: where it goes, not how large it is."""
+
+    sender: int
+    receiver: int
+    route: int
+    token: int
+
+
+@dataclass
+class Program:
+    """What every rank does, in order. By rank and operation: needs (token or -1), posts (numbers
+    of parcels), signals (token or -1). counts: of each token."""
+
+    needs: list[list[int]]
+    posts: list[list[tuple[int, ...]]]
+    signals: list[list[int]]
+    parcels: list[Parcel] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_routes: int = 0
+
+    @classmethod
+    def for_ranks(cls, num_ranks: int) -> Program:
+        return cls(*([[] for _ in range(num_ranks)] for _ in range(3)))  # type: ignore[arg-type]
+
+    def token(self, count: int = 1) -> int:
+        self.counts.append(count)
+        return len(self.counts) - 1
+
+    def route(self) -> int:
+        self.num_routes += 1
+        return self.num_routes - 1
+
+    def parcel(self, sender: int, receiver: int, route: int, token: int) -> int:
+        self.parcels.append(Parcel(sender, receiver, route, token))
+        return len(self.parcels) - 1
+
+    def operation(
+        self, rank: int, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
+    ) -> None:
+        self.needs[rank].append(need)
+        self.posts[rank].append(posts)
+        self.signals[rank].append(signal)
+
+    def repeated(self, times: int) -> Program:
+        """So often in a row, each time with tokens and parcels of its own, on the same routes."""
+        found = Program.for_ranks(len(self.needs))
+        found.num_routes = self.num_routes
+        for _ in range(times):
+            token, parcel = len(found.counts), len(found.parcels)
+            found.counts += self.counts
+            found.parcels += [p._replace(token=p.token + token) for p in self.parcels]
+            for rank, posts in enumerate(self.posts):
+                found.needs[rank] += [need + token * (need >= 0) for need in self.needs[rank]]
+                found.posts[rank] += [tuple(number + parcel for number in own) for own in posts]
+                found.signals[rank] += [s + token * (s >= 0) for s in self.signals[rank]]
+        return found
+
+
+class Passage(NamedTuple):
+    """Of one message: handed to the line, carried from, until, at the receiver."""
+
+    queued_s: float
+    from_s: float
+    until_s: float
+    arrived_s: float
+
+
+class Cause(NamedTuple):
+    """The operation that posted the parcel a token came with, or (parcel -1) signalled it."""
+
+    rank: int
+    operation: int
+    parcel: int
+
+
+NEVER = Passage(*[float("inf")] * 4)
+
+
+@dataclass
+class Moments:
+    """begin_s: by rank, of each operation that began, once its token was there. passages: by
+    parcel; NEVER if it was not posted. causes: by token, what it came with last."""
+
+    begin_s: list[list[float]]
+    passages: list[Passage]
+    causes: list[Cause] = field(default_factory=list)
+
+    def has_ended(self, program: Program, rank: int) -> bool:
+        return len(self.begin_s[rank]) == len(program.needs[rank])
+
+
+class Lines:
+    """State of all routes during one simulation."""
+
+    def __init__(
+        self, program: Program, num_bytes: Sequence[int], lines: Sequence[LinkProfile | None]
+    ) -> None:
+        self.lines = [FREE if line is None else line for line in lines]
+        self.latency_s = [line.latency_s for line in self.lines]
+        self.free_s, self._last_s = [0.0] * len(lines), [0.0] * len(lines)
+        self._num_carried, self._num_bytes = [0] * len(lines), num_bytes
+        odd = ((p.trace, p.outages, p.outage_every_s, p.jitter_s) for p in self.lines)
+        self._odd = [*map(any, odd)]
+        line_s = cache(lambda route, size: self.lines[route].line_s(size))
+        sizes = zip(program.parcels, num_bytes, strict=True)
+        self._line_s = [line_s(parcel.route, size) for parcel, size in sizes]
+
+    def carry(self, number: int, route: int, now_s: float) -> Passage:
+        """Take the route's line for this parcel from now on, or when it is free."""
+        free_s = self.free_s[route]
+        start_s = now_s if now_s > free_s else free_s
+        if not self._odd[route]:
+            until_s = self.free_s[route] = start_s + self._line_s[number]
+            return Passage(now_s, start_s, until_s, until_s + self.latency_s[route])
+        line = self.lines[route]
+        until_s = self.free_s[route] = line.sent_at(start_s, self._num_bytes[number])
+        arrived_s = until_s + line.latency_at(until_s)
+        if line.jitter_s:
+            # The draws of the emulated link (net/link.py).
+            draw = random.Random(f"{line.seed}:{self._num_carried[route]}").random()
+            arrived_s += draw * line.jitter_s
+        self._num_carried[route] += 1
+        arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
+        return Passage(now_s, start_s, until_s, arrived_s)
+
+
+def run(
+    program: Program,
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[int],
+    lines: Sequence[LinkProfile | None],
+) -> Moments:
+    """Run the program. seconds: by rank and operation. num_bytes: by parcel. lines: by route,
+    None = free. A rank whose token never comes stops there: see Moments.has_ended."""
+    return _Run(program, seconds, Lines(program, num_bytes, lines)).carried_out()
+
+
+class _Run:
+    def __init__(self, program: Program, seconds: Sequence[Sequence[float]], lines: Lines) -> None:
+        self.program, self.seconds, self.lines = program, seconds, lines
+        num_ranks = len(program.needs)
+        self.missing = list(program.counts)  # of each token
+        self.ready_s = [0.0] * len(program.counts)
+        self.causes = [Cause(-1, -1, -1)] * len(program.counts)
+        self.sleepers: dict[int, list[int]] = {}  # ranks, by the token they wait for
+        self.free_s = [0.0] * num_ranks
+        self.begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.passages = [NEVER] * len(program.parcels)
+        self.events: list[tuple[float, int]] = []  # (when, rank): its operation under way ends
+        self.awake = list(range(num_ranks))
+
+    def carried_out(self) -> Moments:
+        while self.awake or self.events:
+            while self.awake:
+                self.work(self.awake.pop())
+            if self.events:
+                self.end(*heappop(self.events))
+        return Moments(self.begin_s, self.passages, self.causes)
+
+    def work(self, rank: int) -> None:
+        """Up to an operation that others may wait for, or one that waits itself."""
+        missing, ready_s, seconds = self.missing, self.ready_s, self.seconds[rank]
+        needs, begin_s = self.program.needs[rank], self.begin_s[rank]
+        posts, signals = self.program.posts[rank], self.program.signals[rank]
+        at_s = self.free_s[rank]
+        for index in range(len(begin_s), len(needs)):
+            token = needs[index]
+            if token >= 0:
+                if missing[token]:
+                    self.sleepers.setdefault(token, []).append(rank)
+                    break
+                if ready_s[token] > at_s:
+                    at_s = ready_s[token]
+            begin_s.append(at_s)
+            at_s += seconds[index]
+            if posts[index] or signals[index] >= 0:
+                heappush(self.events, (at_s, rank))
+                break
+        self.free_s[rank] = at_s
+
+    def end(self, now_s: float, rank: int) -> None:
+        """Of a rank's last operation: what it posts leaves, what it signals is there."""
+        index = len(self.begin_s[rank]) - 1
+        for number in self.program.posts[rank][index]:
+            parcel = self.program.parcels[number]
+            found = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
+            self.count(parcel.token, found.arrived_s, Cause(rank, index, number))
+        if (token := self.program.signals[rank][index]) >= 0:
+            self.count(token, now_s, Cause(rank, index, -1))
+        self.awake.append(rank)
+
+    def count(self, token: int, at_s: float, cause: Cause) -> None:
+        self.missing[token] -= 1
+        if at_s >= self.ready_s[token]:
+            self.ready_s[token], self.causes[token] = at_s, cause
+        if not self.missing[token]:
+            self.awake += self.sleepers.pop(token, ())

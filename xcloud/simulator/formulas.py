@@ -1,0 +1,240 @@
+"""What is known in closed form: the paper's formulas for equal stages, what it costs that replicas
+in several clouds average, and what a rank keeps in memory.
+
+p stages, m micro-batches; tf, tb: forward and backward time of a micro-batch; tt: one transfer;
+l: latency. Bubble ratio R = idle time / ideal computing time m(tf+tb).
+Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2') is derived.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import permutations
+from typing import NamedTuple
+
+from xcloud.features.replicas.averaging import everyone_merges
+from xcloud.features.replicas.merging import weighted_sum
+from xcloud.job.strategy import Averaging
+from xcloud.layout import ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.one_forward_one_backward import most_kept
+from xcloud.pipeline.schedule import Schedule, most_in_flight
+from xcloud.planner.settings import Arranged, Plan
+from xcloud.simulator.costs import AveragingCodec, Profile
+
+
+def bubble_of_a_free_link(p: int, m: int) -> float:
+    """(1): R = (p-1)/m."""
+    return (p - 1) / m
+
+
+def bubble_of_blocking_transfers(p: int, m: int, tf: float, tb: float, tt: float) -> float:
+    """(2): R = [(p-1)(tf+tb+2tt) + 2(m-1)tt] / (m(tf+tb)): sender and receiver wait while a
+    message crosses. Exact for two stages; a middle stage of three or more waits twice for each
+    micro-batch, on both its boundaries."""
+    return ((p - 1) * (tf + tb + 2 * tt) + 2 * (m - 1) * tt) / (m * (tf + tb))
+
+
+def step_of_overlapped_transfers(
+    p: int, m: int, tf: float, tb: float, tt: float = 0.0, latency_s: float = 0.0
+) -> float:
+    """(2'): T = p(tf+tb) + 2(p-1)(tt+l) + (m-1)[max(tf,tt) + max(tb,tt)], in seconds: transfers
+    overlap with computing and are carried one after the other in each direction of a boundary.
+    One stage has no boundary: m(tf+tb)."""
+    if p == 1:
+        return m * (tf + tb)
+    steady = max(tf, tt) + max(tb, tt)
+    return p * (tf + tb) + 2 * (p - 1) * (tt + latency_s) + (m - 1) * steady
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What replicas average, of a step. codec_s, wire_s: of one exchange, of which there are
+    `per_step` in a step. hides_steps: how long it may go on beside other work; 0 = ranks wait for
+    it. where: its slowest line. num_bytes: by "a-b", that leave cloud a for b."""
+
+    codec_s: float = 0.0
+    wire_s: float = 0.0
+    num_bytes: Mapping[str, float] = field(default_factory=dict)
+    per_step: float = 0.0
+    hides_steps: float = 0.0
+    where: str = ""
+
+    def step_s(self, own_s: float) -> float:
+        """A step whose replicas take own_s by themselves."""
+        waits_s = max(0.0, self.wire_s - self.hides_steps * own_s)
+        return own_s + self.per_step * (self.codec_s + waits_s)
+
+    @property
+    def codec_s_per_step(self) -> float:
+        return self.per_step * self.codec_s
+
+    @property
+    def bytes_per_step(self) -> dict[str, float]:
+        return {pair: self.per_step * size for pair, size in self.num_bytes.items()}
+
+
+def exchange_of(
+    layout: ClusterLayout,
+    averaging: Averaging,
+    costs: AveragingCodec,
+    shares: Sequence[float],
+    lines: Mapping[str, LinkProfile],
+    around_s: float = 0.0,
+) -> Exchange:
+    """Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode.
+    So do more of them where the merge is robust (replicas/averaging.py), and each decodes R - 1
+    messages. Else from R = 3 on each merges a part and hands it back: two rounds of B/R
+    to each other replica, each over the line of these two clouds; a part is back with the last
+    replica once the slowest contribution to it has come and the slowest answer has gone. Where a
+    cloud may be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks
+    share codecs evenly, and their line. Replicas are taken to begin at once.
+
+    shares: of the trained values, by stage; one entry where replicas hold the whole model.
+    lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
+    num_replicas, traits = layout.num_replicas, averaging.traits
+    slowest, num_bytes = Exchange(), defaultdict[str, float](float)
+    together = defaultdict[tuple[str, ...], list[int]](list)  # stages that share lines, by clouds
+    for stage in range(len(shares)):
+        together[tuple(layout.stage_cloud(stage, r) for r in range(num_replicas))].append(stage)
+    for clouds, stages in together.items():
+        num_ranks = min(
+            len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
+            for replica in range(num_replicas)
+        )
+        share = sum(shares[stage] for stage in stages) / traits.fragments
+        whole = costs.num_bytes * share
+        encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
+        if traits.is_elastic:
+            size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
+        elif everyone_merges(averaging.merge or weighted_sum, num_replicas):
+            size, mergers = whole, clouds[:0]
+            codec_s = encode_s + decode_s * (num_replicas - 1)
+        else:
+            # Of its own part a replica hands back the result in place of sending a contribution.
+            size, mergers = whole / num_replicas, clouds
+            codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
+        codec_s += around_s * share / num_ranks
+        took = {
+            (a, b): lines[f"{a}-{b}"].transfer_s(round(size))
+            for a, b in permutations(clouds, 2)
+            if not mergers or a in mergers or b in mergers
+        }
+        where = max(took, key=lambda pair: took[pair])
+        # The longest way to a merging cloud, and the longest from it.
+        round_trips = [
+            sum(max(s for pair, s in took.items() if pair[end] == merger) for end in (0, 1))
+            for merger in mergers
+        ]
+        wire_s = max(round_trips, default=took[where])
+        # Each way once, and where all merge once more.
+        for pair in took:
+            num_bytes["-".join(pair)] += size * (2 if len(mergers) > 1 else 1)
+        if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
+            slowest = Exchange(
+                codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, "-".join(where)
+            )
+    return replace(slowest, num_bytes=dict(num_bytes))
+
+
+class Work(NamedTuple):
+    """Of consecutive pieces; seconds and activations of one micro-batch. As of a Piece."""
+
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    splitting_s: float
+    activation_bytes: float
+    put_off_bytes: float
+    parameter_bytes: float
+    trained_bytes: float
+    optimizer_s: float
+
+
+def work_before(profile: Profile, b: float) -> list[Work]:
+    """Of all pieces before each, and of all. b: samples of a micro-batch."""
+    found = [Work(*[0] * len(Work._fields))]
+    for piece in profile.pieces:
+        backward_s = piece.backward_s.at(b)
+        # What was measured of a block may be a difference, and more than its whole.
+        late_s = min(piece.weights_s.at(b), backward_s)
+        own = Work(
+            piece.forward_s.at(b), backward_s, late_s, piece.splitting_s.change_at(b),
+            piece.activation_bytes.at(b), piece.put_off_bytes.at(b), piece.parameter_bytes,
+            piece.trained_bytes, piece.optimizer_s,
+        )  # fmt: skip
+        found.append(Work(*map(operator.add, found[-1], own)))
+    return found
+
+
+def memory_of(
+    plan: Plan,
+    arranged: Arranged,
+    works: Sequence[Work],
+    messages: Mapping[int, tuple[int, int | None]],
+    num_passes: int = 1,
+) -> dict[str, int]:
+    """Return the bytes of the fullest rank, by cloud.
+
+    works: of each stage.
+    messages: of boundaries between ranks, by the stage before: bytes forward and back; None where
+        no gradient returns.
+    num_passes: over the schedule, in an update.
+    """
+    layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
+    averaging = arranged.strategy.averaging
+    copies = 0 if averaging is None else averaging.traits.num_copies
+    schedule = plan.schedule.for_lanes(p, layout.num_lanes)
+    budget = layout.link_budget_bytes
+
+    def stage_bytes(stage: int) -> float:
+        work, num_ranks = works[stage], len(layout.ranks_of(stage)) * layout.num_replicas
+        activations, put_off = work.activation_bytes, work.put_off_bytes
+        held = _most_kept(schedule, stage, p, num_ranks, activations, put_off)
+        queued = sum(
+            _most_queued(schedule, end, p, num_ranks, messages[end], budget, num_passes)
+            for end in (stage - 1, stage)
+            if end in messages
+        )
+        # Gradients and two moments beside the weights.
+        return work.parameter_bytes + (3 + copies) * work.trained_bytes + held + queued
+
+    for name, cloud in layout.clouds.items():
+        each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
+        found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _most_queued(
+    schedule: Schedule,
+    stage: int,
+    num_stages: int,
+    num_ranks: int,
+    sizes: tuple[int, int | None],
+    budget: int,
+    num_passes: int,
+) -> float:
+    """Return the bytes of messages over the boundary after `stage` that may wait in one of the
+    num_ranks ranks at one of its ends: those in flight, each of which goes forward or comes back;
+    where none come back, all of an update, as far as the link's budget goes (LinkWindow)."""
+    forward, back = sizes
+    if back is None:
+        most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
+        return min(most * forward, max(budget, forward))
+    in_flight = most_in_flight(schedule.actions(stage, num_stages), lambda i: i % num_ranks)
+    return max(in_flight.values()) * max(forward, back)
+
+
+@lru_cache(maxsize=65536)
+def _most_kept(
+    schedule: Schedule, stage: int, num_stages: int, num_ranks: int, activations: float,
+    put_off: float,
+) -> float:  # fmt: skip
+    """Bytes that a rank keeps for backwards to come."""
+    return most_kept(schedule.actions(stage, num_stages), num_ranks, activations, put_off)

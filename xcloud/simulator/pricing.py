@@ -1,0 +1,358 @@
+"""What a plan costs: step time, bubble, bytes, memory, and a quick estimate of its step.
+
+A replica is simulated (prediction.py); one whose ranks hold the whole model is a pipeline of one
+stage. What replicas average is a formula (formulas.py). Where the profile names a line inside a
+cloud, ranks of a stage sum their gradients over it in a ring.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import pairwise, product
+
+from xcloud.base.errors import ConfigError
+from xcloud.layout import ClusterLayout
+from xcloud.net.link_profile import LinkProfile
+from xcloud.pipeline.schedule import Schedule, put_off
+from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.simulator.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
+from xcloud.simulator.formulas import Exchange, Work, exchange_of, memory_of, work_before
+from xcloud.simulator.prediction import Prediction, Simulator, largest_first
+
+
+@dataclass(eq=False)
+class Pricer:
+    """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
+    bandwidth: of every line between clouds, in place of its own; for crossings. steps: simulated;
+    from 2 on the last one is measured in steady state. crossing: by stage before a boundary, the
+    share of the samples that cross it (over_epochs); all where it is not named."""
+
+    profile: Profile
+    arranged: Mapping[str, Arranged]
+    batch_size: int
+    passes: int = 1
+    bandwidth: float | None = None
+    steps: int = 2
+    crossing: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        profile = self.profile
+        self._replicas = {name: found.replicas for name, found in self.arranged.items()}
+        self._simulators: dict[object, Simulator] = {}
+        self._before = lru_cache(maxsize=256)(partial(work_before, profile))
+        self._work = lru_cache(maxsize=65536)(self._work_of)
+        self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
+        self._lines = {
+            name: lines_of(found.layout, profile.lines, self.bandwidth)
+            for name, found in self.arranged.items()
+        }
+        # Of replicas that do not differ the first stands for all: none has more micro-batches.
+        self._alike = {
+            name: alike(layouts, self._lines[name]) for name, layouts in self._replicas.items()
+        }
+        self._stages = {
+            name: {n: _stages(self._replicas[name][n], self._lines[name]) for n in firsts}
+            for name, firsts in self._alike.items()
+        }
+        self._exchange_of = lru_cache(maxsize=None)(self._new_exchange)
+
+    def at_bandwidth(self, bandwidth: float) -> Pricer:
+        """The same jobs over lines of this bandwidth, in bits per second."""
+        found = replace(self, bandwidth=bandwidth)
+        found._simulators = self._simulators  # they know no costs
+        return found
+
+    def samples(self, plan: Plan) -> float:
+        return self.batch_size / (self.passes * plan.micro_batches)
+
+    def line(self, strategy: str, here: str, there: str) -> LinkProfile:
+        return self._lines[strategy][f"{here}-{there}"]
+
+    # Prices.
+
+    def step_s(self, plan: Plan) -> float:
+        own_s = max(self.predict(plan, n).step_s for n in self._alike[plan.strategy])
+        return self._exchange(plan).step_s(own_s)
+
+    def price(self, plan: Plan) -> Priced:
+        """Everything about a plan; step_s is the same as that of `step_s`."""
+        exchange, replicas = self._exchange(plan), self._replicas[plan.strategy]
+        parts: list[tuple[Prediction, ClusterLayout]] = []
+        by_count: dict[tuple[int, int], Prediction] = {}
+        for first, numbers in self._alike[plan.strategy].items():
+            for number in numbers:
+                key = first, self._num_own(plan, number)
+                by_count[key] = by_count.get(key) or self.predict(plan, number)
+                parts.append((by_count[key], replicas[number]))
+        slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
+        step_s = exchange.step_s(slowest.step_s)
+        waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
+        spent = slowest.critical_s | {
+            "codec of averaging": exchange.codec_s_per_step,
+            f"averaging over link {exchange.where}": waits_s,
+        }
+        uses = [use for part, _ in parts for use in part.ranks]
+        compute_s = sum(use.compute_s for use in uses)
+        idle_s = sum(use.idle_s for use in uses)  # as in a run, without the waits of averaging
+        num_bytes = defaultdict[str, float](float, exchange.bytes_per_step)
+        for part, layout in parts:
+            named = dict(zip(part.step.layout.clouds, layout.clouds, strict=True))
+            for line in part.links:
+                num_bytes[f"{named[line.here]}-{named[line.there]}"] += line.num_bytes
+        bubble_ratio = idle_s / compute_s if compute_s else 0.0
+        memory, spent = self.memory(plan), largest_first(spent)
+        return Priced(plan, step_s, bubble_ratio, num_bytes, memory, spent, compute_s)
+
+    def estimate_s(self, plan: Plan) -> float:
+        """About what a step takes, whatever the schedule: the busiest stage or line works all the
+        time, and one micro-batch goes through all others. To choose what to simulate."""
+        b, longest_s = self.samples(plan), 0.0
+        call_s = sum(self._calls_s(b))
+        for first, stages in self._stages[plan.strategy].items():
+            m = self.passes * self._num_own(plan, first)
+            through_s = busiest_s = 0.0
+            out = back = Direction()
+            for (start, end), (slowdown, num_ranks, ways) in zip(plan.spans, stages, strict=True):
+                work = self._work(start, end, b)
+                own_s = slowdown * (work.forward_s + work.backward_s + call_s)
+                own_s += out.decompress_s + back.compress_s
+                out = back = Direction()
+                if ways:
+                    up, down = ways
+                    out, back = self.directions_at(plan.compression, end, b)
+                    busy = up.line_s(out.num_bytes), down.line_s(back.num_bytes)
+                    through_s += sum(busy) + up.latency_s + down.latency_s
+                    busiest_s = max(busiest_s, m * max(busy) - sum(busy))
+                own_s += out.compress_s + back.decompress_s
+                through_s += own_s
+                busiest_s = max(busiest_s, (math.ceil(m / num_ranks) - 1) * own_s)
+            longest_s = max(longest_s, through_s + busiest_s)
+        return self._exchange(plan).step_s(longest_s)
+
+    # One replica.
+
+    def silent_boundaries(self, plan: Plan) -> frozenset[int]:
+        """Numbers of the stages before those over which no gradient returns."""
+        ends = enumerate(plan.ends[:-1])
+        return frozenset(
+            stage for stage, end in ends if self._codec(plan.compression, end).backward is None
+        )
+
+    def predict(self, plan: Plan, replica: int = 0) -> Prediction:
+        """A replica's simulated step, by itself."""
+        replicas = self._replicas[plan.strategy]
+        layout, silent = replicas[replica], self.silent_boundaries(plan)
+        num_lanes = self.arranged[plan.strategy].layout.num_lanes
+        schedule = plan.schedule_in(replica, len(replicas), num_lanes)
+        key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
+        if key not in self._simulators:
+            self._simulators[key] = Simulator(
+                schedule, layout, agrees=True, num_passes=self.passes, num_steps=self.steps,
+                without_gradient=silent,
+                without_rows={stage for stage, share in self.crossing.items() if not share},
+            )  # fmt: skip
+        return self._simulators[key].run(self._costs(plan, layout, schedule))
+
+    def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
+        b, num_stages = self.samples(plan), len(plan.ends)
+        calls_s, (forward, backward) = self._calls_s(b), self._boundaries(plan, layout)
+        forward_s, backward_s, weights_s, updates = [], [], [], []
+        for stage, span in enumerate(plan.spans):
+            # A stage is called once for a micro-batch, whatever its pieces.
+            work = self._work(*span, b)
+            forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
+            own_s = calls_s[1] + work.backward_s
+            if _splits(schedule, stage, num_stages):
+                own_s = max(0.0, own_s + work.splitting_s)
+            backward_s.append(own_s)
+            weights_s.append(min(own_s, work.weights_s))  # differences of long sums
+            first, num_ranks = layout.ranks_of(stage)[0], len(layout.ranks_of(stage))
+            fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
+            fetch_s /= len(layout.placement(first).stages)  # once for all that a rank holds
+            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, work.trained_bytes)
+            updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
+        slowdown = {
+            rank: cloud.slowdown
+            for name, cloud in layout.clouds.items()
+            if cloud.slowdown != 1
+            for rank in layout.ranks_in(name)
+        }
+        return Costs(
+            forward_s, backward_s, forward, backward, updates, slowdown,
+            self._lines[plan.strategy], self.profile.control_bytes, weights_s,
+        )  # fmt: skip
+
+    def _calls_s(self, b: float) -> tuple[float, float]:
+        return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
+
+    def _num_own(self, plan: Plan, replica: int) -> int:
+        return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
+
+    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
+        """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
+        inside = self.profile.lines.get(f"{cloud}-{cloud}")
+        if inside is None or num_ranks == 1:
+            return 0.0
+        return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
+
+    def _exchange(self, plan: Plan) -> Exchange:
+        return self._exchange_of(plan.strategy, plan.ends, plan.compression)
+
+    def _new_exchange(self, strategy: str, ends: tuple[int, ...], compression: str) -> Exchange:
+        costs = self.profile.compressors[compression].averaging
+        arranged = self.arranged[strategy]
+        averaging = arranged.strategy.averaging
+        if averaging is None or arranged.layout.num_replicas == 1:
+            return Exchange()
+        if costs is None:
+            raise ConfigError(
+                f"the profile says nothing of what {compression} costs when replicas "
+                "average; measure it, or leave strategies out of plan.search"
+            )
+        profile, lines = self.profile, self._lines[strategy]
+        whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
+        spans = pairwise((0, *ends))
+        shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
+        around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
+        return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
+
+    # What crosses.
+
+    def _boundaries(
+        self, plan: Plan, layout: ClusterLayout
+    ) -> tuple[list[Direction], list[Direction]]:
+        """Forward and backward."""
+        b, forward, backward = self.samples(plan), list[Direction](), list[Direction]()
+        for stage, end in enumerate(plan.ends[:-1]):
+            here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
+            out = back = Direction()
+            if here != there:
+                out, back = self.directions_at(plan.compression, end, b)
+                out = out.times(self.crossing.get(stage, 1.0))
+            elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
+                ways = self.directions_at(NO_COMPRESSION, end, b)
+                out, back = (Direction(way.num_bytes) for way in ways)
+            forward.append(out)
+            backward.append(back)
+        return forward, backward
+
+    def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
+        codec = self._codec(compression, end)
+        back = Direction() if codec.backward is None else codec.backward.at(b)
+        return codec.forward.at(b), back
+
+    def _codec(self, compression: str, end: int) -> BoundaryCodec:
+        boundary = self.profile.pieces[end - 1].boundary
+        assert boundary is not None, f"no cut behind piece {end - 1}"
+        return self.profile.compressors[compression].boundaries[boundary]
+
+    def memory(self, plan: Plan) -> dict[str, int]:
+        """Return the bytes of the fullest rank, by cloud."""
+        b, arranged = self.samples(plan), self.arranged[plan.strategy]
+        works = [self._work(*span, b) for span in plan.spans]
+        silent, messages = self.silent_boundaries(plan), dict[int, tuple[int, int | None]]()
+        for stage, end in enumerate(plan.ends[:-1]):
+            if arranged.layout.ranks_of(stage) == arranged.layout.ranks_of(stage + 1):
+                continue  # handed over inside a rank
+            leaves = arranged.layout.leaves_cloud(stage)
+            out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
+            returned = None if stage in silent else round(back.num_bytes)
+            messages[stage] = round(out.num_bytes), returned
+        return memory_of(plan, arranged, works, messages, self.passes)
+
+    def _work_of(self, start: int, end: int, b: float) -> Work:
+        before = self._before(b)
+        return Work(*map(operator.sub, before[end], before[start]))
+
+
+@lru_cache(maxsize=4096)
+def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
+    return bool(put_off(schedule.actions(stage, num_stages)))
+
+
+def _stages(
+    layout: ClusterLayout, lines: Mapping[str, LinkProfile]
+) -> list[tuple[float, int, list[LinkProfile]]]:
+    """Slowdown and ranks of each, and, between clouds, the lines to the next stage and back."""
+    clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
+    return [
+        (
+            layout.clouds[here].slowdown,
+            len(layout.ranks_of(stage)),
+            [lines[f"{here}-{there}"], lines[f"{there}-{here}"]] if here != there else [],
+        )
+        for stage, (here, there) in enumerate(pairwise([*clouds, clouds[-1]]))
+    ]
+
+
+def alike(
+    replicas: Sequence[ClusterLayout], lines: Mapping[str, LinkProfile]
+) -> dict[int, list[int]]:
+    """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
+    fast, over the same lines."""
+    firsts, found = dict[object, int](), dict[int, list[int]]()
+    for number, layout in enumerate(replicas):
+        wires = tuple(lines.get(f"{a}-{b}") for a, b in product(layout.clouds, repeat=2))
+        first = firsts.setdefault((repr(tuple(layout.clouds.values())), repr(wires)), number)
+        found.setdefault(first, []).append(number)
+    return found
+
+
+# Where clouds keep rows of frozen parts (training.activation_cache_mb), all samples cross in the
+# first epoch, and in later ones those that did not fit.
+
+
+@dataclass(frozen=True)
+class OverEpochs:
+    """Seconds of a step in the first epoch, in later ones, and on average over the run.
+
+    kept_share: of the samples, at the boundary where fewest fit. first_epoch_share: of the run's
+    steps. at_the_end: prices the run's last step."""
+
+    first_epoch_s: float
+    later_epochs_s: float
+    kept_share: float
+    first_epoch_share: float
+    at_the_end: Pricer
+
+    @property
+    def mean_s(self) -> float:
+        first = self.first_epoch_share
+        return first * self.first_epoch_s + (1 - first) * self.later_epochs_s
+
+    def as_table(self) -> dict[str, float]:
+        own = {name: value for name, value in vars(self).items() if name != "at_the_end"}
+        return {**own, "mean_s": self.mean_s}
+
+
+def over_epochs(
+    pricer: Pricer, plan: Plan, max_bytes: int, num_samples: int, num_steps: int
+) -> OverEpochs | None:
+    """None if the plan has no boundary between clouds with nothing trained before it. max_bytes:
+    that a rank keeps of each boundary. num_samples: of an epoch. num_steps: of the run."""
+    if pricer.arranged[plan.strategy].is_whole:
+        return None
+    layout = pricer.arranged[plan.strategy].replicas[0]
+    b, missing = pricer.samples(plan), dict[int, float]()
+    for stage in pricer.silent_boundaries(plan):
+        if layout.stage_cloud(stage) == layout.stage_cloud(stage + 1):
+            continue
+        rows, _ = pricer.directions_at(NO_COMPRESSION, plan.ends[stage], b)  # kept as decoded
+        num_ranks = len(layout.ranks_of(stage + 1)) * len(pricer.arranged[plan.strategy].replicas)
+        fitting = num_ranks * max_bytes / max(1.0, rows.num_bytes / b)
+        missing[stage] = max(0.0, 1 - fitting / num_samples)
+    if not missing:
+        return None
+    # What those that still cross take is their share of what all take, though messages get fewer
+    # only where none is left.
+    later = replace(pricer, crossing=missing)
+    first_share = min(1.0, num_samples / (pricer.batch_size * num_steps))
+    return OverEpochs(
+        pricer.step_s(plan), later.step_s(plan), 1 - max(missing.values()), first_share,
+        later if first_share < 1 else pricer,
+    )  # fmt: skip

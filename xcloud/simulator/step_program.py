@@ -1,0 +1,210 @@
+"""What every rank does in a step of a pipeline, and which messages join them: a program for the
+engine, without costs. prediction.py runs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from typing import NamedTuple
+
+from xcloud.base.errors import ConfigError
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.schedule import Action, Schedule, put_off, rank_actions
+from xcloud.simulator import engine
+from xcloud.simulator.costs import NORM, Costs, Transfer
+
+
+class Op(NamedTuple):
+    """One operation of a rank. what: as in the record of a real step, or one of MARKS, which take
+    no time. action: of forward, backward and weights."""
+
+    what: str
+    action: Action | None = None
+    received: Transfer | None = None
+    sent: Transfer | None = None
+
+
+class Route(NamedTuple):
+    here: str
+    there: str
+
+
+MARKS = ("arrive", "answer", "shared")
+
+
+class StepProgram:
+    """The program of a step.
+
+    agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
+        training (pipeline/trainer.py).
+    num_passes: how often the schedule runs for one update (gradient accumulation).
+    num_steps: steps in a row, of which the last is the prediction: a rank may begin one while
+        others still end the one before. 1 = all ranks begin at once.
+    without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
+    without_rows: boundaries over which nothing goes forward, either.
+
+    Raises ValueError, here or when it is run, if the schedule waits for itself.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: ClusterLayout,
+        *,
+        agrees: bool = False,
+        num_passes: int = 1,
+        num_steps: int = 1,
+        without_gradient: Container[int] = (),
+        without_rows: Container[int] = (),
+    ) -> None:
+        if layout.num_replicas > 1:
+            raise ConfigError(
+                f"the simulator knows one pipeline, and this layout has {layout.num_replicas} "
+                "replicas of it: what they average is not modelled; simulate one of them"
+            )
+        self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
+        self.num_passes, self.num_steps = num_passes, num_steps
+        self._without = {"forward": without_rows, "backward": without_gradient}
+        self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
+        # Of one step; the program repeats it.
+        self.ops: list[list[Op]] = [[] for _ in self.placements]
+        self.transfers: list[Transfer] = []  # by parcel
+        self.routes: list[Route] = []
+        self._one = engine.Program.for_ranks(layout.num_ranks)
+        self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
+        orders = self._orders()
+        self._put_off = {stage for order in orders for stage, _ in put_off(order)}
+        self._build_passes(orders)
+        self._build_update(agrees)
+        self.program = self._one.repeated(num_steps)
+
+    def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
+        """Seconds of decompressing, of the thing itself, of compressing."""
+        if op.action is None:
+            if op.what in MARKS:
+                return 0.0, 0.0, 0.0
+            what = "norm" if op.what == "clip" else op.what
+            return 0.0, costs.update_s(what, rank, self.placements[rank].stages), 0.0
+        before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
+        behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
+        own_s = costs.action_s(rank, op.action)
+        if op.what == "backward" and op.action.stage in self._put_off:
+            own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
+        return before, own_s, behind
+
+    def owner(self, stage: int, micro_batch: int) -> int:
+        """As layout.owner, of the one replica. micro_batch: of the schedule."""
+        ranks = self.layout.ranks_of(stage)
+        return ranks[micro_batch % len(ranks)]
+
+    def _orders(self) -> list[list[Action]]:
+        """Return the actions of every rank in one pass."""
+        schedule = self.schedule.for_lanes(self.num_stages, self.layout.num_lanes)
+        found: list[list[Action]] = [[] for _ in self.placements]
+        for stages in dict.fromkeys(placement.stages for placement in self.placements):
+            # In one go for all ranks that hold the same stages: what each takes is dealt out.
+            alone = {stage: (0, 1) for stage in stages}
+            order = rank_actions(schedule, sorted(stages), self.num_stages, alone)
+            for action in order:
+                if action.kind != "forward" and action.stage in self._without["backward"]:
+                    continue
+                found[self.owner(action.stage, action.micro_batch)].append(action)
+        for actions in found:  # what a rank waits for in itself is no message
+            done: set[Action] = set()
+            for action in actions:
+                before = {"backward": "forward", "weights": "backward"}.get(action.kind)
+                if before and action._replace(kind=before) not in done:  # type: ignore[arg-type]
+                    raise self.deadlock()
+                done.add(action)
+        return found
+
+    def deadlock(self) -> ValueError:
+        return ValueError(
+            f"{self.schedule.label} with {self.num_stages} stages waits for itself for ever"
+        )
+
+    def _build_passes(self, orders: list[list[Action]]) -> None:
+        m = self.schedule.num_micro_batches
+        tokens = defaultdict[Transfer, int](self._one.token)
+        for first in range(0, self.num_passes * m, m):
+            for rank, actions in enumerate(orders):
+                if actions:
+                    self._add(rank, Op("fetch"))
+                for action in actions:
+                    kind, stage = action.kind, action.stage
+                    received = self._transfer(stage - (kind == "forward"), action, first)
+                    sent = self._transfer(stage - (kind == "backward"), action, first)
+                    need = -1 if received is None else tokens[received]
+                    posts = () if sent is None else (self._post(sent, tokens[sent]),)
+                    named = action._replace(micro_batch=first + action.micro_batch)
+                    self._add(rank, Op(kind, named, received, sent), need, posts)
+
+    def _build_update(self, agrees: bool) -> None:
+        gathered: dict[tuple[int, ...], int] = {}
+        for placement in self.placements:
+            mates = self.layout.ranks_of(placement.stages[0])
+            if len(mates) > 1:
+                if mates not in gathered:
+                    gathered[mates] = self._one.token(len(mates))
+                self._add(placement.rank, Op("arrive"), signal=gathered[mates])
+                self._add(placement.rank, Op("average"), gathered[mates])
+            self._add(placement.rank, Op("clip"))
+        if agrees:
+            self._build_agreement()
+        for placement in self.placements:
+            self._add(placement.rank, Op("optimizer"))
+
+    def _build_agreement(self) -> None:
+        """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
+        program = self._one
+        leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
+        others = sorted({*self.layout.leader_of()} - {0})
+        all_told = program.token(len(others)) if others else -1
+        answers = {leader: program.token() for leader in others}
+        shared = {leader: program.token() for leader in set(leader_of)}
+        for leader in others:
+            told = self._post(Transfer(NORM, -1, 0, leader, 0), all_told)
+            self._add(leader, Op("arrive"), posts=(told,))
+        answered = tuple(
+            self._post(Transfer(NORM, -1, 0, 0, leader), token)
+            for leader, token in answers.items()
+        )
+        for placement in self.placements:
+            rank, leader = placement.rank, leader_of[placement.rank]
+            if rank == 0:
+                self._add(0, Op("answer"), all_told, answered, shared[0])
+            elif rank in answers:
+                self._add(rank, Op("answer"), answers[rank], signal=shared.get(rank, -1))
+            else:
+                self._add(rank, Op("shared"), shared[leader])
+
+    def _add(
+        self, rank: int, op: Op, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
+    ) -> None:
+        self._one.operation(rank, need, posts, signal)
+        self.ops[rank].append(op)
+
+    def _post(self, transfer: Transfer, token: int) -> int:
+        both = transfer.sender, transfer.receiver
+        here, there = (self.placements[rank].cloud for rank in both)
+        shared = (here, there) if here != there else both
+        if shared not in self._route_of:
+            self._route_of[shared] = self._one.route()
+            self.routes.append(Route(here, there))
+        self.transfers.append(transfer)
+        return self._one.parcel(*both, self._route_of[shared], token)
+
+    def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
+        """The message over `boundary`; None at the ends and between stages of one rank."""
+        kind = action.kind
+        if kind == "weights" or not 0 <= boundary < self.num_stages - 1:
+            return None
+        if boundary in self._without[kind]:
+            return None
+        before = self.owner(boundary, action.micro_batch)
+        behind = self.owner(boundary + 1, action.micro_batch)
+        if before == behind:
+            return None
+        both = (before, behind) if kind == "forward" else (behind, before)
+        return Transfer(kind, boundary, first + action.micro_batch, *both)

@@ -1,0 +1,280 @@
+"""A sweep in pictures: quality against step time and against compression ratio, where the step
+time goes, quality over a setting that varies, and training losses with their differences to the
+reference, seed by seed. The reference is the single cloud, else the setting without compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from xcloud.base.units import LESS_IS_BETTER, score_name
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.further_figures import read_run
+from xcloud.show.canvas import (
+    DASHES,
+    INK,
+    LINES,
+    MARKERS,
+    PARTS,
+    canvas,
+    column,
+    over_steps,
+    plain,
+    save,
+    smoothed,
+    stacked,
+)
+from xcloud.study.points import UNCOMPRESSED
+from xcloud.study.results import ONE_CLOUD, Result, Results, Swept, plus_minus, spread_text
+
+STEP_TIME, LOSSES = "step_time.png", "losses.png"
+SWEPT_PICTURE = "quality_over_setting.png"
+SCATTERS = {  # cost -> file, title, axis
+    "step_time_s": ("quality_and_step_time.png", "step time", "step time, median (s)"),
+    "compression_ratio": (
+        "quality_and_ratio.png", "compression", "compression ratio (FP32 bytes / bytes sent)"
+    ),
+}  # fmt: skip
+
+MOST_CURVES = 8  # of losses; more cannot be told apart
+BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
+_LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False}
+Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
+
+
+def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
+    """Draw what there is to draw of costs; returns the files."""
+    written = []
+    for cost, (name, what, label) in SCATTERS.items():
+        if len(marks := marks_of(results, cost)):
+            figure = canvas(f"{title}: quality and {what}", 8, 5.5 + 0.1 * len(marks))
+            axes = figure.subplots()
+            draw_scatter(axes, marks, cost, results.scores[0])
+            axes.set_xlabel(label)
+            figure.legend(ncols=3, **_LEGEND)
+            written.append(save(figure, folder / name))
+    if _clouds(results.rows):
+        written.append(_write_step_time(folder / STEP_TIME, results, title))
+    return written
+
+
+def front(costs: pd.Series, qualities: pd.Series) -> pd.DataFrame:
+    """The Pareto front, sorted: no other point has a lower cost and a higher quality."""
+    points = pd.DataFrame({"cost": costs, "quality": qualities})
+    points = points.sort_values(["cost", "quality"], ascending=[True, False])
+    return points[~(points.quality <= points.quality.cummax().shift())]
+
+
+def marks_of(results: Results, cost: str) -> pd.DataFrame:
+    """The rows that have the main score and the cost, with label, colour and shape: in the colour
+    of their sweep; of a single sweep each in its own."""
+    if not results.scores or results.rows.empty:
+        return results.rows[:0]
+    marks = results.rows.dropna(subset=[results.scores[0], cost])
+    several, places = len(results.sweeps) > 1, np.arange(len(marks))
+    labels = results.labels[marks.index]
+    if cost == "step_time_s":
+        labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
+    return marks.assign(
+        label=labels,
+        colour=_nth(LINES, marks.sweep.map(results.sweeps.index) if several else places),
+        shape=_nth(MARKERS, places if several else places // len(LINES)),
+    )
+
+
+def _nth(names: Sequence[str], numbers: Any) -> list[str]:
+    """From the start again where there are not as many."""
+    return [names[number % len(names)] for number in numbers]
+
+
+def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:
+    spread = plus_minus(marks, score)
+    for number, mark in marks.iterrows():
+        axes.errorbar(
+            mark[cost], mark[score], xerr=mark[f"{cost}_std"], yerr=spread[number],
+            fmt=mark["shape"], color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9,
+            capsize=2.5, markersize=6, label=mark.label,
+        )  # fmt: skip
+    plain(axes, "both")
+    axes.margins(0.12)
+    is_mean = marks[f"{score}_std"].notna().any()
+    shown = " (mean ± std over seeds)" if is_mean else " (± standard error)"
+    axes.set_ylabel(f"{score_name(score)}, test set{shown * bool(spread.notna().any())}")
+    if cost == "step_time_s":
+        # As a step line from its first point to its last; a single point is no trade-off.
+        sign = -1 if score in LESS_IS_BETTER else 1
+        best = front(marks.step_time_s, sign * marks[score])
+        if marks.share_left_out.notna().any():
+            axes.plot(
+                [], [], " ", label="(!) computed at another speed: no trade-off front"
+            )  # what it would show is the machine
+        elif len(best) > 1:
+            axes.step(
+                best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
+                label="trade-off front: nothing is faster and better",
+            )  # fmt: skip
+    elif marks[cost].max() > 8 * marks[cost].min():
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _clouds(rows: pd.DataFrame) -> list[str]:
+    prefix = "compute_s_"
+    return sorted(name.removeprefix(prefix) for name in rows
+                  if name.startswith(prefix) and not name.endswith("_std"))  # fmt: skip
+
+
+def _write_step_time(path: Path, results: Results, title: str) -> Path:
+    """A bar for each setting and cloud: how its ranks' main thread spent a step."""
+    rows = results.rows.assign(label=results.labels).sort_values("step_time_s", kind="stable")
+    bars = [(row, cloud) for _, row in rows.iterrows() for cloud in _clouds(rows)
+            if pd.notna(row[f"compute_s_{cloud}"])]  # fmt: skip
+    figure = canvas(f"{title}: where a step's time goes", 8, 1.7 + 0.3 * len(bars))
+    axes = figure.subplots()
+    parts = [
+        (name, np.nan_to_num([row.get(f"{kind}_{cloud}", 0.0) for row, cloud in bars]), colour)
+        for kind, (name, colour) in PARTS.items()
+    ]
+    stacked(axes, [f"{row.label}  {cloud}" for row, cloud in bars], parts)
+    medians = [row.step_time_s for row, _ in bars]
+    axes.plot(medians, range(len(bars)), "|", color=INK, ms=14, label="step time, median")
+    axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=5, **_LEGEND)
+    return save(figure, path)
+
+
+def curves_of(results: Results) -> tuple[str, Curves]:
+    """The label of the reference, "" if there is none; and the losses of the settings, the
+    reference first, then the best ones. Empty if no two have a loss. Made from events.jsonl, which
+    MLflow does not store."""
+    rows = results.rows
+    alone, plain = rows.cluster == ONE_CLOUD, rows.compression == UNCOMPRESSED
+    chosen = [*rows.index[alone], *rows.index[plain]][:1]
+    curves, reference = {}, ""
+    for number in [*chosen, *rows.index.drop(chosen)]:
+        row = rows.loc[number]
+        if not (losses := _losses(results.of_row[number])).empty:
+            is_clear = row.cluster in row.setting or rows.cluster.nunique() == 1
+            label = row.setting if is_clear else f"{row.setting}, {row.cluster}"
+            curves[label] = losses
+            reference = label if number in chosen else reference
+        if len(curves) - bool(reference) == MOST_CURVES:
+            break
+    return (reference, curves) if len(curves) > 1 else ("", {})
+
+
+def _losses(runs: Sequence[Result]) -> pd.DataFrame:
+    """Of the finished runs, a column for each seed."""
+    by_seed = {}
+    for run in runs:
+        if run.status == "finished":
+            steps = read_run(run.run_dir / EVENTS_FILE).steps
+            by_seed[run.settings.get("seed")] = pd.Series(steps["loss"], steps.step, dtype=float)
+    losses = pd.DataFrame(by_seed).replace([np.inf, -np.inf], np.nan)
+    return losses.dropna(how="all").dropna(axis="columns", how="all")
+
+
+def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
+    figure = canvas(f"{title}: training loss", 8, 6.2 if reference else 4.6)
+    panels = column(figure, [2, 1] if reference else [1])
+    others = {label: losses for label, losses in curves.items() if label != reference}
+    if reference:
+        # Broad and pale, so that it stays visible under an equal curve.
+        pale = {"color": "#B5B5B5", "linewidth": 4.5}
+        _draw_losses(panels[0], curves[reference], pale, reference)
+        panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
+        panels[1].set_ylabel(f"minus {reference},\nsame seed")
+    for index, (label, losses) in enumerate(others.items()):
+        style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
+                 "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
+        if reference and (differences := losses - curves[reference]).notna().any(axis=None):
+            _draw_losses(panels[1], differences.dropna(axis="columns", how="all"), style)
+            largest = differences.abs().max(axis=None)
+            label += f": differs by ≤ {largest:.2g}" if largest else ": equal at every step"
+        _draw_losses(panels[0], losses, style, label)
+    seeds = max(len(losses.columns) for losses in others.values())
+    panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
+    panels[0].legend(frameon=False, fontsize=8.5)
+    panels[-1].set_xlabel("step")
+    for axes in panels:
+        over_steps(axes)
+    return save(figure, folder / LOSSES)
+
+
+def _draw_losses(
+    axes: Axes, losses: pd.DataFrame, style: dict[str, Any], label: str | None = None
+) -> None:
+    """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
+    smooth = losses.dropna().apply(lambda loss: smoothed(loss.to_numpy())[0])
+    if smooth.empty:
+        return
+    mean, std = smooth.mean(axis="columns"), smooth.std(axis="columns")
+    axes.plot(mean.index, mean, label=label, **style)
+    if len(losses.columns) > 1:
+        low, high = mean - std, mean + std
+        axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
+    """Quality over the setting; the rows without it are bands."""
+    figure = canvas(f"{title}: quality by {swept.name}", 8, 1.3 + 3.9 * len(swept.scores))
+    panels = column(figure, [1] * len(swept.scores))
+    for axes, score in zip(panels, swept.scores, strict=True):
+        _draw_swept(axes, swept, score)
+    panels[-1].set_xlabel(swept.setting)
+    handles = [Line2D([], [], label=line, **_style(n)) for n, line in enumerate(swept.lines)]
+    for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
+        label = f"{row.setting}: {spread_text(row, swept.scores[0])}"
+        handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    num_columns = max(1, min(4, len(handles), 115 // (longest + 8)))  # 115 characters fit a row
+    figure.legend(handles=handles, ncols=num_columns, **_LEGEND)
+    return save(figure, folder / SWEPT_PICTURE)
+
+
+def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
+    beside = swept.beside.dropna(subset=score)
+    ends = plus_minus(beside, score).fillna(0.0)
+    for (number, row), colour in zip(beside.iterrows(), BANDS, strict=False):
+        low, high = row[score] - ends[number], row[score] + ends[number]
+        axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
+        axes.axhline(row[score], color=colour, linewidth=1.4, zorder=1)
+    values, apart = sorted(swept.rows.value.unique()), 0.0
+    if values[0] > 0 and values[-1] >= 50 * values[0]:
+        axes.set_xscale("log")
+    else:  # whiskers do not overlap
+        apart = min(np.diff(values)) * min(0.04, 0.2 / len(swept.lines))
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks([], minor=True)
+    for index, line in enumerate(swept.lines):
+        shift = apart * (index - (len(swept.lines) - 1) / 2)
+        rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
+        axes.errorbar(
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
+            elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
+        )  # fmt: skip
+    of = ", less is better" if score in LESS_IS_BETTER else ", test set"
+    counts = pd.concat([swept.rows, swept.beside]).finished
+    num_seeds = " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
+    seeds = "" if num_seeds == "1" else f"\n(mean ± std over {num_seeds} seeds)"
+    if not seeds and plus_minus(swept.rows, score).notna().any():
+        seeds = "\n(± standard error)"
+    axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
+    plain(axes, "both")
+
+
+def _style(index: int) -> dict[str, Any]:
+    """A colour and marker for each line; another dash style once these are used up."""
+    number, dash = index % len(LINES), DASHES[index // len(LINES) % len(DASHES)]
+    return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

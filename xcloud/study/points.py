@@ -1,0 +1,360 @@
+"""The points of a sweep: which experiment each one is, what it is called, and what has become of
+it, as sweep.json and the folders of points say. Runs and prints nothing.
+
+The *settings* of a point are its resolved config as dotted names (experiment.flatten). Its
+identity ignores names and output places: two points with the same identity give the same result,
+in any sweep.
+
+    multirun/NAME/sweep.json          requested overrides and code version, by point folder
+    multirun/NAME/<point>/            the run folder of a point; summary.json says how it ended
+    multirun/NAME/earlier/            run folders of points that were run again; nothing is deleted
+
+Whether a point is finished follows from its summary.json alone, so a killed sweep can continue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.overrides import as_override
+from xcloud.base.project import code_digests, commit
+from xcloud.base.run_folder import LOCK_FILE, owned
+from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
+from xcloud.job.given import settings_of
+from xcloud.job.inputs import inputs_of
+from xcloud.job.job import Job
+from xcloud.record.files import CheckpointSteps
+from xcloud.record.summary import read_summary, write_summary
+from xcloud.tracking.tracker import REPLACED_FILE, TRACKED_FILE
+
+Settings = Mapping[str, object]
+Overrides = tuple[str, ...]
+
+STATE_FILE = "sweep.json"
+EARLIER_DIR = "earlier"
+# Code that arranges and shows runs; it cannot change what a run computes.
+BESIDE_CODE = ("sweep", "_hydra", "report", "claims", "__main__.py")
+# Where a run is written and what it is called, not what it computes.
+BESIDE = ("sweep", "label", "tracker")
+# Not part of the label: the seed is appended, the sweep's name is left out.
+UNLABELLED = {"seed", "sweep"}
+# A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
+SPLIT, CUT_LAYER = "model.split", "model.split.layer"
+_UNSAFE = {ord(mark): None for mark in "$`"}  # which no label may have
+UNCOMPRESSED = "none"  # the label of the reference among compressions
+
+
+@dataclass
+class Point:
+    """One experiment of a sweep."""
+
+    overrides: Overrides
+    config: Any  # as composed; a DictConfig
+    settings: Settings
+    experiment: Job
+    label: str = ""
+
+    @classmethod
+    def of(cls, overrides: Overrides, config: Any) -> Point:
+        """Raises ConfigError for an invalid experiment."""
+        return cls(overrides, config, flatten(config), job_from_config(config))
+
+    @property
+    def identity(self) -> str:
+        return identity(self.settings)
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Digests of the files that it reads here, by setting."""
+        return inputs_of(self.settings, self.experiment.cache_path)
+
+    @property
+    def name(self) -> str:
+        """Display name, unique in the sweep: "int8+int8 s1"."""
+        return f"{self.label} s{self.experiment.seed}"
+
+    @property
+    def folder(self) -> str:
+        """The name as a shell-safe folder name: "fp16-svd-0.6+int8_s1"."""
+        return re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
+            f"_s{self.experiment.seed}"
+        )
+
+
+def identity(settings: Settings, *without: str) -> str:
+    """A short hash of the settings that decide the result, except `without` and keys below: equal
+    without "seed" for points that differ only in their seed."""
+    kept = {key: value for key, value in deciding(settings).items() if not _below(key, without)}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+    """Deciding settings that differ, as (one, other); a missing one is None."""
+    one, other = deciding(one), deciding(other)
+    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+
+
+def varying(many: Sequence[Settings]) -> list[str]:
+    """Deciding settings that are not equal in all, in order of first appearance."""
+    many = [deciding(settings) for settings in many]
+    keys = dict.fromkeys(key for settings in many for key in settings)
+    return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
+
+
+def is_unsplit(settings: Settings) -> bool:
+    """Whether a splittable model is left unsplit."""
+    return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
+
+
+def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Overrides]:
+    """The requested points, and each again with `also` replacing what it covers.
+
+    {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
+    {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
+    """
+    covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
+    added = tuple(_word(key, value) for key, value in also.items())
+    again = [
+        (*(o for o in overrides if not _below(_dotted(_key(o)), covered)), *added)
+        for overrides in asked
+    ]
+    return list(dict.fromkeys([*asked, *again]))
+
+
+def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> None:
+    """Label each point with the settings in which the points differ, except the seed.
+
+    earlier: points of the same sweep that other commands requested.
+    """
+    every = [_by_key(overrides) for overrides in (*(p.overrides for p in points), *earlier)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for given in every for key in given)
+        if key not in UNLABELLED and len({given.get(key) for given in every}) > 1
+    ]
+    ends = {key: re.split(r"[./]", key)[-1] for key in keys}
+    alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
+    shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
+    for point in points:
+        point.label = _label(point, keys, shorts)
+    labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
+    for point in points:
+        if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
+            given = _by_key(point.overrides)
+            own = [key for key in keys if key in given and _below(key, ["compression"])]
+            point.label = " ".join([point.label, *(f"{shorts[k]}={given[k]}" for k in own)])
+
+
+def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two points have the same overrides but for the sweep's name, in any order."""
+    return {**_by_key(one), "sweep": ""} == {**_by_key(other), "sweep": ""}
+
+
+def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
+    given, settings = _by_key(point.overrides), point.settings
+    parts: list[str] = []
+    for key in keys:
+        dotted = _dotted(key)
+        is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
+        if _below(dotted, ["compression"]):
+            parts.append(point.experiment.labels.compression)
+        elif _below(dotted, [SPLIT]) and is_unsplit(settings):
+            parts.append("unsplit")
+        elif key in given:
+            is_named = is_value and key != "exp"
+            parts.append(f"{shorts[key]}=" * is_named + given[key])
+    return " ".join(dict.fromkeys(parts)).translate(_UNSAFE) or (
+        point.experiment.labels.compression
+    )
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    return {_key(override): override.partition("=")[2] for override in overrides}
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _dotted(key: str) -> str:
+    return key.replace("/", ".")
+
+
+def _word(key: str, value: object) -> str:
+    """As an override: key=null, key=true, key=0.5, key="a text (of any characters)"."""
+    if isinstance(value, str):
+        return as_override(key, value)
+    return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+
+
+def deciding(settings: Settings) -> Settings:
+    """The settings that decide the result."""
+    silent = [SPLIT] if is_unsplit(settings) else []
+    return {
+        key: value
+        for key, value in settings.items()
+        if not _below(key, BESIDE)
+        and not key.endswith("cache_dir")
+        and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
+    }
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _below(key: str, heads: Sequence[str]) -> bool:
+    return any(key == head or key.startswith(f"{head}.") for head in heads)
+
+
+Verdict = Literal["run", "skip", "again", "resume"]
+Changed = Mapping[str, tuple[object, object]]  # by setting: before and now
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a point: run it, keep what it left, run it again from the start or from its
+    last checkpoint. why: the reason, if worth printing."""
+
+    point: Point
+    verdict: Verdict
+    folder: str
+    why: str = ""
+
+
+class SweepState:
+    """The file of one sweep. One process at a time: hold `lock()` around everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.code, self.commit = code_fingerprint(), commit()
+        self.points = read_points(folder)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Raises ConfigError if another process is running this sweep."""
+        advice = "another process runs the sweep; wait for it, or choose another sweep=NAME"
+        with owned(self.folder, advice):
+            yield
+
+    def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
+        """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
+        changed ones again."""
+        ran = {}
+        for name in self.points:
+            with suppress(ConfigError):  # its settings were never written
+                ran[name] = settings_of(self.folder / name / EXPERIMENT_FILE)
+        by_identity = {identity(own): name for name, own in ran.items()}
+        wanted = {by_identity.get(point.identity) for point in points}
+        taken, decisions = {*self.points}, list[Decision]()
+        for point in points:
+            alike = (name for name, entry in self.points.items()
+                     if name not in wanted
+                     and same_overrides(entry["overrides"], point.overrides))  # fmt: skip
+            folder = by_identity.get(point.identity) or next(alike, None)
+            if folder is None:
+                folder = _free_name(point.folder, taken)
+                taken.add(folder)
+                decisions.append(Decision(point, "run", folder))
+            else:
+                changed = differences(ran.get(folder) or point.settings, point.settings)
+                decisions.append(self._judge(point, folder, changed, accept_changes))
+        return decisions
+
+    def begin(self, decision: Decision, parallel: int) -> Path:
+        """Make an empty folder for the point, unless it resumes in its own; an existing one moves
+        to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
+        run_dir = self.folder / decision.folder
+        with owned(run_dir):  # else it is a point that somebody has resumed by hand
+            return self._emptied(run_dir, decision, parallel)
+
+    def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
+        if decision.verdict == "resume":
+            return run_dir
+        if {*os.listdir(run_dir)} - {LOCK_FILE}:
+            earlier = self.folder / EARLIER_DIR
+            earlier.mkdir(exist_ok=True)
+            left = run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))
+            run_dir.mkdir()
+            if (left / TRACKED_FILE).exists():
+                shutil.copyfile(left / TRACKED_FILE, run_dir / REPLACED_FILE)
+        run_dir.mkdir(exist_ok=True)
+        self.points[decision.folder] = {
+            "label": decision.point.label,
+            "seed": decision.point.experiment.seed,
+            "overrides": list(decision.point.overrides),
+            "commit": self.commit,
+            "code": self.code,
+            "inputs": decision.point.inputs,
+            "at_once": parallel,
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
+        return run_dir
+
+    def _judge(
+        self, point: Point, folder: str, changed: Changed, accept_changes: bool
+    ) -> Decision:
+        summary, entry = read_summary(self.folder / folder), self.points.get(folder, {})
+        changes = [f"config changed since: {_describe(changed)}"] if changed else []
+        if entry.get("code") != self.code:
+            changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
+        if other := _other_inputs(entry.get("inputs", {}), point.inputs):
+            changes.append(f"other contents since: {', '.join(other)}")
+        status = summary.get("status", "unfinished")
+        if status != "finished":
+            why = ": ".join(filter(None, (status, summary.get("cause"))))
+            if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
+                return Decision(point, "again", folder, why)
+            return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
+        is_kept = accept_changes or not changes
+        return Decision(point, "skip" if is_kept else "again", folder, "; ".join(changes))
+
+
+def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the settings whose files are not what they were. What lies elsewhere now is the same
+    if it has the same contents."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def read_points(folder: Path) -> dict[str, dict[str, Any]]:
+    """The entries of sweep.json by point folder; empty without that file."""
+    path = folder / STATE_FILE
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["points"])
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"{path} is damaged ({error}); move it away and its points count as new"
+        raise ConfigError(f"{why}, or choose another sweep=NAME") from error
+
+
+def code_fingerprint() -> str:
+    """A short hash of the sources that decide what a run computes. The commit is no substitute:
+    it changes with a README and does not change with an uncommitted edit."""
+    files = [pair for pair in code_digests().items() if pair[0].split("/")[0] not in BESIDE_CODE]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    return next(free for n in count(1) if (free := f"{name}-{n}" * (n > 1) or name) not in taken)
+
+
+def _describe(changed: Changed, most: int = 3) -> str:
+    parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
+    return ", ".join(parts[:most]) + f" and {len(parts) - most} more" * (len(parts) > most)

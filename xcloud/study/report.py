@@ -1,0 +1,401 @@
+"""What is shown of a sweep, at its end and by `python -m xcloud report SWEEP [OTHER ...]`: tables
+on the screen and as CSV, pictures, pages of HTML and in MLflow, comparisons. Runs nothing.
+
+table.csv is by setting, points.csv by run, quality_over_setting.csv by the values of a number that
+varies by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.base.terminal import printable, say
+from xcloud.base.units import (
+    UNKNOWN,
+    human_percent,
+    human_seconds,
+    score_name,
+    score_text,
+    shown_scores,
+)
+from xcloud.record.events import AVERAGING, TENSORS
+from xcloud.show import tables
+from xcloud.show.tables import (
+    Column,
+    Page,
+    Picture,
+    Table,
+    console_of,
+    print_table,
+    write_site,
+)
+from xcloud.study.points import (
+    UNCOMPRESSED,
+    Settings,
+    differences,
+    is_number,
+    read_points,
+    varying,
+)
+from xcloud.study.results import (
+    RATES,
+    Result,
+    Results,
+    Swept,
+    drift_of,
+    from_folder,
+    known,
+    known_sweeps,
+    open_sweep,
+    plus_minus,
+    spread,
+    spread_text,
+    swept_of,
+)
+from xcloud.tracking.mlflow_store import COSTS, Store, check_no_password, prepare_environment
+from xcloud.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_FILE, POINTS_FILE, SWEPT_FILE = "table.csv", "points.csv", "quality_over_setting.csv"
+PAPER = "paper: "  # prefix of headings of published figures
+MOST_DIFFERENCES = 12
+MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
+_BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
+_PUBLISHED = ("quality", "share", "ratio", "of_one_cloud")
+_FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = "Make tables and pictures of a sweep, or compare sweeps; runs nothing."
+    parser = argparse.ArgumentParser(prog="python -m xcloud report", description=about)
+    parser.add_argument("sweep", nargs="*", help="name of a sweep, or its folder; none: list them")
+    parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
+    parser.add_argument("--site", type=Path, help="write the sweep as pages without a server here")
+    parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
+    parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
+    parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
+    given = parser.parse_args(arguments)
+    if not given.sweep:
+        say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
+        return 0
+    check_no_password("--uri", given.uri)
+    store = Store(project_root() / given.root, given.experiment, given.uri)
+    opened = dict(open_sweep(name, store) for name in given.sweep)
+    names = [folder.name for folder in opened]
+    if len({*names}) < len(names):
+        raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
+    results, title = Results(list(chain(*opened.values()))), " and ".join(names)
+    written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
+    if given.site:
+        say(write_sweep_site(results, written, f"Sweep {title}", given.site))
+    if len(opened) > 1:
+        _compare(results)
+    return 0
+
+
+def report(results: Results, folder: Path, title: str) -> list[Path]:
+    """Print the table; write CSV and pictures into `folder`. Returns the files."""
+    from xcloud.study import pictures
+
+    print_sweep(results)
+    written = write_csv(folder, results)
+    written += pictures.write_pictures(folder, results, title)
+    if swept := swept_of(results):
+        print_swept(swept)
+        written.append(write_swept(folder, swept))
+        written.append(pictures.write_swept_picture(folder, swept, title))
+    reference, curves = pictures.curves_of(results)
+    if curves:
+        written.append(pictures.write_losses(folder, reference, curves, title))
+    say(f"in {folder}: {', '.join(path.name for path in written)}")
+    return written
+
+
+def close_sweep(folder: Path, tracker: Tracker) -> None:
+    """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
+    results = Results(from_folder(folder))
+    if results.runs:
+        written = report(results, folder, f"sweep {folder.name}")
+        score, all_settings = [*results.scores, "bleu"][0], [run.settings for run in results.runs]
+        for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
+            say(line)
+
+
+# Tables on the screen and as CSV.
+
+
+def print_sweep(results: Results, console: Console | None = None) -> None:
+    console = console or console_of()
+    cells = cells_of(results)
+    heads = [Column(h, i > 0, i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
+    console.print()
+    print_table(console, heads, cells.itertuples(index=False))
+    for line in remarks_of(results):
+        text = printable(line)
+        console.print(text, style="dim", markup=False, highlight=False)
+
+
+def cells_of(results: Results) -> pd.DataFrame:
+    """Texts: a column for each figure that any setting has, a line for each setting."""
+    cells = pd.DataFrame(dict(_columns(results)), index=results.rows.index)
+    return cells.loc[:, [any(cells[heading]) for heading in cells]]
+
+
+def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
+    """Headings with a cell for each row."""
+    rows = [row for _, row in results.rows.iterrows()]
+    paper = {name: [row.published.get(name, "") for row in rows] for name in _PUBLISHED}
+    yield "setting", [row.setting for row in rows]
+    if len(results.sweeps) > 1:
+        yield "sweep", [row.sweep for row in rows]
+    counts = [f"{row.finished} of " * (row.finished != row.runs) + str(row.runs) for row in rows]
+    yield "runs", counts
+    for index, name in enumerate(shown_scores(results.scores)):
+        yield score_name(name), [spread_text(row, name) for row in rows]
+        if index == 0:
+            yield f"{PAPER}{score_name(name)}", paper["quality"]
+    yield "step time", [spread(row, "step_time_s", human_seconds) for row in rows]
+    if _compares(results):
+        yield "share", [spread(row, "share", human_percent) for row in rows]
+    yield f"{PAPER}share", paper["share"]
+    if rate := _rate(results):
+        heading = rate.replace("_per_s", "/s")
+        yield heading, [spread(row, rate, "{:,.0f}".format) for row in rows]
+        alone = [known(row, f"{rate}_share_of_one_cloud") for row in rows]
+        yield "of one cloud", [human_percent(share, 1) for share in alone]
+        yield f"{PAPER}of one cloud", paper["of_one_cloud"]
+    ratios = [known(row, "compression_ratio") for row in rows]
+    yield "ratio", [UNKNOWN if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+    yield f"{PAPER}ratio", paper["ratio"]
+
+
+def _compares(results: Results) -> bool:
+    """Whether a share compares a row with another row, or one that would is left out."""
+    rows = results.rows
+    return bool((rows.share.dropna() != 1.0).any() or rows.share_left_out.notna().any())
+
+
+def _drift_remarks(results: Results) -> Iterator[str]:
+    """Say which shares are left out, and why; and what compression could save at most."""
+    rows = results.rows
+    drifted = rows[rows.share_left_out.notna()]
+    for _, row in drifted.iterrows():
+        yield (
+            f"share – of {row.setting}: its runs spent {row.share_left_out} than the uncompressed "
+            "ones, so the step times compare the machine, not the compression. "
+            "python -m benchmarks.in_turns times settings in turns."
+        )
+    keys = ["sweep", "reference"]
+    plain = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
+    for _, base in plain.merge(drifted[keys].drop_duplicates(), on=keys).iterrows():
+        use = {kind: known(base, f"link_utilisation_{kind}") for kind in (*TENSORS, AVERAGING)}
+        busy = {kind: share for kind, share in use.items() if share is not None}
+        if busy:
+            each = ", ".join(f"{kind} {human_percent(share)}" for kind, share in busy.items())
+            most = human_percent(min(1.0, sum(busy.values())))
+            yield (
+                f"In an uncompressed step ({base.setting}) the link was busy: {each}. "
+                f"Compression can save {most} of it at most."
+            )
+        else:
+            yield "How long the link was busy is not known: only emulated lines tell."
+
+
+def _rate(results: Results) -> str:
+    """Of those that compare with one cloud the one that most rows have; empty without any."""
+    names = [name for name in reversed(RATES) if f"{name}_share_of_one_cloud" in results.rows]
+    shares = {name: results.rows[f"{name}_share_of_one_cloud"].count() for name in names}
+    return max(shares, key=lambda name: shares[name]) if any(shares.values()) else ""
+
+
+def remarks_of(results: Results) -> Iterator[str]:
+    rows = results.rows
+    if (rows.finished > 1).any():
+        yield "± is the standard deviation over seeds."
+    if any(plus_minus(rows[rows[f"{s}_std"].isna()], s).notna().any() for s in results.scores):
+        yield "± of a score of a single run is its standard error over the test samples."
+    crowd = max((run.at_once for run in results.runs), default=1)
+    if crowd > 1:
+        yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
+    yield from _drift_remarks(results)
+    if _compares(results):
+        yield "share: of the step time of the uncompressed runs of the same sweep."
+        if crowd == 1:
+            yield (
+                "Points run one after another, so their step times differ by the noise of the "
+                "machine too: python -m benchmarks.in_turns times them in turns."
+            )
+    if rate := _rate(results):
+        if rate == "tokens_per_s":
+            yield "tokens/s: all that were computed; learned_tokens_per_s in points.csv."
+        yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
+        compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
+        counts = dict(zip(compared.cluster, map(_num_ranks, compared.settings), strict=True))
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
+            yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
+    unknown = [run for run in results.runs if None in run.summary.get("quality", {}).values()]
+    if unknown:
+        named = ", ".join(f"{run.label} s{run.settings.get('seed')}" for run in unknown)
+        yield f"Means leave out runs whose score is not finite: {named}."
+    if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:
+        yield f"These runs are of different code: {', '.join(sorted(commits))}."
+    yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])
+
+
+def _num_ranks(settings: Mapping[str, object]) -> int:
+    return sum(
+        n
+        for k, n in settings.items()
+        if fnmatch(k, "cluster.clouds.*.num_ranks") and isinstance(n, int)
+    )
+
+
+def write_csv(folder: Path, results: Results) -> list[Path]:
+    """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
+    table = results.rows.drop(columns=_BESIDE).round(6)
+    table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
+    paper = {f"paper_{n}": [e.get(n) for e in results.rows.published] for n in _PUBLISHED}
+    table = table.assign(**paper)
+    return [
+        tables.write_csv(table, folder / TABLE_FILE),
+        tables.write_csv(results.points, folder / POINTS_FILE),
+    ]
+
+
+def print_swept(swept: Swept, console: Console | None = None) -> None:
+    """Print a table for each score: a row per value, a column per line; then the rows without the
+    setting, repeated for every line."""
+    console = console or console_of()
+    for score in swept.scores:
+        texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, score=score))
+        wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
+        wide = wide[swept.lines].fillna("-")
+        cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
+        cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
+                  for _, row in swept.beside.iterrows()]  # fmt: skip
+        title = f"{score_name(score)} by {swept.setting}"
+        print_table(console, [swept.name, *swept.lines], cells, title)
+
+
+def write_swept(folder: Path, swept: Swept) -> Path:
+    """Write a CSV row for each score, value and line."""
+    rows = pd.concat([swept.rows, swept.beside.assign(line=swept.beside.setting)])
+    rows = rows.rename(columns={"value": swept.setting, "finished": "seeds"})
+    figures = {"mean": "", "std": "_std", "error": "_error"}
+    table = pd.concat(
+        rows.assign(score=score, **{name: rows.get(score + end) for name, end in figures.items()})
+        for score in swept.scores
+    )
+    columns = ["score", swept.setting, "line", *figures, "seeds"]
+    table = table.dropna(subset="mean")[columns].round(6)
+    return tables.write_csv(table, folder / SWEPT_FILE, float_format="{:g}".format)
+
+
+def _compare(results: Results) -> None:
+    """Print the settings that differ between sweeps, and compare rows with the same label."""
+    first, *others = results.sweeps
+    shared = {}  # the settings that all runs of a sweep have
+    for sweep in results.sweeps:
+        own = [run.settings for run in results.runs if run.sweep == sweep]
+        shared[sweep] = {key: own[0][key] for key in own[0].keys() - set(varying(own))}
+    for sweep in others:
+        found = differences(shared[first], shared[sweep]).items()
+        both = [f"  {key}: {old} | {new}" for key, (old, new) in found
+                if key in shared[first] and key in shared[sweep]]  # fmt: skip
+        heading = "settings that differ" if both else "no common setting differs"
+        say("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
+    scored = results.rows[results.rows.score.notna()]
+    bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
+    others_scored = scored[scored.sweep != first]
+    for _, row in others_scored[others_scored.setting.isin(bases.index)].iterrows():
+        base = bases.loc[row.setting]
+        more = score_text(row.score, row[row.score] - base[row.score])
+        sign = "" if more.startswith("-") else "+"
+        line = f"{row.setting}: {row.sweep} against {first}: {sign}{more}"
+        if pd.notna(slower := row.step_time_s / base.step_time_s):
+            line += f", step time x{slower:.2f}"
+            if drift := drift_of(row, base):
+                line += f", but {drift}"
+        say(line)
+
+
+# Pages.
+
+
+def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder: Path) -> Path:
+    """The sweep as pages that need no server: a front page with pictures and the table, and a page
+    a setting with its runs and the command of each. Returns the index. Pictures are copied."""
+    cells = cells_of(results)
+    links = [
+        f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
+        for number, setting in enumerate(cells.setting)
+    ]
+    settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    shown = [Picture(p, p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
+    facts = [("Note", line) for line in remarks_of(results)]
+    pages = [
+        _setting_page(link, results, results.of_row[number])
+        for link, number in zip(links, results.rows.index, strict=True)
+    ]
+    return write_site(Page("index", title, facts, "", shown, [settings]), pages, folder)
+
+
+def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
+    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
+    differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
+    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
+    points = results.points.loc[[results.runs.index(run) for run in runs]]
+    points = points.dropna(axis="columns", how="all")
+    points = points.drop(columns=[*differing, "sweep", "label", "identity"], errors="ignore")
+    first = [column for column in _FIRST_OF_A_RUN if column in points]
+    points = points[[*first, *points.columns.difference(first, sort=False)]]
+    made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
+    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
+    tables = [Table("What differs", what)] * bool(differing) + [Table("Runs", points)]
+    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
+
+
+def columns_of(settings: Sequence[Settings]) -> list[str]:
+    """Settings that differ, for MLflow's table. One that only some points have is shown only if it
+    is a number that varies (a compressor's rate); the label covers the rest."""
+    shown = []
+    for key in varying(settings):
+        values = [s[key] for s in settings if s.get(key) is not None]
+        is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
+        if is_swept or len(values) == len(settings):
+            shown.append(key)
+    return ["label", *shown[:MOST_PARAMS]]
+
+
+def page_in_mlflow(
+    sweep: str,
+    tracker: Tracker,
+    settings: Sequence[Settings],
+    score: str = "bleu",
+    files: Sequence[Path] = (),
+) -> list[str]:
+    """Write a sweep's page in MLflow, which never fails the sweep; returns lines with its links.
+    files: tables and pictures to log as artifacts."""
+    if tracker.store is None:
+        return []
+    try:
+        prepare_environment()
+        metrics, params = (score, *COSTS), columns_of(settings)
+        return list(tracker.store.show_sweep(sweep, metrics, params, files))
+    except Exception as error:  # MLflow may be down or refuse; the sweep continues.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return [f"MLflow: no page could be prepared: {reason}"]

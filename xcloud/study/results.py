@@ -1,0 +1,415 @@
+"""Results of a sweep, read from its run folders, or from MLflow if these are gone, as data frames:
+a line for each run, a line for each setting over its seeds, and the lines of a picture over a
+setting that varies. Prints and draws nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.base.run_folder import refuse_links
+from xcloud.base.units import (
+    LEAKS,
+    LESS_IS_BETTER,
+    UNKNOWN,
+    human_percent,
+    human_seconds,
+    score_text,
+    shown_scores,
+)
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.given import settings_of
+from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.study.points import (
+    STATE_FILE,
+    UNCOMPRESSED,
+    Settings,
+    deciding,
+    identity,
+    is_number,
+    is_unsplit,
+    read_points,
+    varying,
+)
+from xcloud.tracking.mlflow_store import Store, final_metrics
+
+COMPUTE = "compute_s_"  # and a cloud: seconds of a step
+ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
+RATES = ("samples_per_s", "tokens_per_s")
+LARGEST_DRIFT = 0.1  # of computing, between settings whose step times are compared
+NO_MATTER = 0.01  # of a step: what computing may always drift by
+COSTS = ("step_time_s", "compression_ratio")
+PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures belong to
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json.
+    at_once: points that ran concurrently."""
+
+    sweep: str
+    run_dir: Path
+    settings: Settings
+    summary: dict[str, Any]
+    at_once: int = 1
+
+    @property
+    def label(self) -> str:
+        return str(self.settings.get("label") or self.summary.get("compression", "-"))
+
+    @property
+    def status(self) -> str:
+        return str(self.summary.get("status", "unfinished"))
+
+    @property
+    def scores(self) -> list[str]:
+        """Names, the task's main score first; leaks if measured. Empty unless it has finished."""
+        if self.status != "finished":
+            return []
+        values = self.summary["quality"] | {name: self.summary.get(name) for name in LEAKS}
+        return [name for name, value in values.items() if is_number(value)]
+
+
+class Results:
+    """Runs of one sweep or of several.
+
+    rows: a line for each setting, best score first; its index counts in the order of appearance.
+        Of every figure (`bleu`, `step_time_s`, `waiting_s_cloud_a`) the mean over the finished
+        runs and, in `bleu_std`, the sample standard deviation; NaN where there is none.
+        `bleu_error` is the mean of the runs' standard errors over test samples.
+    share: step time / that of the uncompressed runs of the same sweep and link. None where the
+        machine computed at another speed: then `share_left_out` says so.
+    SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
+    """
+
+    def __init__(self, runs: Sequence[Result]) -> None:
+        self.runs = list(runs)
+        self.sweeps = list(dict.fromkeys(run.sweep for run in runs))
+        self.scores = list(dict.fromkeys(name for run in runs for name in run.scores))
+
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        """A line for each run, failed ones included, with the settings that vary."""
+        keys = [key for key in varying([run.settings for run in self.runs]) if key != "seed"]
+        lines = [
+            {
+                "sweep": run.sweep,
+                "label": run.label,
+                "seed": run.settings.get("seed"),
+                "status": run.status,
+                "commit": run.summary.get("commit"),
+                "identity": identity(run.settings),
+                **{key: run.settings.get(key) for key in keys},
+                **final_metrics(run.summary),
+                "cause": run.summary.get("cause"),
+                "folder": str(run.run_dir),
+            }
+            for run in self.runs
+        ]
+        return pd.DataFrame(lines, dtype=object)
+
+    @cached_property
+    def of_row(self) -> list[list[Result]]:
+        """The runs of each setting, by the index of `rows`."""
+        groups: dict[tuple[str, str], list[Result]] = {}
+        for run in self.runs:
+            groups.setdefault((run.sweep, identity(run.settings, "seed")), []).append(run)
+        return list(groups.values())
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        rows = pd.DataFrame([_row(runs) for runs in self.of_row])
+        _tell_apart(rows)
+        figures = pd.DataFrame(
+            {**final_metrics(run.summary), "row": number}
+            for number, runs in enumerate(self.of_row)
+            for run in runs
+            if run.status == "finished"
+        )
+        if len(figures):
+            by_row = figures.astype(float).groupby("row").agg(["mean", "std"])
+            by_row.columns = [name + "_std" * (what == "std") for name, what in by_row.columns]
+            rows = rows.join(by_row.drop(columns=by_row.filter(regex="_error_std$")))
+        needed = [f"{name}{end}" for name in COSTS for end in ("", "_std")]
+        rows = rows.reindex(columns=rows.columns.union(needed, sort=False))
+        rows = _share_of_uncompressed(rows)
+        for name in rows.columns.intersection(RATES):
+            alone = rows[name].where(rows.cluster == ONE_CLOUD)
+            there = alone.groupby([rows.sweep, rows.workload]).transform("mean")
+            rows[f"{name}_share_of_one_cloud"] = rows[name] / there
+        return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
+
+    @property
+    def labels(self) -> pd.Series:
+        """Label the rows of a picture; with the sweep if there are several."""
+        rows = self.rows
+        return rows.setting + " @" + rows.sweep if len(self.sweeps) > 1 else rows.setting
+
+
+def known(row: Any, name: str) -> float | None:
+    """Return a figure of a row; None where there is none."""
+    value = row.get(name)
+    return None if value is None or pd.isna(value) else float(value)
+
+
+def spread_text(row: Any, score: str) -> str:
+    """Write a score as 41.92 ± 0.31."""
+    return spread(row, score, partial(score_text, score))
+
+
+def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
+    """Write mean ± standard deviation, of a single run's score its error; the unit once:
+    450 ± 71 ms."""
+    mean, std = known(row, name), known(row, f"{name}_std")
+    std = known(row, f"{name}_error") if std is None else std
+    if mean is None or std is None:
+        return UNKNOWN if mean is None else text(mean)
+    number, _, unit = text(mean).partition(" ")
+    if unit in ("ms", "s"):
+        digits = len(number.partition(".")[2])
+        return f"{number} ± {std * (1000 if unit == 'ms' else 1):.{digits}f} {unit}"
+    return f"{number} ± {text(std)}"
+
+
+def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
+    """Return what is shown after a score: its spread over seeds, its error if there is one run."""
+    std = rows[f"{score}_std"]
+    return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
+
+
+def _row(runs: Sequence[Result]) -> dict[str, Any]:
+    """Return what the runs of a setting have in common."""
+    settings, finished = runs[0].settings, [run for run in runs if run.status == "finished"]
+    compressions = (run.summary.get("compression") for run in runs)
+    compression = str(next(filter(None, compressions), "-"))
+    return {
+        "sweep": runs[0].sweep,
+        "setting": runs[0].label,
+        "compression": compression,
+        "runs": len(runs),
+        "finished": len(finished),
+        "score": next((run.scores[0] for run in finished if run.scores), None),
+        "cluster": str(settings.get("cluster.name", "-")),
+        "settings": settings,
+        # Equal where step times compare, and where the same work is done, on any cluster.
+        "reference": identity(settings, "seed", "compression"),
+        "workload": identity(settings, "seed", "compression", "cluster"),
+        "published": published_for(settings, compression),
+    }
+
+
+def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add share, share_std from the spreads of both over their seeds, and share_left_out."""
+    keys = ["sweep", "reference"]
+    base = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
+    base = base.drop_duplicates(keys, keep="last").set_index(keys)
+    there = rows[keys].join(base.drop(columns=keys, errors="ignore"), on=keys)
+    share = rows.step_time_s / there.step_time_s
+    reasons = [drift_of(rows.loc[number], there.loc[number]) for number in rows.index]
+    left_out = pd.Series(reasons, rows.index, dtype=object)
+    share = share.where(left_out.isna())
+    own, others = (one.step_time_s_std / one.step_time_s for one in (rows, there))
+    noise = np.hypot(own.fillna(0.0), others.fillna(0.0))
+    is_known = (noise > 0) & (share != 1.0)
+    share_std = (share * noise).where(is_known)
+    return rows.assign(share=share, share_std=share_std, share_left_out=left_out)
+
+
+def drift_of(row: Any, other: Any) -> str | None:
+    """Say by how much the machine computed faster or slower for `row` than for `other`, which
+    differs in nothing that is computed; None where that is too little to spoil a comparison of
+    their step times."""
+    step_s, worst, said = known(other, "step_time_s"), LARGEST_DRIFT, None
+    for name in row.index:
+        if not name.startswith(COMPUTE) or name.endswith("_std"):
+            continue
+        here_s, there_s = known(row, name), known(other, name)
+        if step_s is None or here_s is None or not there_s:
+            continue
+        drift = here_s / there_s - 1
+        if abs(drift) > worst and abs(here_s - there_s) > NO_MATTER * step_s:
+            worst = abs(drift)
+            times = f"{human_seconds(here_s)} against {human_seconds(there_s)} a step"
+            speed = "less" if drift < 0 else "more"
+            where = name.removeprefix(COMPUTE)
+            said = f"{human_percent(worst)} {speed} time computing ({times} in {where})"
+    return said
+
+
+def _tell_apart(rows: pd.DataFrame) -> None:
+    """Extend equal labels (from different commands) with the settings that differ."""
+    for _, alike in rows.groupby(["sweep", "setting"]):
+        keys = [key for key in varying(list(alike.settings)) if key != "seed"][:3]
+        for number, settings in alike.settings.items():
+            parts = (f"{_short(key)}={settings.get(key)}" for key in keys)
+            rows.loc[number, "setting"] = " ".join((alike.setting[number], *parts))
+
+
+def _by_score(row: pd.Series) -> tuple[bool, float, float]:
+    """Return the key to sort by: best first, then the fastest; without a score last."""
+    sign = 1 if row.score in LESS_IS_BETTER else -1
+    score = sign * row[row.score] if isinstance(row.score, str) else 0.0
+    return not isinstance(row.score, str), score, float(np.nan_to_num(row.step_time_s))
+
+
+def _short(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Quality over a setting that a sweep varied, beside the rows without it, such as the unsplit
+    model.
+
+    setting: its dotted name. scores: those to show, the task's main score first. rows: those
+    of the results, each with its `value` of the setting and its `line`, which says what else
+    varies. beside: the rows without the setting, best first."""
+
+    setting: str
+    scores: list[str]
+    rows: pd.DataFrame
+    beside: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        return _short(self.setting)
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self.rows.line.unique())
+
+
+def swept_of(results: Results) -> Swept | None:
+    """Choose the numeric setting with the most values while everything else is equal; None if
+    there is none."""
+    scored = results.rows[results.rows.score.notna()]
+    keys = [key for key in varying(list(scored.settings)) if key != "seed"]
+    found = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
+    values = pd.DataFrame(found, scored.index, keys, dtype=object)
+    words = values.map(repr).assign(sweep=scored.sweep)
+    # For each setting, of the rows that have it as a number: the most that differ in it alone.
+    alike = {
+        key: words[values[key].map(is_number)].groupby([*words.columns.drop(key)]).size().max()
+        for key in keys
+    }
+    most = pd.Series(alike, dtype=float)
+    if not most.max() >= 2:
+        return None
+    setting = str(most.idxmax())
+    shown = scored[values[setting].map(is_number)]
+    others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
+    several = shown.sweep.nunique() > 1
+    lines = [_line(row, setting, others, several) for _, row in shown.iterrows()]
+    shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
+    shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
+    names = shown_scores(name for name in results.scores if shown[name].notna().any())
+    return Swept(setting, names, shown, scored.drop(shown.index))
+
+
+def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
+    settings, parts = deciding(row.settings), []
+    for key in others:
+        head, value = key.split(".")[0], settings.get(key)
+        if head in ("compression", "cluster") and head != setting.split(".")[0]:
+            parts.append(row[head])
+        elif value is not None:
+            parts.append(f"{_short(key)}={value}")
+    return " ".join(dict.fromkeys([*parts, *([f"@{row.sweep}"] if several else [])])) or "runs"
+
+
+def _natural(label: str) -> str:
+    """Return a key that sorts rank=8 before rank=16."""
+    return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
+
+
+def from_folder(folder: Path) -> list[Result]:
+    """Return all points of the sweep in multirun/NAME, run by any launcher."""
+    recorded = read_points(folder)
+    return [
+        _result(
+            folder.name, path.parent, int(recorded.get(path.parent.name, {}).get("at_once", 1))
+        )
+        for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))
+    ]
+
+
+def from_store(store: Store, sweep: str) -> list[Result]:
+    """Return the runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
+    found = [
+        _result(sweep, folder, 1)
+        for folder in store.artifacts_of_sweep(sweep)
+        if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists()
+    ]
+    return list({identity(result.settings): result for result in found}.values())
+
+
+def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
+    settings = settings_of(run_dir / EXPERIMENT_FILE)
+    return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
+
+
+def known_sweeps() -> list[str]:
+    """Describe the sweeps in multirun/, a line each, the newest last: name, date, points."""
+    made_s = {path: path.stat().st_mtime for path in Path("multirun").glob(f"*/{STATE_FILE}")}
+    return [
+        f"{path.parent.name}  {datetime.fromtimestamp(made_s[path]):%Y-%m-%d %H:%M}  "
+        f"{len([*path.parent.glob(f'*/{EXPERIMENT_FILE}')])} points"
+        for path in sorted(made_s, key=lambda path: made_s[path])
+    ]
+
+
+def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
+    """Return the folder and the runs of a sweep, given its name or folder.
+
+    Raises ConfigError if it is unknown.
+    """
+    given = Path(name)
+    is_path = len(given.parts) > 1 or any(given.glob(f"*/{EXPERIMENT_FILE}"))
+    folder = given if is_path else Path("multirun") / name
+    if folder.is_dir():
+        refuse_links(folder)  # into which the tables are written
+    results = from_folder(folder)
+    if not results and store is not None:
+        results = from_store(store, folder.name)
+    if not results:
+        newest = known_sweeps()[-10:]
+        hint = f"known sweeps: {'; '.join(newest)}" if newest else "there are none yet"
+        raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
+    return folder, results
+
+
+def published_for(settings: Settings, compression: str) -> dict[str, Any]:
+    """Return what the paper has for this setting: the first entry that fits, of figures as texts
+    (quality, share, ratio, of_one_cloud) and `notes` to show with them."""
+    data = _published()
+    for entry in data["published"]:
+        if all(_fits(settings, compression, *one) for one in entry["where"].items()):
+            return {**entry, "notes": [data["notes"][name] for name in entry.get("notes", ())]}
+    return {"notes": []}
+
+
+@cache
+def _published() -> dict[str, Any]:
+    path = project_root() / PUBLISHED
+    return tomllib.loads(path.read_text("utf-8")) if path.is_file() else {"published": []}
+
+
+def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:
+    if key == "unsplit":
+        return is_unsplit(settings) == wanted
+    value = str(compression if key == "compression" else settings.get(key))
+    options = wanted if isinstance(wanted, list) else [str(wanted)]
+    return any(fnmatchcase(value, option) for option in options)

@@ -1,0 +1,352 @@
+"""Run a sweep: check every point, skip finished ones, report failures, end with the report.
+Independent of Hydra: the launcher plugin composes the points.
+
+Each point is a process, python -m xcloud.study.runner RUN_DIR. Its output goes to output.log in
+its folder, and up to its closing table to the screen, prefixed with the point's name.
+
+Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from xcloud.base import wording
+from xcloud.base.errors import ConfigError, RunFailed, XcloudError
+from xcloud.base.project import module_paths, python_command, run_command
+from xcloud.base.run_folder import LOCK_FILE
+from xcloud.base.settings import Positive, settings
+from xcloud.base.terminal import prepare_process, say
+from xcloud.base.units import human_duration, human_seconds, score_name, score_text
+from xcloud.job.config import EXPERIMENT_FILE, load, write
+from xcloud.net.transport import num_cores
+from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.study.points import (
+    Decision,
+    Overrides,
+    Point,
+    SweepState,
+    name_points,
+    same_overrides,
+)
+from xcloud.tracking.mlflow_store import final_metrics
+
+FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
+MOST_REASONS = 10  # shown of why points are invalid
+OUTPUT_FILE = "output.log"
+
+Compose = Callable[[Sequence[str]], Any]
+
+
+@settings("hydra.launcher")
+class LauncherSettings:
+    """stop_on_failure: no further point starts after a failure. parallel: points at once.
+    accept_changes: keep finished points even if code or config has changed since. also: every
+    point again with these."""
+
+    stop_on_failure: bool = False
+    parallel: Positive = 1
+    accept_changes: bool = False
+    also: Mapping[str, Any] | None = None
+
+
+def check_name(name: object) -> None:
+    """Raise ConfigError for what is no name of a sweep. None: it gets one."""
+    if name is not None:
+        wording.check_name("sweep", name)
+
+
+class Processes:
+    """`run` blocks: call it from one thread per point. `end` ends all of them. parallel: points
+    that compute at once."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel, self._is_ending = parallel, False
+        self._running: list[subprocess.Popen[str]] = []
+
+    def run(self, point: Point, run_dir: Path) -> None:
+        """Raises RunFailed with the last line that the point said."""
+        write(point.config, run_dir / EXPERIMENT_FILE)
+        threads = num_cores() // (point.experiment.cluster.num_processes * self.parallel)
+        process = start_point(run_dir, max(1, threads))
+        self._running.append(process)
+        if self._is_ending:  # it began while `end` went through the others
+            process.terminate()
+        last = ""
+        assert process.stdout is not None
+        with process.stdout, open(run_dir / OUTPUT_FILE, "ab", buffering=0) as log:
+            for line in process.stdout:
+                with suppress(OSError):  # a full disk ends no point
+                    log.write(line.encode())
+                last = line.strip() or last
+                if line.strip() and not (run_dir / SUMMARY_FILE).exists():
+                    say(f"[{point.name}] {line.rstrip()}")
+        if code := process.wait():
+            raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
+
+    def end(self) -> None:
+        """Ask all runs to save the step under way and to end; at a second Ctrl+C within 60 s."""
+        say("\nsaving what there is; once more, to end at once")
+        with suppress(KeyboardInterrupt):
+            self._terminate(None)
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._terminate(60.0)
+
+    def _terminate(self, within_s: float | None) -> None:
+        self._is_ending = True
+        for process in self._running:
+            process.terminate()  # those that have ended are left alone
+        for process in self._running:
+            try:
+                process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@dataclass
+class Sweep:
+    """One sweep; `run` runs it."""
+
+    name: str
+    folder: Path
+    settings: LauncherSettings
+    processes: Processes
+    causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
+    _took_s: list[float] = field(default_factory=list)  # of the points that have ended
+    _todo: list[Decision] = field(default_factory=list)
+    _is_interrupted: bool = False
+    _one_begins: Lock = field(default_factory=Lock)  # points share the file of the sweep
+
+    def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
+        """asked: the overrides of each point of the grid. Returns the exit code."""
+        points, wrong = _composed(asked, compose)
+        if wrong:
+            self._forget_folder()
+            return refuse(*_reasons(wrong, asked))
+        try:
+            state = SweepState(self.folder)
+            with state.lock():
+                return self._run(points, state)
+        except ConfigError as error:
+            return refuse(str(error))
+
+    def _run(self, points: list[Point], state: SweepState) -> int:
+        from xcloud.study.report import close_sweep, page_in_mlflow
+
+        earlier = [
+            tuple(entry["overrides"])
+            for entry in state.points.values()
+            if not any(same_overrides(entry["overrides"], point.overrides) for point in points)
+        ]
+        name_points(points, earlier)
+        for point in points:
+            point.config.sweep, point.config.label = self.name, point.label
+        decisions = state.decide(points, self.settings.accept_changes)
+        self._todo = [decision for decision in decisions if decision.verdict != "skip"]
+        self._announce(decisions, len(earlier))
+        tracker = points[0].experiment.tracker
+        page = self.name, tracker, [point.settings for point in points]
+        Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
+        try:
+            self._run_points(state)
+        except (KeyboardInterrupt, SystemExit):
+            left = self._num_left + len(self.causes)
+            say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
+            say(f"continue it:    {self.command}")
+            say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
+            return INTERRUPTED
+        close_sweep(self.folder, tracker)
+        if self.causes:
+            not_tried = f", {self._num_left} not tried (stop_on_failure)" * bool(self._num_left)
+            which = "all of these" if self._num_left else "them"
+            failed = f"{len(self.causes)} of {len(self._todo)} points failed{not_tried}"
+            say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
+        return SOME_FAILED if self.causes else FINISHED
+
+    @property
+    def command(self) -> str:
+        """The command that continues this sweep."""
+        words = [word for word in sys.argv if not word.startswith("sweep=")]
+        program = run_command()
+        if Path(words[0]).name == "run.py":
+            program = f"python {shlex.quote(os.path.relpath(words[0]))}"
+        return f"{program} {shlex.join([*words[1:], f'sweep={self.name}'])}"
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._todo) - len(self._took_s)
+
+    @property
+    def _starts_no_more(self) -> bool:
+        return self._is_interrupted or (self.settings.stop_on_failure and bool(self.causes))
+
+    def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
+        todo, done = self._todo, len(decisions) - len(self._todo)
+        text = f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"
+        text += f", {len(todo)} to run" + f", {done} finished before" * bool(done)
+        say(text + f", {num_others} more recorded by other commands" * bool(num_others))
+        for decision in decisions:
+            if decision.why:
+                say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+        if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
+            say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
+        if todo:
+            say(f"  to continue it later: {self.command}")
+        if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
+            say("  points of a sweep run no follow_up; what they leave is in their run folders")
+
+    def _run_points(self, state: SweepState) -> None:
+        with ThreadPoolExecutor(self.settings.parallel) as pool:
+            try:
+                list(pool.map(partial(self._point, state), self._todo))
+            except BaseException:
+                self._is_interrupted = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.processes.end()
+                raise
+
+    def _point(self, state: SweepState, decision: Decision) -> None:
+        if self._starts_no_more:
+            return
+        point, run_dir = decision.point, self.folder
+        say(f"[{1 + self._todo.index(decision)}/{len(self._todo)}] {point.name}")
+        started_s, cause = time.monotonic(), None
+        try:
+            with self._one_begins:
+                run_dir = state.begin(decision, self.settings.parallel)
+            self.processes.run(point, run_dir)
+        except Exception as error:
+            cause = _one_line(error)
+        if not self._is_interrupted:
+            self._ended(point, run_dir, cause, time.monotonic() - started_s)
+
+    def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
+        self._took_s.append(took_s)
+        if cause is None:
+            text = f"finished in {human_duration(took_s)}{_figures(run_dir)}"
+        else:
+            self.causes[point.overrides] = cause
+            text = f"FAILED after {human_duration(took_s)}: {cause}"
+            if self._num_left:
+                text += "; no other starts" if self._starts_no_more else "; the others continue"
+        if self._num_left and not self._starts_no_more:
+            done = len(self._took_s)
+            left_s = sum(self._took_s) / done * self._num_left / self.settings.parallel
+            text += f" ({done} of {len(self._todo)} done, about {human_duration(left_s)} left)"
+        say(f"{point.name}: {text}")
+
+    def _forget_folder(self) -> None:
+        """Remove the folder that Hydra has already made for a refused sweep."""
+        by_hydra = {"multirun.yaml", LOCK_FILE}
+        if self.folder.is_dir() and {*os.listdir(self.folder)} <= by_hydra:
+            for name in by_hydra:
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+def refuse(*reasons: str) -> int:
+    for reason in reasons:
+        say(f"xcloud: {reason}", error=True)
+    return REFUSED
+
+
+def _composed(
+    asked: Sequence[Overrides], compose: Compose
+) -> tuple[list[Point], dict[str, list[Overrides]]]:
+    """All points without duplicates; and by reason the invalid ones."""
+    points: dict[str, Point] = {}
+    wrong: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share a reason
+    for overrides in asked:
+        try:
+            point = Point.of(overrides, compose(overrides))
+            if points.setdefault(point.identity, point) is point:
+                point.experiment.check()
+        except XcloudError as error:
+            wrong.setdefault(_one_line(error), []).append(overrides)
+    return list(points.values()), wrong
+
+
+def _reasons(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
+    shared, num = set(asked[0]).intersection(*asked), sum(map(len, wrong.values()))
+    lines = [f"the sweep is refused, nothing was started; {num} of {len(asked)} points:"]
+    for reason, (first, *others) in list(wrong.items())[:MOST_REASONS]:
+        own = " ".join(word for word in first if word not in shared) or " ".join(first)
+        lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")
+    if len(wrong) > MOST_REASONS:
+        lines.append(f"  and {len(wrong) - MOST_REASONS} more reasons")
+    return lines
+
+
+def _figures(run_dir: Path) -> str:
+    """Score, step time and ratio of a point, in short."""
+    summary = read_summary(run_dir)
+    known, score = final_metrics(summary), next(iter(summary.get("quality", ())), "")
+    texts: dict[str, Callable[[float], str]] = {
+        score: lambda value: f"{score_name(score)} {score_text(score, value)}",
+        "step_time_s": lambda value: f"{human_seconds(value)} a step",
+        "compression_ratio": lambda value: f"ratio {value:.2f}x",
+    }
+    return "".join(f", {text(known[name])}" for name, text in texts.items() if name in known)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
+    command = python_command("xcloud.study.runner", str(run_dir))
+    own = {"OMP_NUM_THREADS": str(threads), **os.environ, **module_paths()}
+    own["PYTHONIOENCODING"] = "utf-8"
+    # In a session of its own: Ctrl+C reaches the sweep alone.
+    return subprocess.Popen(
+        [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        env=own, start_new_session=True,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Run one point. Ctrl+C is handled by the sweep."""
+    parser = argparse.ArgumentParser("python -m xcloud.study.runner", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
+    arguments = parser.parse_args()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
+        if os.getppid() != arguments.parent:
+            return 1
+    from xcloud.features.checkpoints.resume import check_can_go_on
+    from xcloud.launch.local import run
+
+    try:
+        file = arguments.run_dir / EXPERIMENT_FILE
+        run(load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
+    except XcloudError as error:
+        say(f"xcloud: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    prepare_process()
+    sys.exit(main())

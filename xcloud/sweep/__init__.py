@@ -1,1 +1,0 @@
-"""Sweeps: many runs that belong together, from the grid of points to tables and pictures."""

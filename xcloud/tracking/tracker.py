@@ -1,0 +1,451 @@
+"""The record of a run outside of its folder: none, or one MLflow run for all ranks, filled from
+the run's events.jsonl. Names and points of curves, and where MLflow keeps them: mlflow_store.py.
+
+A tracker never delays or ends training. A background thread imports MLflow, opens the store and
+sends; it reads the event file itself, and that file is the only backlog. While the store is down
+the thread stops reading; once the store answers again it resumes with the first event that has
+not arrived. There is one warning; what MLflow still lacks at the end is said with the places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import psutil
+from pydantic import Field
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.base.settings import Address, WritePath, settings
+from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
+from xcloud.record.files import read_json, replace_text
+from xcloud.tracking.mlflow_store import (
+    COSTS,
+    Point,
+    Store,
+    Thinner,
+    check_no_password,
+    final_metrics,
+    legal_name,
+    points_of,
+    prepare_environment,
+    quality_metrics,
+    step_metrics,
+    ui_command,
+    without_password,
+)
+
+Status = Literal["finished", "failed", "stopped"]
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+MAX_VALUE_CHARACTERS = 6000  # of MLflow 3.17 (mlflow/utils/validation.py)
+POINTS_PER_CALL = 1000
+REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
+RETRY_AFTER_S = 5.0
+SYSTEM_EVERY_S = 10.0
+TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
+REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, if it begins again
+TOKEN_TAG = "run_folder_token"  # which a run in MLflow and the file that names it have in common
+RESUMED_TAG = "resumed."  # before a parameter that another attempt has changed
+NOTE_TAG = "mlflow.note.content"  # shown above everything else, as Markdown
+STEPS_PER_ATTEMPT = 10**9  # MLflow shows the value of the highest step as the latest one
+FINISH_ATTEMPTS = 3
+_STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is to record. params: by dotted names. steps: a fresh collector of the run's
+    job. num_steps: that are planned."""
+
+    name: str
+    params: Mapping[str, object]
+    tags: Mapping[str, str]
+    run_dir: Path
+    steps: StepCollector
+    num_steps: int
+
+
+class Recording:
+    """artifact … → finish → places, from one thread; nothing raises. This one keeps nothing."""
+
+    def artifact(self, path: Path) -> None:
+        """Keep a file; it must not change until `finish` returns."""
+
+    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
+        """End the record of a run. note: what a reader is to see first, as Markdown."""
+
+    def places(self) -> Mapping[str, str]:
+        """Where the run was recorded, how to see it, and what the record lacks: label -> text."""
+        return {}
+
+
+class Tracker:
+    """Settings; `start` begins the record of a run. store: where runs of a sweep are recorded
+    together, if there is such a place."""
+
+    store: ClassVar[Any] = None
+
+    def start(self, run: TrackedRun) -> Recording:
+        return Recording()
+
+
+@settings("tracker")
+class NullTracker(Tracker):
+    """Keep no record outside the run folder."""
+
+
+@settings("tracker")
+class MlflowTracker(Tracker):
+    """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
+
+    root: relative to the project. uri: of a tracking server; nothing is kept under root then.
+    flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
+    of a curve, at most, for all steps of a run.
+    """
+
+    root: WritePath = "mlruns"
+    experiment: Annotated[str, Field(min_length=1)] = "xcloud"
+    uri: Address | None = None
+    flush_s: Annotated[float, Field(gt=0, le=600)] = 1.0
+    finish_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    points: Annotated[int, Field(ge=500, le=10**6)] = 2000
+
+    def __post_init__(self) -> None:
+        if self.uri is not None and "://" not in self.uri:
+            raise ConfigError(
+                f"tracker.uri must be the address of a tracking server, such as "
+                f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
+            )
+        check_no_password("tracker.uri", self.uri)
+
+    @property
+    def store(self) -> Store:
+        return Store(project_root() / self.root, self.experiment, self.uri)
+
+    def start(self, run: TrackedRun) -> Sender:
+        sender = Sender(self, run)
+        sender.start()
+        return sender
+
+
+class Sender(threading.Thread, Recording):
+    """Sends queued values and the event file's curves; the only thread that uses MLflow."""
+
+    def __init__(self, tracker: MlflowTracker, run: TrackedRun) -> None:
+        super().__init__(name="tracking", daemon=True)
+        self.run_id: str | None = None  # None until the store has given one
+        self.experiment_id = ""  # with the run_id
+        self._tracker, self._store, self._run = tracker, tracker.store, run
+        # The monitor reads the file too and warns about lines that are not events.
+        self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
+        self._client: Any = None
+        self._until: dict[str, int] = {}  # the last step that was read, of each curve
+        self._started_at_s, self._load_due_s = time.time(), 0.0
+        self._closing = threading.Event()
+        self._thinner = Thinner(tracker.points, run.num_steps)
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
+        self._ending: list[tuple[str, Callable[[], object]]] = []  # sent after all events
+        self._last_step = 0  # whose values MLflow has
+        self._refused: list[str] = []
+        self._trouble = ""  # why the last attempt failed
+        self._warned = self._complete = False
+        self._waiting.append(("tags", partial(self._log, tags=run.tags)))
+
+    def artifact(self, path: Path) -> None:
+        keep, path = self._store.keep, path.absolute()
+        self._waiting.append((path.name, lambda: keep(self._client, str(self.run_id), path)))
+
+    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
+        """Send the rest and the final values; takes at most `finish_timeout_s`."""
+        tags = {k: v for k in ("commit", "profile", "cause") if (v := summary.get(k)) is not None}
+        if note:
+            tags[NOTE_TAG] = note
+        now_s = time.time()
+        # A resumed run may end at an earlier step than it had come to before.
+        attempt = int(summary.get("num_resumes") or 0)
+        step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+        values = points_of(final_metrics(summary), now_s, step)
+        self._ending = [
+            ("final tags", partial(self._log, tags={"status": status, **tags})),
+            ("final values", lambda: self._log([*values, *self._outdated(values, now_s, step)])),
+        ]
+        if status == "finished":
+            self._ending.append(("the model", partial(self._log_model, summary, values)))
+        self._ended = MLFLOW_STATUS[status], int(1000 * now_s)
+        self._closing.set()
+        self.join(self._tracker.finish_timeout_s)
+        if self.is_alive():
+            self._warn(f"no answer within {self._tracker.finish_timeout_s:g} s")
+
+    def places(self) -> dict[str, str]:
+        lacks = [f"{what}, which it refused" for what in self._refused]
+        if not self._complete:
+            late = f"all after step {self._last_step}" if self.run_id else "everything"
+            lacks.append(f"{late} ({self._trouble})")
+        places, store = {"MLflow lacks": "; ".join(lacks)} if lacks else {}, self._store
+        if self.run_id is None:
+            return places
+        if store.uri is not None:
+            places["MLflow run"] = f"{self.run_id} at {store.uri}"
+        else:
+            places |= {"MLflow run": self.run_id, "see it with": ui_command(store.root)}
+        return places | {"compare at": store.runs(self.experiment_id, self._run.tags.get("sweep"))}
+
+    def run(self) -> None:
+        prepare_environment()
+        psutil.cpu_percent()  # each call is of the time since the thread's one before
+        retry_at_s = 0.0
+        while not self._closing.wait(self._tracker.flush_s):
+            if time.monotonic() >= retry_at_s and not self._deliver():
+                retry_at_s = time.monotonic() + RETRY_AFTER_S
+        # One more attempt if the store is known to be down, three for a hiccup at the very end.
+        for attempt in range(1 if self._trouble else FINISH_ATTEMPTS):
+            time.sleep(min(attempt, 1))
+            if self._deliver(last=True):
+                return
+
+    def _deliver(self, last: bool = False) -> bool:
+        """Send everything pending; False if the store is down, in which case nothing is lost."""
+        try:
+            if self.run_id is None:
+                self._create_run()
+            self._read_load()
+            while self._waiting or self._read(last):
+                what, send = self._waiting[0]
+                try:
+                    send()
+                except Exception as error:
+                    if not _is_refusal(error):  # else it is noted and dropped
+                        raise
+                    self._refused.append(what)
+                    self._warn(f"{what}: {error}")
+                self._waiting.popleft()
+            if last:
+                self._client.set_terminated(self.run_id, *self._ended)
+                self._complete = True
+        except Exception as error:  # Whatever MLflow raises, the run continues.
+            self._warn(f"{type(error).__name__}: {error}")
+            return False
+        self._trouble = ""
+        return True
+
+    def _create_run(self) -> None:
+        self._client, self.experiment_id = self._store.open()
+        earlier = self._named_by(TRACKED_FILE)
+        if "run_id" in earlier and self._reopen(self._client, earlier["run_id"]):
+            self.run_id = earlier["run_id"]
+            self._note_changes(earlier.get("params", {}))
+            return
+        user = {"mlflow.user": psutil.Process().username()}
+        self.run_id = self._client.create_run(
+            self.experiment_id, int(1000 * self._started_at_s), user, run_name=self._run.name
+        ).info.run_id
+        if (replaced := self._named_by(REPLACED_FILE)) != {}:
+            drop = partial(self._client.delete_run, replaced["run_id"])
+            self._waiting.append(("the earlier run", drop))
+        token, params = secrets.token_hex(16), dict(_entries(self._run.params))
+        self._waiting.appendleft(("parameters", partial(self._log, params=params)))
+        self._waiting.appendleft(("its token", partial(self._log, tags={TOKEN_TAG: token})))
+        tracked = {
+            "run_id": self.run_id,
+            "store": self._store.tracking_uri,
+            "token": token,
+            "params": params,
+        }
+        with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
+            replace_text(self._run.run_dir / TRACKED_FILE, json.dumps(tracked))
+
+    def _named_by(self, file: str) -> dict[str, Any]:
+        """Return what the file says of a run in this store; empty if it names none.
+
+        A run folder may come from elsewhere and name any run: what counts is a run that has the
+        token which was made for both.
+        """
+        tracked = read_json(self._run.run_dir / file)
+        if tracked.get("store") != self._store.tracking_uri or not tracked.get("token"):
+            return {}
+        try:
+            tags = self._client.get_run(tracked["run_id"]).data.tags
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return {}
+        return tracked if tags.get(TOKEN_TAG) == tracked["token"] else {}
+
+    def _note_changes(self, first: Mapping[str, str]) -> None:
+        """Tag the run with the settings that differ from its parameters, which are those of the
+        first attempt and which MLflow cannot change."""
+        now = dict(_entries(self._run.params))
+        changed = {
+            f"{RESUMED_TAG}{name}": now.get(name, "not set")
+            for name in first.keys() | now.keys()
+            if first.get(name) != now.get(name)
+        }
+        for tag in self._client.get_run(self.run_id).data.tags.keys() - changed.keys():
+            if tag.startswith(RESUMED_TAG):
+                self._client.delete_tag(self.run_id, tag)
+        self._waiting.append(("changed settings", partial(self._log, tags=changed)))
+
+    def _outdated(self, values: Sequence[Point], now_s: float, step: int) -> list[Point]:
+        """Return "not a number" for the final values that only an earlier attempt has had."""
+        there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
+        old = {key for key in there if "/" not in key} - {value.key for value in values}
+        return points_of(dict.fromkeys(sorted(old), math.nan), now_s, step)
+
+    def _reopen(self, client: Any, run_id: str) -> bool:
+        """Resume an earlier record, after its last step; False if the store has it no more."""
+        try:
+            client.update_run(run_id, status="RUNNING")
+            data = client.get_run(run_id).data
+            for tag in {"status", "cause"} & data.tags.keys():  # of how it ended before
+                client.delete_tag(run_id, tag)
+            self._until = {
+                key: max(metric.step for metric in client.get_metric_history(run_id, key))
+                for key in data.metrics
+                if key == _STEP_CURVE or key.startswith(("dev/", "test/"))
+            }
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return False
+        self._last_step = self._until.get(_STEP_CURVE, 0)
+        return True
+
+    def _read_load(self) -> None:
+        """Of the machine, as MLflow's page of system metrics names it; steps are seconds."""
+        second = int(time.time() - self._started_at_s)
+        if second < self._load_due_s:
+            return
+        self._load_due_s = second + SYSTEM_EVERY_S
+        memory = psutil.virtual_memory()
+        load = {"cpu_utilization_percentage": psutil.cpu_percent(),
+                "system_memory_usage_megabytes": memory.used / 1e6,
+                "system_memory_usage_percentage": memory.percent}  # fmt: skip
+        points = points_of({f"system/{k}": v for k, v in load.items()}, time.time(), second)
+        self._waiting.append(("the machine's load", partial(self._log, points)))
+
+    def _read(self, last: bool) -> bool:
+        """Queue the values of the next events, about as many as fit into a call; False if there
+        are none. last: and once there are no more what ends the record."""
+        points = []
+        for event in self._events:
+            points += self._values(event)
+            if len(points) > POINTS_PER_CALL:
+                break
+        else:
+            points += self._thinner.close() if last else []
+            self._waiting.extend(self._ending)
+            self._ending = []
+        if points:
+            steps = f"steps {points[0].step} to {points[-1].step}"
+            self._waiting.appendleft((steps, partial(self._log, points)))
+        return bool(self._waiting)
+
+    def _values(self, event: Event) -> list[Point]:
+        if event["event"] == "data":
+            self._waiting.append(("data sets", partial(self._log_data, event)))
+        points = []
+        totals = self._run.steps.feed(event)
+        if totals is not None and self._is_new(_STEP_CURVE, totals.step):
+            values = points_of(step_metrics(totals), event["t"], totals.step)
+            points = self._thinner.feed(values)
+        if event["event"] == "quality":
+            scores = points_of(quality_metrics(event), event["t"], event["step"])
+            points += [point for point in scores if self._is_new(point.key, point.step)]
+        return points
+
+    def _is_new(self, key: str, step: int) -> bool:
+        """Of steps that were done again MLflow keeps the first values: it cannot replace one."""
+        is_new = step > self._until.get(key, -1)
+        self._until[key] = max(step, self._until.get(key, -1))
+        return is_new
+
+    def _log(self, points: Sequence[Point] = (), **texts: Mapping[str, object]) -> None:
+        """texts: params and tags."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._client.log_batch(
+            self.run_id,
+            [Metric(*point) for point in points],
+            [Param(*entry) for entry in _entries(texts.get("params", {}))],
+            [RunTag(*entry) for entry in _entries(texts.get("tags", {}))],
+        )
+        self._last_step = max([self._last_step, *(p.step for p in points if p.key == _STEP_CURVE)])
+
+    def _log_data(self, event: Event) -> None:
+        """The splits of the corpus as the run's inputs, from a "data" event. The digest is of
+        settings, sizes and what the corpus is known by, not of private text."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if self._client.get_run(self.run_id).inputs.dataset_inputs:
+            return  # an earlier attempt's
+        given = self._run.params.items()
+        source = json.dumps({k: v for k, v in given if k.startswith(("task.", "model.text."))})
+        # How many texts the producers of a one-way job have, only they know.
+        for split, num in (event["rows"] or {"train": None}).items():
+            profile, name = json.dumps({"num_rows": num}), f"{event['name']}, {split}"[:500]
+            data = Dataset(name, event["digest"], "xcloud", source, profile=profile)
+            tags = [InputTag("mlflow.data.context", split)]
+            self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
+
+    def _log_model(self, summary: Mapping[str, Any], values: Sequence[Point]) -> None:
+        """The finished model with its scores, what a step took, and where its record lies.
+        values: the run's final ones, at their time, so that none is in the run twice."""
+        from mlflow.entities import LoggedModelOutput, Metric
+
+        run, scores, data = self._run, summary.get("quality", {}), summary.get("data") or {}
+        corpus, folder = data.get("name", ""), str(run.run_dir.absolute())
+        note = f"Record: `{folder}` (experiment.yaml, summary.json, events.jsonl)"
+        model = self._client.create_logged_model(
+            self.experiment_id, re.sub(r"""[/:.%"'\s]+""", "_", run.name),
+            source_run_id=self.run_id, params={"corpus": corpus[:500]}, model_type="xcloud",
+            tags={**run.tags, "corpus": corpus, "run_folder": folder, "mlflow.note.content": note},
+        )  # fmt: skip
+        test_set = (f"{corpus}, test"[:500], data.get("digest")) if data else (None, None)
+        metrics = []
+        for value in values:
+            name, digest = test_set if value.key in scores else (None, None)
+            if value.key in (*scores, *COSTS, "compression_ratio"):
+                metrics.append(Metric(*value, model.model_id, name, digest, self.run_id))
+        self._client.log_batch(self.run_id, metrics=metrics)
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, values[0].step)])
+
+    def _warn(self, reason: str) -> None:
+        """Warn once, however many attempts fail."""
+        self._trouble = reason[:400]
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "MLflow at %s does not accept what is logged (%s). The run continues; what MLflow "
+                "lacks is sent again from %s until the run ends.",
+                *(self._store.tracking_uri, self._trouble, EVENTS_FILE),
+            )
+
+
+def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Long values are cut: the complete file is logged as an artifact."""
+    for name, value in texts.items():
+        text = json.dumps(value) if isinstance(value, list) else str(value)
+        yield legal_name(name), without_password(text)[:MAX_VALUE_CHARACTERS]
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a retry is pointless; otherwise the store may be down, and sending is retried."""
+    is_lost = isinstance(error, FileNotFoundError | PermissionError)  # an artifact; no server's
+    return is_lost or getattr(error, "error_code", None) in REFUSALS

@@ -1,0 +1,197 @@
+"""What the settings of a job add to the core: the one list of features. Each is a Part, or builds
+one, in a file of its own; no other file of the core knows any of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from xcloud.comm.state import StateTree, states_of
+from xcloud.comm.step_clock import KEEP_STEPS, StepClock
+from xcloud.contracts.model import BASES, BuildContext, Stage, TaskData
+from xcloud.experiment import Experiment
+from xcloud.features.activation_cache.cache import ActivationCaches, CacheReport, CachingPipeline
+from xcloud.features.autopilot.pilot import pilot_of
+from xcloud.features.checkpoints.restored import check_facts, restored
+from xcloud.features.checkpoints.saving import Facts
+from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
+from xcloud.pipeline.exchange import AllReduce, Exchange
+from xcloud.pipeline.further_ends import hand_over
+from xcloud.pipeline.part import Part, Parts
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.settings import autocast_for, is_emulated
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import Wiring
+from xcloud.pipeline.within_cloud import Sharder, sharders
+from xcloud.rank.agreement import agree_on, agree_where_shared
+from xcloud.rank.channel_memories import ChannelMemories
+from xcloud.rank.reports import GpuClock, MemoryMeter, MemoryReport, TypicalStep
+from xcloud.rank.restarts import enter_late, parameters_fact
+from xcloud.rank.role import RankContext
+from xcloud.rank.row_counts import load_or_be_told
+from xcloud.rank.task_data import Evaluator
+from xcloud.train.gradient_parts import (
+    PrivacyAccount,
+    PrivateGradients,
+    join_tied,
+    overlapped_sums,
+    replicas_exchange,
+)
+
+
+def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
+    record_from = max(1, job.max_steps - KEEP_STEPS + 1)
+    slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
+    if device.type == "cuda":
+        return GpuClock(device, record_from, slowdown)
+    return StepClock(record_from, slowdown)
+
+
+class Features:
+    """Of one rank; the methods stand in the order in which they are called."""
+
+    def __init__(self, context: RankContext[Experiment], wiring: Wiring, clock: StepClock) -> None:
+        self.context, self.job, self.rank = context, context.job, context.rank
+        self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
+        self.placement = self.job.cluster.placement(self.rank)
+        self._sharders: dict[int, Sharder] = {}
+        if self.job.cluster.clouds[self.placement.cloud].shard:
+            held = {stage: wiring.groups[stage] for stage in self.placement.stages}
+            self._sharders = sharders(held, context.device, self.reporter.note)
+
+    def load(self) -> TaskData:
+        data = load_or_be_told(self.job, self.context.transport.meeting)
+        check_facts(self.context, {"data": data.own_digests()})
+        self._memory = MemoryMeter(self.context.device)  # there is no model yet
+        return data
+
+    def stage(self, number: int, context: BuildContext) -> Stage:
+        """Build a stage, block by block over the ranks of a cloud that shards it."""
+        if (sharder := self._sharders.get(number)) is not None:
+            context = replace(context, deal=sharder.block)
+        num_stages = self.job.cluster.num_stages
+        return self.job.model.build_stage(number, num_stages, context).to(context.device)
+
+    def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
+        return leak_observers(self.context, data, stages) if self.job.leak_meter else None
+
+    def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
+        job, device, boundaries = self.job, self.context.device, self.wiring.boundaries
+        ports = boundaries.ports
+        if leaks is not None:
+            ports = observed(ports, leaks.observer, self.wiring.ends)
+        autocast = autocast_for(job.training.precision, device)
+        if is_emulated(job.training.precision, device):
+            slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
+            self.reporter.note(f"training.precision=bf16: this processor multiplies {slow}")
+        of = (self.rank, job.cluster, stages, ports, device, job.seed, self.clock, autocast)
+        caches = boundaries.shared(ActivationCaches)
+        return CachingPipeline(caches, *of) if caches else Pipeline(*of)
+
+    def meet(self, stages: Mapping[int, Stage], data: TaskData) -> dict[str, str]:
+        """Wait for all ranks: another cloud may build its stages longer than a message may take.
+        Compare what they were built from. Return its digests."""
+        meeting, bases = self.context.transport.meeting, dict[str, str]()
+        for stage in stages.values():
+            bases |= stage.architecture.get(BASES, {})
+        shared = {**bases, **data.shared_digests()}
+        if self.job.roster.is_elastic:  # every replica holds all of it
+            agree_on("parameters", meeting, {**parameters_fact(stages), **shared})
+        else:
+            self.wiring.meet()
+            agree_where_shared(meeting, shared)
+        return bases
+
+    def hand_over(self, pipeline: Pipeline) -> None:
+        """To each stage what it begins with; what is left of them then is sharded."""
+        if any(ports.boundary.start for ports in pipeline.ports.values()):
+            hand_over(pipeline.stages, pipeline.ports)
+        for number, sharder in self._sharders.items():
+            sharder.rest(pipeline.stages[number])
+
+    def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
+        if self.wiring.replicas is None:
+            return AllReduce(self.wiring.groups)
+        received = leaks.averaged.received if leaks is not None and leaks.averaged else None
+        return replicas_exchange(self.job, self.wiring, stages, self.reporter, received)
+
+    def parts(
+        self,
+        trainer: Trainer,
+        leaks: LeakObservers | None,
+        evaluator: Evaluator,
+        meter: Part,
+        facts: Facts,
+    ) -> Parts:
+        """Return all parts of this rank, in the order in which an update calls them. facts: what
+        must be as it was when a checkpoint was made."""
+        job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
+        privacy, choose = job.security.privacy, job.compression.for_tensor
+        own_gradients: Part | None = None
+        if privacy is not None and privacy.unit == "sample":
+            own_gradients = PrivateGradients(privacy, trainer)
+        elif any(group.group_size > 1 for group in wiring.groups.values()):
+            own_gradients = overlapped_sums(trainer, wiring.groups)
+        own = {name: part.join(context) for name, part in job.parts.items()}
+        changing = Parts(
+            [
+                own_gradients,
+                join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
+                ChannelMemories([*wiring.boundaries.channels.values()])
+                if job.compression.has_memory
+                else None,
+                pilot_of(context, trainer, wiring, self._memory.program_bytes)
+                if job.autopilot is not None
+                else None,
+                meter,
+            ]
+        )
+        stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.parts()}
+        stateful = {**stateful, "parts": own}  # by the names in the config
+        states = partial(states_of, stateful) if job.checkpoint.are_made else None
+        return Parts(
+            [
+                *own.values(),
+                changing,
+                restored(context, stateful, wiring.control, facts, self.is_directed),
+                evaluator,
+                leaks,
+                PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
+                if privacy is not None and self.rank == 0
+                else None,
+                CacheReport(wiring.boundaries.channels.values(), reporter)
+                if job.cached_boundaries
+                else None,
+                MemoryReport(trainer, reporter, self._memory, wiring.ends.queued, states),
+                # It asks all ranks at once.
+                None
+                if job.roster.is_elastic
+                else TypicalStep(self.clock, wiring.control, reporter),
+            ]
+        )
+
+    def resume(self, trainer: Trainer) -> None:
+        if not trainer.num_updates:
+            return
+        if self.rank == 0 and self.job.cached_boundaries:
+            self.reporter.note("the activation cache is not checkpointed: cached rows cross again")
+        self.wiring.meet()  # another cloud may load longer than a message may take
+        if self.job.places.is_merged(trainer.num_updates):
+            trainer.exchange.compare(trainer.num_updates)
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether rank 0's control signal reaches, in every step, all ranks that save."""
+        job = self.job
+        return job.cluster.num_replicas == 1 or (
+            job.roster.is_elastic and self.rank in job.roster.saving
+        )
+
+    def enter(self, trainer: Trainer) -> None:
+        if self.job.roster.is_elastic:
+            meeting, from_step = self.context.transport.meeting, self.context.verdict.from_step
+            enter_late(self.job, meeting, self.context.run_dir, trainer, from_step)

@@ -1,0 +1,216 @@
+"""A rank of a pipeline: load what its cloud may see, build its stages, train them with the other
+ranks, export, evaluate. `train` is the loop over updates; features are in parts.py. What the rank
+measures of each step is here too: its times, its loss, and what it sent between clouds by the
+counters of its links, which only grow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from xcloud.contracts.model import TaskData
+from xcloud.experiment import Experiment
+from xcloud.net.frame import Kind
+from xcloud.pipeline.batch_plan import Feed
+from xcloud.pipeline.control import Signal
+from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.part import Part, Parts, StepReport
+from xcloud.pipeline.trainer import LossReport, Trainer
+from xcloud.pipeline.wiring import Wiring, wire
+from xcloud.rank.export import export_stage, whole
+from xcloud.rank.role import RankContext, Role
+from xcloud.rank.task_data import Evaluator, context_of, note_data, token_pads
+from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
+from xcloud.record.reporter import Reporter
+from xcloud.train.parts import Features, step_clock
+
+
+class StageRank(Role[Experiment]):
+    """Holds one or more stages."""
+
+    def __init__(self, context: RankContext[Experiment]) -> None:
+        super().__init__(context)
+        job, layout = context.job, context.job.cluster
+        self.placement = layout.placement(self.rank)
+        self.clock = step_clock(job, self.rank, context.device)
+        ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
+        self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
+        self.features = Features(context, self.wiring, self.clock)
+        self.records, self.lives = ends.records, ends.lives
+        self.control = self.wiring.control
+
+    def close(self) -> None:
+        self.wiring.close()
+
+    def run(self) -> None:
+        self.reporter.event("phase", now=True, name="loading")
+        data = self.features.load()
+        note_data(self.context, data)
+        trainer, parts, evaluator = self.build(data)
+        if self.train(trainer, parts, evaluator):
+            self.finish(data, trainer, parts, evaluator)
+        else:
+            self.stop(trainer, parts)
+
+    def build(self, data: TaskData) -> tuple[Trainer, Parts, Evaluator]:
+        """Stages, what trains them, and its state if the run goes on from a checkpoint."""
+        job, layout, features = self.job, self.job.cluster, self.features
+        device, wiring, note = self.context.device, self.wiring, self.reporter.remark
+        stages = {
+            stage: features.stage(stage, context_of(job, data, device, note, wiring.groups[stage]))
+            for stage in self.placement.stages
+        }
+        leaks = features.leaks(stages, data)
+        pipeline = features.pipeline(stages, leaks)
+        bases = features.meet(stages, data)
+        features.hand_over(pipeline)
+        replica, is_apart = self.placement.replica, job.strategy.traits.is_apart
+        feed = Feed(
+            job.batch_plan(data.num_samples("train")),
+            pipeline.turns.values(),
+            fetch=partial(data.batch, "train"),
+            weigh=data.weight if layout.num_stages - 1 in stages else None,
+            token_pads=token_pads(job, data, stages),
+            device=device,
+            of_replica=(replica, layout.num_replicas) if is_apart else (0, 1),
+        )
+        exchange = features.exchange(stages, leaks)
+        is_private = job.security.privacy is not None and layout.num_replicas > 1
+        trainer = Trainer(
+            pipeline, job.schedule, job.training, feed, wiring.groups, exchange, wiring.sums,
+            LossReport(replica > 0 and (is_private or not is_apart), is_private),
+        )  # fmt: skip
+        meter = WanMeter(wiring, self.reporter, self._reports_skips)
+
+        def meet() -> None:
+            wiring.meet()
+            meter.forget()
+
+        evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
+        facts = {"data": data.own_digests(), "base": bases}
+        parts = features.parts(trainer, leaks, evaluator, meter, facts)
+        features.resume(trainer)
+        meter.forget()
+        wiring.expect_signs_of_life()
+        self.reporter.event("phase", now=True, name="training")
+        features.enter(trainer)
+        return trainer, parts, evaluator
+
+    def train(self, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> bool:
+        """All updates that are left. Returns whether the run has come to its end; False if it was
+        asked to stop."""
+        if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
+            evaluator.evaluate("test", 0)
+        for step in range(trainer.num_updates + 1, self.job.max_steps + 1):
+            with self.clock.paused():
+                parts.before_update(step)
+            report = trainer.update(step, parts)
+            parts.after_update(step, report)
+            if report.signal is Signal.STOP:
+                return False
+        with self.clock.paused():
+            parts.finish()
+        return True
+
+    def finish(self, data: TaskData, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> None:
+        """Export, evaluate through the same links, say goodbye."""
+        for stage, module in trainer.pipeline.stages.items():
+            leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
+            tensors = whole(module.exported(), keep=leads)
+            if leads:
+                export_stage(self.context.run_dir, stage, module, tensors, data)
+        parts.settle()
+        self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
+        self.context.asked.is_armed = False
+        if self.context.asked.was_asked:  # while the last step was saved
+            return self.stop(trainer, parts)
+        self.reporter.event("phase", now=True, name="evaluation")
+        evaluator.evaluate("test", trainer.num_updates)
+        parts.close(is_finished=True)
+        self.reporter.event("finish", num_steps=trainer.num_updates)
+
+    def stop(self, trainer: Trainer, parts: Parts) -> None:
+        """Before the end, as asked, with a checkpoint of the last step."""
+        parts.settle()
+        self.wiring.meet()
+        parts.close(is_finished=False)
+        self.reporter.event("stop", step=trainer.num_updates)
+        self.is_stopped = True
+
+    @property
+    def _reports_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them reports it."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.traits.is_apart else 0)
+
+
+class WanMeter(Part):
+    """One rank's view: what it sent to other clouds since it last looked. tells_skips: it reports
+    the updates that were skipped; every rank that shares one knows."""
+
+    def __init__(self, wiring: Wiring, reporter: Reporter, tells_skips: bool) -> None:
+        self._wiring, self._reporter, self._tells_skips = wiring, reporter, tells_skips
+        self._last = self._read()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._reporter.event("step", **self.describe(report))
+        if report.skipped is not None and self._tells_skips:
+            self._reporter.event("skipped_update", step=step)
+            self._reporter.note(report.skipped)
+
+    def forget(self) -> None:
+        """What crossed since the last step belongs to no step (an evaluation)."""
+        self._last = self._read()
+
+    def describe(self, report: StepReport) -> dict[str, Any]:
+        """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
+        now = self._read()
+        sent, raw, line_s = (
+            {name: value - before[name] for name, value in after.items()}
+            for before, after in zip(self._last, now, strict=True)
+        )
+        self._last = now
+        event: dict[str, Any] = {
+            "step": report.step,
+            "step_s": round(report.step_s, 6),
+            **{name: round(seconds, 6) for name, seconds in report.clock.seconds.items()},
+            "sent": sent,
+            "raw": raw,
+            "samples": report.num_samples,
+            "tokens": report.num_tokens,
+            "learned": report.num_learned,
+        }
+        if self._wiring.ends.is_emulated:
+            event["line_busy_s"] = {
+                name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
+                for name in raw
+            }
+        if report.loss is not None:
+            event["loss"] = report.loss
+            event["learning_rate"] = report.learning_rate
+            if report.grad_norm is not None:
+                event["grad_norm"] = report.grad_norm
+        return event
+
+    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
+        """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
+        a boundary's tensors is the direction of their channel; seconds on the emulated line to
+        each cloud, by (name, cloud)."""
+        replicas = self._wiring.replicas
+        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
+        more = (AVERAGING,) if averaging else ()
+        sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
+        raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
+        line_s: Counter[tuple[str, str]] = Counter()
+        for record in self._wiring.ends.records:
+            for kind in Kind:  # other threads may add to what has been sent
+                if (name := kind.traffic) is not None and name in sent:
+                    sent[name] += record.num_bytes[kind]
+                    line_s[name, str(record.to)] += record.line_s[kind]
+        for channel in self._wiring.boundaries.wan_sends:
+            raw[channel.identity.direction] += channel.raw_bytes
+        for ends in averaging:
+            raw[AVERAGING] += ends.raw_bytes
+        return sent, raw, line_s

@@ -1,1 +1,0 @@
-"""Which link ends a rank holds, and how they are joined."""
