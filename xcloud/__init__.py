@@ -33,7 +33,7 @@ if _sys.argv[:1] == ["-m"] and not _sys.flags.safe_path:  # python -m xcloud, wh
     if _sys.path[0] != __file__.removesuffix("/xcloud/__init__.py"):
         del _sys.path[0]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "Result",
