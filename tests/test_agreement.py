@@ -20,6 +20,7 @@ from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads
 from tests.small_tokenizer import small_tokenizer
 from tests.toy import toy_config
+from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.config import job_from_config
@@ -176,7 +177,7 @@ def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() 
 
     assert "code of rank 1 (cloud b) is not that of rank 0 (cloud a), in xcloud/comm/chan" in text
     assert '"abc" in rank 1 (cloud b)' in text
-    assert 'release of xcloud is "0.1.0" in rank 0 (cloud a), "9.9" in rank 1' in text
+    assert f'release of xcloud is "{__version__}" in rank 0 (cloud a), "9.9" in rank 1' in text
 
 
 def test_the_modules_of_targets_outside_the_package_are_code_too() -> None:
