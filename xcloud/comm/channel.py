@@ -28,7 +28,7 @@ from xcloud.base.errors import FrameError
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
-from xcloud.comm.state import StatefulParts, StateTree
+from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
@@ -130,7 +130,7 @@ NOTHING_KNOWN: Message = {}
 
 
 @dataclass
-class Codec(StatefulParts):
+class Codec(StatefulTree):
     """Compressor and memory of one direction. Every channel has its own copy: both have state."""
 
     compressor: Compressor
@@ -158,14 +158,14 @@ class Codec(StatefulParts):
         compressor.use_stream(stream)
         return compressor.compress(tensor)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return {"compressor": self.compressor, "memory": self.memory}
 
 
 PLAIN = Codec(Chain(), NoMemory())
 
 
-class Codecs(StatefulParts):
+class Codecs(StatefulTree):
     """The codec of one direction over the phases of training: `at(step)` is the one in force.
 
     phases: (last step it serves, or None for ever; codec), in order.
@@ -194,13 +194,13 @@ class Codecs(StatefulParts):
         for _, codec in self._phases:
             codec.memory.settle(was_used)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """All phases, by their number. Which one is in force follows from the step."""
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
 @dataclass(eq=False)
-class _Channel(StatefulParts):
+class _Channel(StatefulTree):
     """One end, with a codec for each floating field: what they remember must not mix."""
 
     link: SendingEnd | ReceivingEnd
@@ -219,7 +219,7 @@ class _Channel(StatefulParts):
         for codecs in self.codecs.values():
             codecs.settle(was_used)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """Compressors and memories, by field and phase. Bytes counted are no state."""
         return self.codecs
 

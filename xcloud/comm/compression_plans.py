@@ -13,7 +13,7 @@ from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
 from xcloud.comm.compression import Compression, CompressionPlan
 from xcloud.comm.compressor import Compressor, TensorChoice
-from xcloud.comm.state import StatefulParts
+from xcloud.comm.state import StatefulTree
 
 _EMBEDDING = re.compile(
     r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"
@@ -185,7 +185,7 @@ def _check(name: str, value: object, *kinds: type) -> None:
         )
 
 
-class Selection(StatefulParts):
+class Selection(StatefulTree):
     """Which choice is in force from which step, in one rank. All its channels look here."""
 
     own_names = ("choice", "before", "since_step")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.state import StatefulParts, StateTree
+from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.net.frame import TensorSpec
 
 Parts = tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class TensorChoice(ABC):
         """name: of the parameter, its module's name before it."""
 
 
-class Compressor(TensorChoice, StatefulParts):
+class Compressor(TensorChoice, StatefulTree):
     """Tensor ↔ parts. Everything the decoder needs is sent as a part, including random seeds.
 
     A compressor may keep a warm start between calls, which is its state, as long as decoding does
@@ -206,7 +206,7 @@ class Chain(Compressor):
             parts = tuple(decoded)
         return parts[0]
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return self.members
 
     def use_stream(self, stream: int) -> None:

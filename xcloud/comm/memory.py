@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.settings import Fraction, settings
-from xcloud.comm.state import State, StatefulParts, copy_of
+from xcloud.comm.state import State, StatefulTree, copy_of
 
 Dtype = Literal["float32", "bfloat16"] | None
 _DTYPES: Mapping[str | None, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,7 +34,7 @@ class SampleRows:
             yield sample, slice(start, end)
 
 
-class Memory(StatefulParts):
+class Memory(StatefulTree):
     """Sender: before_send, compress, decompress, after_send. Receiver: decompress, after_receive.
     Each end has its own copy. Batches are planned so that a sample always meets the same two ends
     (`PinnedBatchPlan`); evaluation bypasses the memory. label: short name; "" for no memory.

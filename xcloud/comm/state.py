@@ -1,4 +1,4 @@
-"""State: what something needs to resume exactly, and how it is composed of the state of parts.
+"""State: what an object needs to resume exactly, and how it is composed of its children's states.
 When it is saved is decided elsewhere (features/checkpoints/).
 """
 
@@ -16,97 +16,103 @@ State = dict[str, Tensor | int]
 """Contents of a checkpoint: tensors (safetensors) and whole numbers (JSON)."""
 
 MEMORY = "(memory)"
-"""Part of a state, at any depth: what compression remembers of earlier messages, and messages
-under way. It has no meaning with another compressor, or between other ranks."""
+"""The name, at any depth of a state, of what compression remembers of earlier messages, and of
+messages under way. It has no meaning with another compressor, or between other ranks."""
 OUTER = "(outer)"
-"""Part of a state: by the name of a parameter, what all replicas agreed on in their last merge."""
+"""The name of what all replicas agreed on in their last merge, by the name of a parameter."""
 
 
 class Stateful(Protocol):
-    """Something whose state must be restored for a run to resume exactly: a compressor, a memory,
+    """An object whose state must be restored for a run to resume exactly: a compressor, a memory,
     either end of a channel, an exchange, a trainer, the parts of a one-way job. What follows from
     the seed and the step is no state."""
 
     def state_dict(self) -> State:
-        """A snapshot; later calls do not change it. Large tensors come from `copy_of`."""
+        """Return a snapshot that later calls do not change. Large tensors come from `copy_of`."""
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state of an equally configured object. Raises ValueError for any other."""
 
 
 StateTree = Mapping[str, "Stateful | StateTree | None"]
-"""Parts by name, which contains no dot. None has no state."""
+"""Stateful children by name. A name contains no dot; a child that is None has no state."""
 
 
-class StatefulParts:
-    """Base class of what has stateful parts, values of its own, or both. A subclass gives parts by
-    name, and `own_names`, with `own` and `take` for values that are no whole numbers under these
-    names; saving and restoring stand here only.
+class StatefulTree:
+    """An object with stateful children, values of its own, or both.
 
-        class Trainer(StatefulParts):
+    A subclass returns its children by name, and lists its own values in `own_names`; it overrides
+    `own` and `take` for those that are no whole numbers. Saving and restoring stand here only.
+
+        class Trainer(StatefulTree):
             own_names = ("step",)
 
-            def parts(self) -> StateTree:
+            def children(self) -> StateTree:
                 return {"network": self._network, "exchange": self._exchange}
     """
 
     own_names: Collection[str] = ()
-    """What may stand before the first dot of keys of the object's own values."""
+    """What may stand before the first dot in the keys of the object's own values."""
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
+        """Return the stateful children by name; by default there are none."""
         return {}
 
     def own(self) -> State:
+        """Return the object's own values, without its children's."""
         return {name: getattr(self, name) for name in self.own_names}
 
     def take(self, own: State) -> None:
-        """Restore what `own` returned, checked by whole_number and the like: called before the
-        parts are restored, also where a state has none of these values. Raises ValueError."""
+        """Restore what `own` returned, before the children are restored. It is called for a state
+        without such values, too. Raises ValueError for values that do not fit."""
         for name in self.own_names:
             setattr(self, name, whole_number(own, name))
 
     def state_dict(self) -> State:
-        return self.own() | states_of(self.parts())
+        return self.own() | states_of(self.children())
 
     def load_state_dict(self, state: State) -> None:
-        """Raises ValueError for what belongs to no part and is no value of its own."""
+        """Restore own values, then the children. Raises ValueError for a key that belongs to
+        neither."""
         own = {k: v for k, v in state.items() if k.partition(".")[0] in self.own_names}
         self.take(own)
         rest = {key: value for key, value in state.items() if key not in own}
-        load_states(self.parts(), rest, f"a {type(self).__name__}")
+        load_states(self.children(), rest, f"a {type(self).__name__}")
 
 
-def states_of(parts: StateTree) -> State:
-    """The states of named parts as one; `load_states` gives them back."""
+def states_of(children: StateTree) -> State:
+    """Return the states of named children as one; `load_states` gives them back."""
     return join_states(
         {
-            name: states_of(part) if isinstance(part, Mapping) else part.state_dict()
-            for name, part in parts.items()
-            if part is not None
+            name: states_of(child) if isinstance(child, Mapping) else child.state_dict()
+            for name, child in children.items()
+            if child is not None
         }
     )
 
 
-def load_states(parts: StateTree, state: State, owner: str) -> None:
-    """Raises ValueError for the state of a part that is not there."""
-    present = {name: part for name, part in parts.items() if part is not None}
+def load_states(children: StateTree, state: State, owner: str) -> None:
+    """Restore named children from their joined states. Raises ValueError for the state of a child
+    that is not there."""
+    present = {name: child for name, child in children.items() if child is not None}
     for name, own in split_state(state, present, owner).items():
-        part = present[name]
-        if isinstance(part, Mapping):
-            load_states(part, own, owner)
+        child = present[name]
+        if isinstance(child, Mapping):
+            load_states(child, own, owner)
         else:
-            part.load_state_dict(own)
+            child.load_state_dict(own)
 
 
 def join_states(states: Mapping[str, State]) -> State:
-    """Merge the states of named parts: {"a": {"x": 1}} → {"a.x": 1}."""
+    """Merge the states of named children: {"a": {"x": 1}} → {"a.x": 1}."""
     return {
         f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
     }
 
 
 def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, State]:
-    """Reverse `join_states`, with an entry for each name. Raises ValueError for unknown names."""
+    """Split what `join_states` merged, with an entry for each name. Raises ValueError for a key of
+    another name."""
     states: dict[str, State] = {name: {} for name in names}
     for key, value in state.items():
         name, _, rest = key.partition(".")
@@ -120,7 +126,7 @@ def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, Sta
 
 
 def whole_number(state: State, name: str) -> int:
-    """The whole number `name` of a state. Raises ValueError if there is none."""
+    """Return the whole number `name` of a state. Raises ValueError if there is none."""
     value = state.get(name)
     if not isinstance(value, int):
         raise ValueError(
@@ -130,22 +136,23 @@ def whole_number(state: State, name: str) -> int:
     return value
 
 
-def fill(places: Mapping[str, Tensor], state: State, owner: str) -> None:
+def fill(targets: Mapping[str, Tensor], state: State, owner: str) -> None:
     """Copy a state into tensors of the same names, shapes and dtypes. Raises ValueError if it has
     others."""
 
     def spec(value: Tensor | int | None) -> object:
         return (value.dtype, value.shape) if isinstance(value, Tensor) else None
 
-    names = places.keys() | state.keys()
-    if wrong := [n for n in sorted(names) if spec(places.get(n)) != spec(state.get(n))]:
+    names = sorted(targets.keys() | state.keys())
+    wrong = [name for name in names if spec(targets.get(name)) != spec(state.get(name))]
+    if wrong:
         raise ValueError(
             f"the state of {owner} does not fit it: {', '.join(wrong)} missing, unknown or of "
             "another shape; it was saved with other settings"
         )
     with torch.no_grad():
-        for name, place in places.items():
-            place.copy_(torch.as_tensor(state[name]))
+        for name, target in targets.items():
+            target.copy_(torch.as_tensor(state[name]))
 
 
 Copier = Callable[[tuple[Tensor, ...]], Tensor]
@@ -153,18 +160,20 @@ _copier: ContextVar[Copier | None] = ContextVar("_copier", default=None)  # None
 
 
 def copy_of(tensor: Tensor, *more: Tensor) -> Tensor:
-    """For `state_dict`: a copy of a tensor, or of several joined along axis 0, made by the copier
-    that this thread uses."""
-    return (_copier.get() or own_copy)((tensor, *more))
+    """Return a copy, for `state_dict`, of a tensor or of several joined along axis 0, made by the
+    copier that this thread uses."""
+    copier = _copier.get() or own_copy
+    return copier((tensor, *more))
 
 
 def own_copy(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Return a copy in new memory; several tensors are joined along axis 0."""
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
 
 
 @contextlib.contextmanager
 def copying(copier: Copier) -> Iterator[None]:
-    """Within, `copy_of` uses this one."""
+    """Let `copy_of` use this copier inside the block."""
     token = _copier.set(copier)
     try:
         yield

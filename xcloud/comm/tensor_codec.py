@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from, wide
-from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of, fill
+from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, copy_of, fill
 from xcloud.net.frame import TensorSpec
 
 Choose = Callable[[str, torch.Size], Compressor]
@@ -35,7 +35,7 @@ class _Sent:
     after: Tensor | None
 
 
-class _Coded(StatefulParts):
+class _Coded(StatefulTree):
     """One tensor: its compressor (a copy of its own), and what used messages have left out.
 
     residual: in float32 at least, so that what is small beside it is not rounded away. None while
@@ -96,7 +96,7 @@ class _Coded(StatefulParts):
         if self.residual is not None:
             self.residual.mul_(factor)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return {"compressor": self.compressor}
 
     def own(self) -> State:
@@ -127,7 +127,7 @@ class _Coded(StatefulParts):
         return torch.zeros(self.spec.shape, dtype=wide(self.spec.dtype), device=self._device)
 
 
-class TensorCodec(StatefulParts):
+class TensorCodec(StatefulTree):
     """Encodes this replica's tensors and decodes those of any other with the same settings.
 
     shapes: every tensor by name, in the order in which they are handed over. choose: the
@@ -255,7 +255,7 @@ class TensorCodec(StatefulParts):
         for coded in self._coded:
             coded.scale(factor)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """Residuals and what compressors carry on, by the number of the tensor."""
         return {MEMORY: {str(number): coded for number, coded in enumerate(self._coded)}}
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import StatefulParts
+from xcloud.comm.state import StatefulTree
 from xcloud.net.link_end import PeerLife
 from xcloud.net.transport import Collectives
 
@@ -198,7 +198,7 @@ class Work:
     num_tokens: int = 0
 
 
-class Exchange(StatefulParts, ABC):
+class Exchange(StatefulTree, ABC):
     """Keeps replicas of the same parameters equal, or brings them together from time to time.
 
     Every rank has one, for all stages that it trains. All ranks make both calls around every

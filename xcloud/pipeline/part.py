@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from xcloud.comm.state import StatefulParts, StateTree
+from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch
 from xcloud.pipeline.control import Signal
@@ -39,7 +39,7 @@ class StepReport:
     signal: Signal = Signal.GO_ON
 
 
-class Part(StatefulParts):
+class Part(StatefulTree):
     """Does nothing; a feature overrides what it needs. The methods stand in the order in which an
     update calls them, in the training thread, in every rank that has the part."""
 
@@ -95,7 +95,7 @@ class Parts(Part):
     def __init__(self, parts: Sequence[Part | None] = ()) -> None:
         self._parts = tuple(part for part in parts if part is not None)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return {part.name: part for part in self._parts if part.name}
 
     def signal(self, step: int) -> Signal:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import DataError, TrainingDiverged
 from xcloud.comm.state import (
     State,
-    StatefulParts,
+    StatefulTree,
     StateTree,
     copy_of,
     fill,
@@ -45,7 +45,7 @@ NO_PARTS = Part()
 _ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
 
 
-class DivergenceGuard(StatefulParts):
+class DivergenceGuard(StatefulTree):
     """Decides on an update whose loss or gradient is not finite. Every rank that shares it has its
     own copy, and all count alike: so parameters and moments are as before it everywhere. A skipped
     update still is one: its step, samples and learning rate are used up, only the optimizer does
@@ -179,7 +179,7 @@ class TrainedStage:
     group: RankGroup
 
 
-class Trainer(StatefulParts):
+class Trainer(StatefulTree):
     """Makes the updates of one rank. groups: by stage, for those of this rank. sums: of the
     stages' norms. num_updates: made or skipped so far. schedule: all ranks may set another one
     between the same two updates."""
@@ -247,7 +247,7 @@ class Trainer(StatefulParts):
         """By stage."""
         return {number: stage.buffer for number, stage in self.stages.items()}
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
         stages = {f"stage {number}": stage.trained for number, stage in self.stages.items()}

@@ -26,7 +26,7 @@ from xcloud.comm.channel import (
 )
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
-from xcloud.comm.state import MEMORY, StatefulParts, StateTree
+from xcloud.comm.state import MEMORY, StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.experiment import Experiment
 from xcloud.features.activation_cache.cache import (
@@ -57,7 +57,7 @@ _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, report
 
 
 @dataclass(frozen=True)
-class Wiring(StatefulParts):
+class Wiring(StatefulTree):
     """All ends that one rank holds. groups: by stage, the ranks that hold it. control: None where
     there is one rank. replicas: links to this rank's counterparts; None where the pipeline stands
     once. tied: to the pipeline's other end, where a matrix is tied over two ranks. is_elastic:
@@ -72,7 +72,7 @@ class Wiring(StatefulParts):
     boundaries: Boundaries
     is_elastic: bool
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """What the channels carry from step to step; links and counters begin anew."""
         return {MEMORY: self.boundaries.channels}
 

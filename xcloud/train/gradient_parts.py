@@ -87,7 +87,7 @@ class TiedGradients(Part):
         if self.averager is not None:
             self.averager.settle(report.skipped is None)
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return {"averager": self.averager}
 
 

@@ -150,7 +150,7 @@ class Features:
                 meter,
             ]
         )
-        stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.parts()}
+        stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.children()}
         stateful = {**stateful, "parts": own}  # by the names in the config
         states = partial(states_of, stateful) if job.checkpoint.are_made else None
         return Parts(

@@ -20,7 +20,7 @@ from xcloud.base.errors import FrameError
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
 from xcloud.contracts.model import Stage
 from xcloud.experiment import Experiment
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
@@ -60,7 +60,7 @@ def pilot_of(
     return RunPilot(job, wiring, trainer, context.reporter, forecast)
 
 
-class _InForce(StatefulParts):
+class _InForce(StatefulTree):
     own_names = ("choice",)
     choice = 0
 
@@ -84,7 +84,7 @@ class Switching(Part):
         self._selection.switch(compression, step + 1)
         self._trainer.schedule = self._schedules[shape]
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         """With another compression or cluster it begins again with its first choice."""
         return {MEMORY: self._remembered()}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import Stateful, StatefulParts, whole_number
+from xcloud.comm.state import Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import SUMS, Consumer
 from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage
@@ -35,7 +35,7 @@ from xcloud.record.files import failure_of
 GO_ON_FILE = "go_on"
 
 
-class ConsumerRun(StatefulParts):
+class ConsumerRun(StatefulTree):
     """`train()` does all steps. part: what learns."""
 
     own_names = ("step", "taken")
@@ -51,7 +51,7 @@ class ConsumerRun(StatefulParts):
         self._guard = rank.divergence_guard()
         self.num_updates = 0
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {
             "part": self._part, "plan": self.plan, "inbox": self._rank.inbox, "guard": self._guard,
         }  # fmt: skip

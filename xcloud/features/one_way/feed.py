@@ -28,7 +28,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts
+from xcloud.comm.state import StatefulTree
 from xcloud.features.one_way.layout import OneWayLayout
 
 NOBODY = -1
@@ -128,7 +128,7 @@ class Round:
 _KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_num_used"
 
 
-class ConsumptionPlan(StatefulParts):
+class ConsumptionPlan(StatefulTree):
     """num_batches: that the consumer will use in all; only Order.num_planned needs it.
 
     numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts
+from xcloud.comm.state import StatefulTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import precision_recall
 from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
@@ -56,7 +56,7 @@ class _Box:
     ended: str = ""
 
 
-class Inbox(StatefulParts):
+class Inbox(StatefulTree):
     """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
     `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
 

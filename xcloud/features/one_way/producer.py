@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
+from xcloud.comm.state import State, Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import Fed, Producer
 from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage, code_of
@@ -119,7 +119,7 @@ class OrderBook:
         return item
 
 
-class ProducerRun(StatefulParts):
+class ProducerRun(StatefulTree):
     """Makes and learns every number in turn. number: of the last batch learned from. kept:
     payloads made for nobody, which may still be wanted, by number."""
 
@@ -155,7 +155,7 @@ class ProducerRun(StatefulParts):
             is_stopped = order.code == CheckpointMessage.SAVE_AND_STOP
             checkpoints.after(order.step, Signal.STOP if is_stopped else Signal.CHECKPOINT)
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {"part": self.part, "guard": self._guard}
 
     def own(self) -> State:

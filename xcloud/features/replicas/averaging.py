@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.merging import (
     Contribution,
@@ -186,7 +186,7 @@ class Terms:
 SUM = Terms()
 
 
-class Averager(StatefulParts):
+class Averager(StatefulTree):
     """Brings the tensors of all replicas together; every replica makes the same calls. Several
     steps may be under way at once; they are part of the state, and sent again by a restored
     averager. This one is of a rank that carries nothing across.
@@ -275,7 +275,7 @@ class AllToAll(Averager):
             # What weighs nothing was left out of the merge, also where the rest of it was used.
             codec.settle(was_used and (self._has_counted or name == _RESULT))
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def children(self) -> Mapping[str, Stateful]:
         return self._codecs
 
     def own(self) -> State:

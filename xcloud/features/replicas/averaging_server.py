@@ -69,7 +69,7 @@ class _End(Averager):
     # was merged last.
     own_names = ("known",)
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {"codec": self.codec, "merged": self.merged}
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.compressor import TensorChoice, seed_from
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree, whole_number
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Terms
 from xcloud.features.replicas.merging import (
@@ -158,7 +158,7 @@ class AveragedGradients(Exchange):
     def take(self, own: State) -> None:
         self._under_way = whole_number(own, _UNDER_WAY)
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {"averager": self._averager}
 
     def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
@@ -188,7 +188,7 @@ class AveragedGradients(Exchange):
         return [local_part(p.grad) for p in self._parameters if p.grad is not None]
 
 
-class CompressedAveraging(StatefulParts):
+class CompressedAveraging(StatefulTree):
     """What the hook `compressed_averaging` carries from step to step; one for each model. Needs no
     experiment, config or link of this project:
 
@@ -274,7 +274,7 @@ class CompressedAveraging(StatefulParts):
         self._sent.clear()
         self._ends.clear()
 
-    def parts(self) -> StateTree:
+    def children(self) -> StateTree:
         return {str(number): codec for number, codec in enumerate(self.codecs.values())}
 
 

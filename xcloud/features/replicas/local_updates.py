@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Seconds, settings
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import HUB, Hub, Member
 from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
@@ -174,7 +174,7 @@ class LocalUpdates(Averaging):
 
 
 @dataclass
-class _Fragment(StatefulParts):
+class _Fragment(StatefulTree):
     """A run of parameters that are merged together.
 
     work: what this replica did since it last sent. under_way: the step at which it did, 0 for
@@ -208,7 +208,7 @@ class _Fragment(StatefulParts):
         self.max_work = [float(own[f"max_work.{replica}"]) for replica in replicas]
         self.max_sent = [float(own[f"max_sent.{replica}"]) for replica in replicas]
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {"values": self.values, "averager": self.averager}
 
 
@@ -393,7 +393,7 @@ class LocalRounds(Exchange):
         self._idle_until = max(self._idle_until, step)
         return step
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {str(number): fragment for number, fragment in enumerate(self._fragments)}
 
     own_names = ("budget",)

@@ -27,7 +27,7 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
-from xcloud.comm.state import State, Stateful, StatefulParts
+from xcloud.comm.state import State, Stateful, StatefulTree
 from xcloud.contracts.model import Scores, TokenIds
 from xcloud.contracts.one_way import SUMS, Fed, OneWayContext
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
@@ -192,7 +192,7 @@ def with_ends(ids_C: Tensor, counts_B: Tensor, special: TokenIds) -> tuple[Tenso
 
 
 @dataclass
-class _Learner(StatefulParts):
+class _Learner(StatefulTree):
     """A network on one rank, and what trains it: nothing where it is frozen."""
 
     network: Any
@@ -210,7 +210,7 @@ class _Learner(StatefulParts):
         self._optimizer = rule.build(parameters) if is_trained else None
         self._trained = TrainedModule(self.network, self._optimizer)
 
-    def parts(self) -> dict[str, Stateful]:
+    def children(self) -> dict[str, Stateful]:
         return {"network": self._trained}
 
     def own_digests(self) -> dict[str, str]:
