@@ -35,7 +35,6 @@ from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe
 from xcloud.planner.search import Space, search, splits_of
-from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import timeline_of
 from xcloud.simulator.costs import (
@@ -48,6 +47,7 @@ from xcloud.simulator.costs import (
     Profile,
 )
 from xcloud.simulator.measured import measured_costs
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Prediction, Simulator
 from xcloud.simulator.pricing import Pricer
 

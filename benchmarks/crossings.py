@@ -29,7 +29,7 @@ from benchmarks.predictions import BASE, BLOCKS, COMPRESSORS, SMALL, Bench
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.schedule import GPipe
 from xcloud.planner.search import crossings, step_at
-from xcloud.planner.settings import NO_COMPRESSION, Plan
+from xcloud.simulator.plan import NO_COMPRESSION, Plan
 
 CODECS = [name for name in COMPRESSORS if name != NO_COMPRESSION]
 

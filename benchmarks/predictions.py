@@ -55,11 +55,11 @@ from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.planning import Planner
-from xcloud.planner.settings import Arranged, Plan, Priced
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.further_figures import read_run
 from xcloud.simulator.costs import Profile, from_table
+from xcloud.simulator.plan import Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 BLOCKS, EVERY = 6, 4

@@ -17,7 +17,6 @@ from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.planner.trial import table_of
 from xcloud.simulator.costs import (
     AveragingCodec,
@@ -28,6 +27,7 @@ from xcloud.simulator.costs import (
     Piece,
     Profile,
 )
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges

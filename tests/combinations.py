@@ -41,6 +41,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.experiment import Experiment
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.checkpoints.saving import StopSignal
@@ -59,7 +60,6 @@ from xcloud.net.transport import Meeting
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
-from xcloud.planner.settings import Autopilot
 from xcloud.rank.agreement import Verdict, table_of
 from xcloud.rank.restarts import meet_at_any_time
 from xcloud.record.checkpoint_files import CheckpointFolder

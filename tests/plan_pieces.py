@@ -13,7 +13,7 @@ from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.search import Space, splits_of
-from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan
+from xcloud.planner.settings import DIMENSIONS
 from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
@@ -24,6 +24,7 @@ from xcloud.simulator.costs import (
     Piece,
     Profile,
 )
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.pricing import Pricer
 
 

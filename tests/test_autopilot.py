@@ -33,6 +33,7 @@ from xcloud.features.autopilot.pilot import (
     forecast_of,
 )
 from xcloud.features.autopilot.rule import Forecast
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.resume import is_marked
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, TensorSpec
@@ -42,7 +43,6 @@ from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.pipeline.settings import Optimizer, Training
-from xcloud.planner.settings import Autopilot
 from xcloud.record.further_figures import ENTRIES, feed_log
 from xcloud.record.summary import RunStatistics
 from xcloud.simulator.costs import Direction

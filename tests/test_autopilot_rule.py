@@ -14,11 +14,11 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.features.autopilot.rule import Forecast, Measured, Rule
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, most_kept
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.settings import Autopilot
 
 INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})

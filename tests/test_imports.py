@@ -44,19 +44,12 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"net"},
 )
 STILL_UPWARD = {
-    ("experiment", "features.leak_meter.meter"),
-    ("features.autopilot.pilot", "planner.codec_timer"),
-    ("features.autopilot.pilot", "planner.settings"),
-    ("features.autopilot.rule", "planner.settings"),
     ("features.one_way.consumer", "features.checkpoints.checkpointing"),
     ("features.one_way.consumer", "features.checkpoints.restored"),
     ("features.one_way.producer", "features.checkpoints.checkpointing"),
     ("features.one_way.producer", "features.checkpoints.restored"),
     ("features.one_way.ranks", "features.checkpoints.checkpointing"),
     ("job.given", "features.one_way.job"),
-    ("job.job", "features.leak_meter.meter"),
-    ("job.job", "planner.settings"),
-    ("job.needs", "features.activation_cache.cache"),
     ("job.strategy", "features.replicas.merging"),
     ("job.strategy", "features.replicas.outer"),
     ("pipeline.further_ends", "features.replicas.averaging"),
@@ -66,13 +59,8 @@ STILL_UPWARD = {
     ("rank.reports", "features.checkpoints.saving"),
     ("rank.restarts", "features.replicas.averaging_server"),
     ("rank.role", "features.checkpoints.saving"),
-    ("security.policy", "features.leak_meter.meter"),
-    ("show.plan_report", "planner.search"),
-    ("show.plan_report", "planner.settings"),
     ("simulator.formulas", "features.replicas.averaging"),
     ("simulator.formulas", "features.replicas.merging"),
-    ("simulator.formulas", "planner.settings"),
-    ("simulator.pricing", "planner.settings"),
 }
 """Imports against these arrows that are left from before; each is to go, and none may be added."""
 HYDRA = {

@@ -15,7 +15,7 @@ from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Message
 from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor, decodes_rows_alone
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
@@ -23,7 +23,6 @@ from xcloud.contracts.model import Batch, StageOutput
 from xcloud.features.activation_cache.cache import (
     ActivationCaches,
     CachingChannel,
-    decodes_rows_alone,
     describe,
 )
 from xcloud.net.frame import Kind

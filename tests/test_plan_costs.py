@@ -19,9 +19,9 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.costs import FREE, Costs, Curve, Direction, Profile, Update
 from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, typical
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Prediction
 from xcloud.simulator.pricing import Pricer
 

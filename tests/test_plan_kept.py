@@ -11,12 +11,12 @@ from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.schedule import GPipe
+from xcloud.planner.plan_report import Report, print_plans, write_plan
 from xcloud.planner.search import Space, search
-from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.timeline import predicted_of
-from xcloud.show.plan_report import Report, print_plans, write_plan
 from xcloud.show.tables import epochs_text
 from xcloud.simulator.costs import AveragingCodec, BoundaryCodec, CompressorCosts
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))

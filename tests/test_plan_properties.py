@@ -18,7 +18,7 @@ from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.search import Ranked, Space, fastest
-from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
+from xcloud.planner.settings import DIMENSIONS, with_micro_batches
 from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
@@ -32,6 +32,7 @@ from xcloud.simulator.costs import (
     lines_of,
 )
 from xcloud.simulator.formulas import exchange_of
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Simulator
 from xcloud.simulator.pricing import Pricer, alike, over_epochs
 

@@ -14,22 +14,17 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
 from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.plan_report import Report, write_plan, write_plan_picture
 from xcloud.planner.search import (
     Space,
     fastest,
     search,
     splits_of,
 )
-from xcloud.planner.settings import (
-    NO_COMPRESSION,
-    Arranged,
-    Plan,
-    variants_of,
-    with_micro_batches,
-)
+from xcloud.planner.settings import variants_of, with_micro_batches
 from xcloud.record.timeline import PLAN_FILE, predicted_of
-from xcloud.show.plan_report import Report, write_plan, write_plan_picture
 from xcloud.simulator.costs import AveragingCodec, CompressorCosts, Curve
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.pricing import Pricer
 
 

@@ -23,7 +23,7 @@ from xcloud.planner.search import (
     splits_of,
     step_at,
 )
-from xcloud.planner.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, Planning
+from xcloud.planner.settings import DIMENSIONS, Planning
 from xcloud.simulator import formulas
 from xcloud.simulator.costs import (
     AveragingCodec,
@@ -36,6 +36,7 @@ from xcloud.simulator.costs import (
     read_profile,
     write_profile,
 )
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.pricing import Pricer
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))

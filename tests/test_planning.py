@@ -24,12 +24,13 @@ from xcloud.net.frame import TensorSpec, encode_frame
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import Action, GPipe, Schedule
-from xcloud.planner import codec_timer, trial
+from xcloud.planner import averaging_timer, trial
 from xcloud.planner.planning import Planner, planned
-from xcloud.planner.settings import Plan
 from xcloud.record.summary import read_summary
 from xcloud.record.timeline import PLAN_FILE, read_predicted
+from xcloud.simulator import codec_timer
 from xcloud.simulator.costs import Direction, Profile, read_profile, write_profile
+from xcloud.simulator.plan import Plan
 from xcloud.simulator.pricing import Pricer
 
 
@@ -202,10 +203,10 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
         frames.append(encode_frame(*given))
         return frames[-1]
 
-    monkeypatch.setattr(codec_timer, "encode_frame", framed)
+    monkeypatch.setattr(averaging_timer, "encode_frame", framed)
     trained = {"weight": torch.nn.Parameter(torch.zeros(4, 8))}
 
-    found = codec_timer.time_averaging(trained, Compression())
+    found = averaging_timer.time_averaging(trained, Compression())
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
 
@@ -230,9 +231,9 @@ def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_
     trained = {"weight": torch.nn.Parameter(torch.full((4, 8), 0.3)),
                "bias": torch.nn.Parameter(torch.full((8,), -0.7))}  # fmt: skip
 
-    found = codec_timer.time_around_averaging(trained)
+    found = averaging_timer.time_around_averaging(trained)
 
-    assert min(found) > 0 and codec_timer.time_around_averaging({}) == (0, 0)
+    assert min(found) > 0 and averaging_timer.time_around_averaging({}) == (0, 0)
     assert torch.equal(trained["weight"], torch.full((4, 8), 0.3))
     assert torch.equal(trained["bias"], torch.full((8,), -0.7))
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

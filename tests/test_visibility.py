@@ -88,7 +88,7 @@ def test_a_layout_that_breaks_the_rules_is_refused(cluster: str, security: str, 
             "security.defences.forward=3",
             "security.defences.forward must be a Defence or null",
         ),
-        ("security.meter=true", "security.meter must be a LeakMeter or null"),
+        ("security.meter=true", "security.meter must be a Meter or null"),
         ("security/meter=attack security.meter.last_steps=0", "security.meter.last_steps"),
     ],
 )

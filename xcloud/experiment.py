@@ -11,11 +11,11 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
-from xcloud.features.leak_meter.meter import LeakMeter
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
 from xcloud.job.needs import Feature, check_choices
 from xcloud.pretrained import check_checkpoints
+from xcloud.security.policy import Meter
 
 Use = tuple[Callable[[PipelineJob], object], Feature]
 """What a job may use: something true where its settings ask for it, and what it needs then."""
@@ -133,7 +133,7 @@ class Experiment(PipelineJob):
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
-    def leak_meter(self) -> LeakMeter | None:
+    def leak_meter(self) -> Meter | None:
         return self.security.meter if self.cluster.crosses_clouds else None
 
     @property

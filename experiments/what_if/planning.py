@@ -19,8 +19,8 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.search import Space, fastest, splits_of
-from xcloud.planner.settings import Arranged, Plan, Priced
 from xcloud.simulator.costs import Profile
+from xcloud.simulator.plan import Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours

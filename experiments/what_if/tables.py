@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.what_if.planning import Planned, WhatIfPlan
 from xcloud.base.units import human_bytes, human_duration, human_seconds
-from xcloud.show.plan_report import NAMES
+from xcloud.planner.plan_report import NAMES
 from xcloud.show.tables import Column, console_of, print_table, say
 
 ORDERS: Mapping[str, Callable[[WhatIfPlan], float]] = {

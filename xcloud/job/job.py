@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
 
 from pydantic import AfterValidator, SkipValidation
 
@@ -21,8 +21,8 @@ from xcloud.base.settings import NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
+from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
-from xcloud.features.leak_meter.meter import LeakMeter
 from xcloud.job.strategy import Places, Strategy
 from xcloud.layout import ClusterLayout, Layout
 from xcloud.pipeline.batch_plan import BatchPlan
@@ -30,12 +30,11 @@ from xcloud.pipeline.part import FurtherPart
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import Checkpoints, Training
-from xcloud.planner.settings import Autopilot, Planning
 from xcloud.record.events import StepCollector
 from xcloud.record.further_figures import ENTRIES, ElasticCollector
 from xcloud.record.summary import RunStatistics
 from xcloud.security.defences import Defence
-from xcloud.security.policy import Visibility
+from xcloud.security.policy import Meter, Visibility
 from xcloud.tracking.tracker import Tracker
 
 
@@ -105,6 +104,30 @@ class Names:
     label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
 
 
+@runtime_checkable
+class PlanSettings(Protocol):
+    """The settings of `plan` (planner/settings.py): what a planner, not the job, asks for."""
+
+    @property
+    def mode(self) -> str:
+        """What to do with the plans that were found: "show" them or "apply" the best."""
+
+    @property
+    def search(self) -> Sequence[str]:
+        """The names of the dimensions in which a plan may differ from the job."""
+
+
+@runtime_checkable
+class AutopilotSettings(Protocol):
+    """The settings of `autopilot` (features/autopilot/settings.py): what a run may change."""
+
+    def around(self, own: object) -> Selectable:
+        """Return the run's own compression together with the others it may choose."""
+
+    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
+        """Return the schedules that the run may use, its own first."""
+
+
 @settings(kw_only=True)
 class Job(Names, ABC):
     """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
@@ -119,8 +142,8 @@ class Job(Names, ABC):
     tracker: SkipValidation[Tracker]
     cache_dir: WritePath = ".cache"
     launch: Launch = field(default_factory=Launch)
-    plan: Planning | None = None
-    autopilot: Autopilot | None = None
+    plan: PlanSettings | None = None
+    autopilot: AutopilotSettings | None = None
 
     @classmethod
     def of(cls, made: object) -> Job:
@@ -151,7 +174,7 @@ class Job(Names, ABC):
         return Roster(everyone, everyone)
 
     @property
-    def leak_meter(self) -> LeakMeter | None:
+    def leak_meter(self) -> Meter | None:
         """Measures, after the run, what other clouds could recover; None where it is off."""
         return None
 

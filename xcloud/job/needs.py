@@ -14,8 +14,8 @@ from typing import NamedTuple
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
+from xcloud.comm.compressor import decodes_rows_alone
 from xcloud.comm.memory import NoMemory
-from xcloud.features.activation_cache.cache import decodes_rows_alone
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.schedule import put_off
 from xcloud.pipeline.within_cloud import check_in_step

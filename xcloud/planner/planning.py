@@ -19,21 +19,14 @@ from xcloud.features.activation_cache.cache import MEGABYTE
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.schedule import GPipe, Schedule
+from xcloud.planner.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.planner.search import Space, search, splits_of
-from xcloud.planner.settings import (
-    NO_COMPRESSION,
-    Arranged,
-    FreelyCut,
-    Plan,
-    Priced,
-    replicas_of,
-    with_micro_batches,
-)
+from xcloud.planner.settings import FreelyCut, Planning, with_micro_batches
 from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
 from xcloud.record.timeline import write_predicted
 from xcloud.security.defences import LABEL
-from xcloud.show.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.simulator.costs import Profile, lines_of, read_profile
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
 from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
 
 PICTURE = "plan.png"
@@ -75,7 +68,7 @@ class Planner:
 
     def __init__(self, config: Any) -> None:
         self.config, job = config, configs.job_from_config(config).pipeline
-        assert job.plan is not None
+        assert isinstance(job.plan, Planning)
         self.job, self.plan, self.cluster = job, job.plan, written_cluster(config)
         if job.compression.boundaries:
             raise ConfigError(

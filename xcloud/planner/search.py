@@ -13,16 +13,10 @@ from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.settings import (
-    NO_COMPRESSION,
-    Arranged,
-    Plan,
-    Priced,
-    variants_of,
-    with_micro_batches,
-)
+from xcloud.planner.settings import variants_of, with_micro_batches
 from xcloud.simulator import formulas
 from xcloud.simulator.costs import Piece
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 MOST_SPLITS = 5000

@@ -44,7 +44,7 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.transport import num_cores
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import Schedule, put_off
-from xcloud.planner.codec_timer import time_around_averaging, time_averaging
+from xcloud.planner.averaging_timer import time_around_averaging, time_averaging
 from xcloud.planner.settings import FreelyCut, with_micro_batches
 from xcloud.record.timeline import Timeline, timeline_of
 from xcloud.simulator.costs import (
@@ -259,7 +259,7 @@ class TrialRun:
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
             "autopilot": {
-                "_target_": "xcloud.planner.settings.Tour",
+                "_target_": "xcloud.features.autopilot.settings.Tour",
                 "choices": choices,
                 "schedules_tried": [table_of(shape) for shape in self.shapes],
                 "legs": legs,

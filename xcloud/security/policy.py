@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import Field
@@ -22,7 +22,6 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import PACKAGED, Positive, settings
-from xcloud.features.leak_meter.meter import LeakMeter
 from xcloud.security.defences import Defence, Privacy
 from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
 
@@ -49,7 +48,7 @@ features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
 pipeline.one_forward_one_backward.OneForwardOneBackward
 pipeline.one_forward_one_backward.ZeroBubble features.one_way.feed.Feed
 features.replicas.outer.OuterOptimizer pipeline.schedule.GPipe job.strategy.Strategy
-planner.settings.Autopilot planner.settings.Planning tracking.tracker.MlflowTracker
+features.autopilot.settings.Autopilot planner.settings.Planning tracking.tracker.MlflowTracker
 tracking.tracker.NullTracker security.defences.GaussianNoise
 security.defences.Marvell security.defences.MaxNorm
 security.defences.Privacy features.leak_meter.meter.LeakMeter
@@ -77,6 +76,22 @@ _WORDS = {
 }
 
 
+@runtime_checkable
+class Meter(Protocol):
+    """A measurement of what other clouds could recover (features/leak_meter/meter.py)."""
+
+    @property
+    def last_steps(self) -> int:
+        """The number of updates, the last of training, whose messages are kept."""
+
+    @property
+    def max_rows(self) -> int:
+        """The number of rows kept of each kind of message, the newest."""
+
+    def measure(self, run_dir: Path) -> dict[str, Any]:
+        """Return the figures of a finished run for its summary."""
+
+
 @settings("security")
 class Visibility:
     """The settings of `security`.
@@ -95,7 +110,7 @@ class Visibility:
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     may_keep_rows: bool = True
     defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
-    meter: LeakMeter | None = None
+    meter: Meter | None = None
     privacy: Privacy | None = None
 
     @property

@@ -24,8 +24,8 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import most_kept
 from xcloud.pipeline.schedule import Schedule, most_in_flight
-from xcloud.planner.settings import Arranged, Plan
 from xcloud.simulator.costs import AveragingCodec, Profile
+from xcloud.simulator.plan import Arranged, Plan
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:

@@ -19,9 +19,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.schedule import Schedule, put_off
-from xcloud.planner.settings import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
 from xcloud.simulator.formulas import Exchange, Work, exchange_of, memory_of, work_before
+from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.prediction import Prediction, Simulator, largest_first
 
 

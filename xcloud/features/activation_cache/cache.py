@@ -7,7 +7,6 @@ D features.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
-from xcloud.comm.compressor import Compressor
 from xcloud.contracts.model import Batch
-from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.part import Part
 from xcloud.pipeline.pipeline import InFlight, Pass, Pipeline
 from xcloud.pipeline.schedule import Action, SplitBackward
@@ -185,19 +183,3 @@ def message_at(
     each = by_sample(message, fields, samples)
     chosen = [each[n] for n in positions.tolist()]
     return joined(chosen, next(iter(message.values())).device)
-
-
-def decodes_rows_alone(compressor: Compressor, num_features: int) -> bool:
-    """Whether a row comes out the same whichever rows cross with it, and in every message. Tried
-    with rows of unlike size, which show random numbers, what is carried from message to message,
-    choices among all rows, and scales that rows share."""
-    generator = torch.Generator().manual_seed(0)
-    rows_RD = torch.randn(9, num_features, generator=generator)
-    rows_RD *= torch.logspace(3, -1, 9)[:, None]
-    used = copy.deepcopy(compressor)
-
-    def crossed(rows: Tensor) -> Tensor:
-        return used.decompress(used.compress(rows), TensorSpec.of(rows))
-
-    whole = crossed(rows_RD)
-    return all(torch.equal(crossed(rows_RD[n:]), whole[n:]) for n in (0, 1, 2, 3, 5, 8))

@@ -24,6 +24,7 @@ from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
 from xcloud.contracts.model import Stage
 from xcloud.experiment import Experiment
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
+from xcloud.features.autopilot.settings import Autopilot, Tour
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
 from xcloud.net.link_profile import LinkProfile, line_bytes
@@ -32,11 +33,10 @@ from xcloud.pipeline.one_forward_one_backward import can_wait
 from xcloud.pipeline.part import Part, StepReport
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
-from xcloud.planner.codec_timer import time_codec
-from xcloud.planner.settings import Tour
 from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
+from xcloud.simulator.codec_timer import time_codec
 from xcloud.simulator.costs import Direction
 
 FACTS_FILE = "trial-rank{}.json"
@@ -122,7 +122,7 @@ class RunPilot(Switching):
         forecast: Forecast | None,
     ) -> None:
         super().__init__(job, wiring, trainer)
-        assert job.autopilot is not None
+        assert isinstance(job.autopilot, Autopilot)
         self._settings, self._rule = job.autopilot, Rule(job.autopilot)
         self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
         layout = job.cluster

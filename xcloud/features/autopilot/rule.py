@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from xcloud.comm.state import State
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.schedule import Schedule
-from xcloud.planner.settings import Autopilot
 from xcloud.simulator.costs import Costs, Direction
 from xcloud.simulator.prediction import Simulator
 

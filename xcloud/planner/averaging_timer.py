@@ -1,0 +1,77 @@
+"""Time what replicas spend on averaging, on a device: their codec, and the work beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from xcloud.base.errors import ConfigError
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.replicas.merging import Contribution, by_tensor, weighted_sum
+from xcloud.features.replicas.outer import OuterOptimizer, OuterParameters
+from xcloud.net.frame import Kind, MessageKey, encode_frame, frame_bytes
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup
+from xcloud.simulator.codec_timer import median_s
+from xcloud.simulator.costs import AveragingCodec
+
+
+def time_averaging(
+    trained: Mapping[str, nn.Parameter], compression: Compression | Phased
+) -> AveragingCodec | None:
+    """Of all values of `trained`: encoding with framing; decoding and adding it to one's own. None
+    for a compressor that replicas cannot average with."""
+    if not trained:
+        return AveragingCodec(0)
+    first = next(iter(trained.values()))
+    shapes = {name: p.shape for name, p in trained.items()}
+    try:
+        codec = TensorCodec(shapes, compression.for_tensor, 0, True, first.dtype, first.device)
+    except ConfigError:
+        return None
+    generator = torch.Generator(first.device).manual_seed(0)
+    tensors = [
+        1e-3 * torch.randn(p.shape, generator=generator, device=p.device) for p in trained.values()
+    ]
+    parts, own = codec.encode(tensors)
+    key = MessageKey(Kind.AVERAGING)
+
+    def merge() -> None:
+        weighted_sum([Contribution(own, 1.0), Contribution(codec.decode(parts), 1.0)])
+
+    return AveragingCodec(
+        frame_bytes(codec.wire_specs),
+        median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0), first.device),
+        median_s(merge, first.device),
+    )
+
+
+def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, float]:
+    """What an exchange of all trained values takes beside its codec: of gradients, and of changes
+    after local updates."""
+    parameters = [*trained.values()]
+    if not parameters:
+        return 0.0, 0.0
+    buffer, device = FlatBuffer(parameters), parameters[0].device
+    merged = [torch.zeros_like(p) for p in parameters]
+
+    def gradients() -> None:
+        """As features/replicas/gradient_averaging.py."""
+        buffer.is_finite()
+        for parameter, tensor in zip(parameters, merged, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(tensor).mul_(1)
+
+    shares = by_tensor({name: parameter.shape for name, parameter in trained.items()}, 1)
+    outer = OuterParameters(trained, shares, RankGroup.alone(), OuterOptimizer())
+
+    def changes() -> None:
+        """As features/replicas/local_updates.py."""
+        outer.gradient()
+        outer.move(merged)
+        outer.take()
+
+    return median_s(gradients, device), median_s(changes, device)

@@ -1,0 +1,83 @@
+"""Time what compressing costs on a device: messages over a boundary, and what replicas average. By
+itself, so a run takes somewhat longer; memories are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from xcloud.comm.channel import Codec
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.memory import NoMemory
+from xcloud.net.frame import (
+    Kind,
+    MessageKey,
+    TensorSpec,
+    decode_frame,
+    encode_frame,
+    seal_frame,
+)
+from xcloud.simulator.costs import Direction
+
+BUDGET_S = 0.1
+MOST_TIMES = 5
+OTHER_BYTES = 32 << 20
+
+
+def median_s(once: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of 2 to MOST_TIMES times, up to BUDGET_S; the first is left out. Before each,
+    other memory is used, as by what a rank computes in between: little is left in a processor's
+    caches."""
+
+    def now_s() -> float:
+        """Once the device has done all that it was given."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    once()
+    found: list[float] = []
+    other = torch.ones(OTHER_BYTES // 4 if device.type == "cpu" else 0)
+    while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MOST_TIMES):
+        other.add_(1.0)
+        started_s = now_s()
+        once()
+        found.append(now_s() - started_s)
+    return statistics.median(found)
+
+
+def time_codec(
+    compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device
+) -> Direction:
+    """A message of such tensors, of random numbers: bytes of the whole frame, seconds of
+    compressing with framing, and of decompressing."""
+    generator = torch.Generator().manual_seed(0)
+    codecs = [Codec(compressor, NoMemory()) for _ in specs]  # what they remember must not mix
+    values = []
+    for codec, spec in zip(codecs, specs, strict=True):
+        codec.compressor.use_stream(0)
+        value = torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+        values.append(value.to(device))
+
+    def encode() -> Tensor:
+        each = zip(codecs, values, strict=True)
+        parts = (part for codec, value in each for part in codec.compressor.compress(value))
+        return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), 0)
+
+    frame = encode()
+    seal_frame(frame, 0.0)
+    parts = decode_frame(frame, "this process").parts
+
+    def decode() -> None:
+        rest = iter(parts)
+        for codec, spec in zip(codecs, specs, strict=True):
+            number = len(codec.compressor.wire_specs(spec))
+            codec.compressor.decompress(tuple(islice(rest, number)), spec)
+
+    return Direction(len(frame), median_s(encode, device), median_s(decode, device))
