@@ -100,7 +100,7 @@ def wired_job(
     known = {
         "cluster": layout, "boundaries": dict(boundaries), "compression": compression,
         "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
-        "security": Visibility(), "ties_ends": False,
+        "security": Visibility(),
         "roster": Roster(frozenset(), frozenset()),
         "training": SimpleNamespace(activation_cache_mb=0),
     }  # fmt: skip
@@ -121,7 +121,6 @@ def wired(
     seed: int = 7,
     on_report: Callable[[int, Frame], None] = lambda peer, frame: None,
     run_dir: Path = Path("no file is written"),
-    ties_ends: bool = False,
     kept_bytes: int = 0,
 ) -> list[Wired]:
     """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
@@ -129,7 +128,7 @@ def wired(
     world = MemoryWorld()
     job = wired_job(
         layout, boundaries, compression, schedule, max_samples, seed,
-        security=Visibility(defences=cast(Any, defences or {})), ties_ends=ties_ends,
+        security=Visibility(defences=cast(Any, defences or {})),
         training=SimpleNamespace(activation_cache_mb=kept_bytes / MEGABYTE),
     )  # fmt: skip
 

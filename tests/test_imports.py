@@ -52,8 +52,6 @@ STILL_UPWARD = {
     ("job.given", "features.one_way.job"),
     ("job.strategy", "features.replicas.merging"),
     ("job.strategy", "features.replicas.outer"),
-    ("pipeline.further_ends", "features.replicas.averaging"),
-    ("pipeline.further_ends", "features.replicas.averaging_server"),
     ("pipeline.wiring", "experiment"),
     ("pipeline.wiring", "features.activation_cache.cache"),
     ("rank.reports", "features.checkpoints.saving"),

@@ -96,7 +96,7 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import averager_for
 from xcloud.pipeline.ends import Ends
-from xcloud.pipeline.further_ends import replica_links
+from xcloud.features.replicas.links import replica_links
 
 class OnlyLinks(GlooTransport):
     def __init__(self, meeting):  # two ranks in one process

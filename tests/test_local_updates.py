@@ -28,6 +28,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
+from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import by_tensor, contiguous
 from xcloud.features.replicas.outer import OuterOptimizer
@@ -36,7 +37,6 @@ from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import Work
-from xcloud.pipeline.further_ends import replica_links
 
 
 def trained(

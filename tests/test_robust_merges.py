@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ from xcloud.pipeline.part import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.record.reporter import Reporter
-from xcloud.train.gradient_parts import replicas_exchange
+from xcloud.train.averaging import replicas_exchange
 
 ROBUST: list[Robust] = [Median(), TrimmedMean(0.2), NormBound(2.0)]
 MEAN = OuterOptimizer(1.0, 0.0, False)
@@ -104,8 +103,8 @@ class Merges:
 def corrupt(rank: Rank, value: Callable[[Tensor], Tensor]) -> list[int]:
     """From now on all that this rank sends to other replicas is nonsense, except its weight and
     the digests of its parameters. Returns a list that gets the number of parts of each message."""
-    links = rank.wiring.replicas
-    assert links is not None
+    links: Any
+    (links,) = rank.wiring.averaging
     post, sent = links.post, list[int]()
 
     def posted(
@@ -115,7 +114,7 @@ def corrupt(rank: Rank, value: Callable[[Tensor], Tensor]) -> list[int]:
         sent.append(len(parts))
         post(replica, key, (first, *map(value, others)), carries, raw_bytes)
 
-    links.post = posted  # type: ignore[method-assign]
+    links.post = posted
     return sent
 
 
@@ -317,9 +316,10 @@ def test_a_job_believes_each_replica_its_own_samples_of_an_update(
 
     monkeypatch.setattr(GradientAveraging, "join", join)
     job = experiment({"clouds": "three", "strategy": "median", "micro_batches": "4"})
-    wiring: Any = SimpleNamespace(replicas="links", groups={0: "group"})
+    links: Any = "links"
+    group: Any = "group"
     stages: Any = {0: None}
-    replicas_exchange(job, wiring, stages, Reporter(0, "a", lambda lines: None), None)
+    replicas_exchange(job, links, group, stages, Reporter(0, "a", lambda lines: None), None)
 
     (replicas,) = joined
     first, *others = (work.num_samples for work in replicas.max_work)

@@ -18,11 +18,11 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
+from xcloud.features.tied.gradients import TiedGradients
 from xcloud.job.config import job_from_config
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM
 from xcloud.pipeline.settings import Optimizer, Training
-from xcloud.train.gradient_parts import TiedGradients
 
 LAYOUTS = {
     "one rank": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -84,7 +84,7 @@ def test_a_lossy_compressor_leaves_both_ends_equal_and_its_bytes_are_counted() -
         found = ends(job)
         assert all(torch.equal(end, found[0]) for end in found), name
         assert not torch.equal(found[0], ends(trained(LAYOUTS[name]))[0])
-        links = [rank.wiring.tied for rank in job if rank.wiring.tied is not None]
+        links = [links for rank in job for links in rank.wiring.averaging]
         assert [link.raw_bytes for link in links] == [3 * 4 * D * D] * 2
 
 
@@ -94,7 +94,7 @@ def test_the_tied_matrix_gets_the_compressor_of_embeddings() -> None:
     codecs = [
         rank.part(TiedGradients).averager._codecs["all"]  # type: ignore[union-attr]
         for rank in job
-        if rank.wiring.tied is not None
+        if rank.wiring.averaging
     ]
     assert ["toprows(0.2)" in " ".join(codec.carries) for codec in codecs] == [True, True]
 

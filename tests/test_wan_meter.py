@@ -19,7 +19,7 @@ def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> N
     before, behind, control = (LinkRecord(to=cloud) for cloud in "aca")
     wiring: Any = SimpleNamespace(
         ends=SimpleNamespace(records=[before, behind, control], is_emulated=True),
-        boundaries=SimpleNamespace(wan_sends=[]), replicas=None, tied=None,
+        boundaries=SimpleNamespace(wan_sends=[]), averaging=[],
     )  # fmt: skip
     meter = WanMeter(wiring, Reporter(1, "b", lambda lines: None), False)
     for step in (1, 2):
@@ -37,7 +37,7 @@ def test_a_step_sends_what_all_links_to_other_clouds_carried_since_the_last() ->
     before, behind, control = (LinkRecord(to=cloud) for cloud in "aca")
     wiring: Any = SimpleNamespace(
         ends=SimpleNamespace(records=[before, behind, control], is_emulated=False),
-        boundaries=SimpleNamespace(wan_sends=[]), replicas=None, tied=None,
+        boundaries=SimpleNamespace(wan_sends=[]), averaging=[],
     )  # fmt: skip
     before.num_bytes[Kind.GRADIENT] += 1_000_000  # of an earlier step
     meter = WanMeter(wiring, Reporter(1, "b", lambda lines: None), False)

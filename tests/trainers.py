@@ -15,9 +15,12 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
+from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer import Replicas
+from xcloud.features.tied.gradients import tied_gradients
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.transport import CPU
 from xcloud.pipeline.batch_plan import BatchPlan, Feed, replica_samples
 from xcloud.pipeline.exchange import AllReduce, Exchange, Work
 from xcloud.pipeline.part import Part, Parts, StepReport
@@ -29,7 +32,8 @@ from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
-from xcloud.train.gradient_parts import PrivateGradients, join_tied, overlapped_sums
+from xcloud.train.averaging import averager_of_ends
+from xcloud.train.gradient_parts import PrivateGradients, overlapped_sums
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -119,10 +123,12 @@ def ranks(
             num_replicas=layout.num_replicas,
         )
         max_work = [Work(number, float(number)) for number in numbers]  # a token a sample
-        if wiring.replicas is not None and strategy.averaging is not None:
+        if layout.num_replicas > 1 and strategy.averaging is not None:
+            links = replica_links(wiring.ends, layout, CPU, wiring.rejoin)
+            wiring.averaging.append(links)
             exchange = strategy.averaging.join(
                 Replicas(
-                    wiring.replicas, wiring.groups[min(held.stages)], held.stages, choose, 7,
+                    links, wiring.groups[min(held.stages)], held.stages, choose, 7,
                     training.max_steps, max_work, reporter, privacy,
                 )
             )  # fmt: skip
@@ -138,15 +144,22 @@ def ranks(
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
             parts.append(overlapped_sums(trainer, wiring.groups))
-        if (tied := join_tied(wiring, trainer, choose, 7)) is not None:
+        tied = tied_gradients(
+            trainer,
+            wiring.groups,
+            layout,
+            choose,
+            seed=7,
+            join=averager_of_ends(wiring, layout, CPU),
+        )
+        if tied is not None:
             parts.append(tied)
         return Rank(trainer, wiring, reporter, told, parts, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}
 
-    ties_ends = stages()[0].tied() is not None
-    joined = wired(layout, boundaries, compression, ties_ends=ties_ends, kept_bytes=kept_bytes)
+    joined = wired(layout, boundaries, compression, kept_bytes=kept_bytes)
     # In turn: threads share torch's generator.
     held = [pipeline(one, layout, stages()) for one in joined]
     both = zip(joined, held, strict=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -44,9 +44,6 @@ from xcloud.pipeline.further_ends import (
     Guard,
     LineMeters,
     Loopback,
-    PeerLinks,
-    replica_links,
-    tied_links,
 )
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.schedule import most_in_flight
@@ -56,21 +53,34 @@ T = TypeVar("T")
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 
 
+class AveragingLinks(Protocol):
+    """Links over which ranks average the same values."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """FP32 bytes of what went to other clouds."""
+
+
 @dataclass(frozen=True)
 class Wiring(StatefulTree):
-    """All ends that one rank holds. groups: by stage, the ranks that hold it. control: None where
-    there is one rank. replicas: links to this rank's counterparts; None where the pipeline stands
-    once. tied: to the pipeline's other end, where a matrix is tied over two ranks. is_elastic:
-    other clouds may be late or gone, and only merges wait for them."""
+    """All ends that one rank holds.
+
+    groups: by stage, the ranks that hold it.
+    control: None where there is one rank.
+    is_elastic: other clouds may be late or gone, and only merges wait for them.
+    rejoin: makes the control links to a rank of a cloud that has begun again; None where clouds
+        may not leave.
+    averaging: links of features that average over clouds; each adds its own.
+    """
 
     ends: Ends
     groups: dict[int, RankGroup]
     control: Control | None
     sums: StageSums
-    replicas: PeerLinks | None
-    tied: PeerLinks | None
     boundaries: Boundaries
     is_elastic: bool
+    rejoin: Callable[[int], None] | None = None
+    averaging: list[AveragingLinks] = field(default_factory=list)
 
     def children(self) -> StateTree:
         """What the channels carry from step to step; links and counters begin anew."""
@@ -107,14 +117,18 @@ def wire(
         if (group := ends.group(ranks, device)) is not None
     }
     control = join_control(ends, on_report) if layout.num_ranks > 1 else None
-    sums, replicas = _join_sums(job, ends, control), None
-    if layout.num_replicas > 1:
-        assert control is not None
-        rejoin = partial(_join_peer, control, ends, on_report) if is_elastic else None
-        replicas = replica_links(ends, layout, device, rejoin)
-    tied = tied_links(ends, layout, device) if job.ties_ends else None
-    boundaries = Boundaries(job, ends, clock, device)
-    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, is_elastic)
+    rejoin = None
+    if control is not None and is_elastic:
+        rejoin = partial(_join_peer, control, ends, on_report)
+    return Wiring(
+        ends,
+        groups,
+        control=control,
+        sums=_join_sums(job, ends, control),
+        boundaries=Boundaries(job, ends, clock, device),
+        is_elastic=is_elastic,
+        rejoin=rejoin,
+    )
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:

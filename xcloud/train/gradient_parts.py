@@ -1,6 +1,5 @@
 """What changes a rank's gradients before the optimizer: differential privacy (DP-SGD; the
-mathematics are those of security/defences.py), the matrix that both ends of a pipeline hold, and
-the exchange with other replicas.
+mathematics are those of security/defences.py), and sums inside a cloud.
 """
 
 from __future__ import annotations
@@ -12,19 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from xcloud.comm.compressor import Chain, seed_from
-from xcloud.comm.state import StateTree
-from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.experiment import Experiment
-from xcloud.features.replicas.averaging import AllToAll, Averager
-from xcloud.features.replicas.outer import Replicas
-from xcloud.pipeline.batch_plan import BatchPlan, replica_samples
-from xcloud.pipeline.exchange import Exchange, FlatBuffer, RankGroup, Work
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.part import Part
 from xcloud.pipeline.trainer import Trainer
-from xcloud.pipeline.wiring import Wiring
 from xcloud.pipeline.within_cloud import OverlappedSums
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import (
@@ -35,109 +26,6 @@ from xcloud.security.defences import (
     normal,
     sampled_epsilon,
 )
-
-TIED = "embeddings.weight"
-"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
-
-
-@dataclass(frozen=True)
-class TiedGradients(Part):
-    """A matrix that the first and the last stage both hold (embeddings and head), of one rank that
-    holds one end or both. In every update both get the sum of the two gradients, so they stay
-    equal bit for bit, whatever compressor the gradients cross through.
-
-    held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
-    averager: between the two ends; None in ranks that do not speak, and where both are here.
-    """
-
-    name = "tied"
-
-    held: Mapping[int, nn.Parameter]
-    groups: Mapping[int, RankGroup]
-    averager: Averager | None
-    buffers: Mapping[int, FlatBuffer]
-
-    def after_exchange(self, step: int) -> None:
-        """Of the norm the first end counts."""
-        held = [self.held[stage].grad for stage in sorted(self.held)]
-        gradients = [gradient for gradient in held if gradient is not None]
-        if len(gradients) == 2:
-            gradients[0] += gradients[1]
-            gradients[1].copy_(gradients[0])
-        else:
-            self._across(step, gradients[0])
-        last = max(self.held)
-        if last:
-            own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
-            self.buffers[last].squares_elsewhere = -(float(own) ** 2)
-
-    def _across(self, step: int, gradient: Tensor) -> None:
-        (group,) = self.groups.values()
-        merged = gradient
-        if self.averager is not None:
-            # One that is not finite stays where it is, and stops or skips the update by its norm;
-            # compressors may not accept it.
-            is_finite = bool(gradient.isfinite().all())
-            self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
-            ((merged,),) = self.averager.finish(step).changes
-            merged = merged if is_finite else gradient
-        gradient.copy_(group.from_leader(merged.clone()))
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        if self.averager is not None:
-            self.averager.settle(report.skipped is None)
-
-    def children(self) -> StateTree:
-        return {"averager": self.averager}
-
-
-def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> TiedGradients | None:
-    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
-    ends = {stage: module.tied() for stage, module in trainer.pipeline.stages.items()}
-    held = {stage: tied for stage, tied in ends.items() if tied is not None}
-    if not held:
-        return None
-    averager, links = None, wiring.tied
-    if links is not None:
-        (parameter,) = held.values()
-        within = len({peer.cloud for peer in links.peers}) == 1
-        averager = AllToAll(
-            links, TensorCodec(
-                {TIED: parameter.shape},
-                lambda name, shape: Chain() if within else choose(name, shape),
-                seed_from(seed, "tied"), True, parameter.dtype, parameter.device, links.replica,
-            )
-        )  # fmt: skip
-        links.open(averager.max_bytes)
-    groups = {stage: wiring.groups[stage] for stage in held}
-    buffers = {stage: trainer.stages[stage].buffer for stage in held}
-    return TiedGradients(held, groups, averager, buffers)
-
-
-def replicas_exchange(
-    job: Experiment,
-    wiring: Wiring,
-    stages: Mapping[int, nn.Module],
-    reporter: Reporter,
-    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None,
-) -> Exchange:
-    """watch: see Terms."""
-    assert wiring.replicas is not None and job.strategy.averaging is not None
-    numbers = replica_samples(
-        job.training.batch_size,
-        num_micro_batches=job.schedule.num_micro_batches,
-        num_passes=job.training.accumulate_steps,
-        num_replicas=job.cluster.num_replicas,
-    )
-    return job.strategy.averaging.join(
-        Replicas(
-            wiring.replicas,
-            wiring.groups[min(stages)],  # the same ranks hold all stages of this one
-            stages, job.compression.for_tensor, job.seed, job.max_steps,
-            [Work(number, float(number * job.task.max_length)) for number in numbers],
-            reporter, job.security.privacy, watch,
-        )
-    )  # fmt: skip
 
 
 def overlapped_sums(trainer: Trainer, groups: Mapping[int, RankGroup]) -> OverlappedSums:

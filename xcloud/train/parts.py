@@ -19,6 +19,8 @@ from xcloud.features.autopilot.pilot import pilot_of
 from xcloud.features.checkpoints.restored import check_facts, restored
 from xcloud.features.checkpoints.saving import Facts
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
+from xcloud.features.replicas.links import replica_links
+from xcloud.features.tied.gradients import tied_gradients
 from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.further_ends import hand_over
 from xcloud.pipeline.part import Part, Parts
@@ -34,13 +36,8 @@ from xcloud.rank.restarts import enter_late, parameters_fact
 from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
 from xcloud.rank.task_data import Evaluator
-from xcloud.train.gradient_parts import (
-    PrivacyAccount,
-    PrivateGradients,
-    join_tied,
-    overlapped_sums,
-    replicas_exchange,
-)
+from xcloud.train.averaging import averager_of_ends, replicas_exchange
+from xcloud.train.gradient_parts import PrivacyAccount, PrivateGradients, overlapped_sums
 
 
 def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
@@ -114,10 +111,14 @@ class Features:
             sharder.rest(pipeline.stages[number])
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
-        if self.wiring.replicas is None:
-            return AllReduce(self.wiring.groups)
-        received = leaks.averaged.received if leaks is not None and leaks.averaged else None
-        return replicas_exchange(self.job, self.wiring, stages, self.reporter, received)
+        job, wiring = self.job, self.wiring
+        if job.cluster.num_replicas == 1:
+            return AllReduce(wiring.groups)
+        links = replica_links(wiring.ends, job.cluster, self.context.device, wiring.rejoin)
+        wiring.averaging.append(links)
+        group = wiring.groups[min(stages)]  # the same ranks hold all stages of this one
+        watch = leaks.averaged.received if leaks is not None and leaks.averaged else None
+        return replicas_exchange(job, links, group, stages, self.reporter, watch)
 
     def parts(
         self,
@@ -130,17 +131,27 @@ class Features:
         """Return all parts of this rank, in the order in which an update calls them. facts: what
         must be as it was when a checkpoint was made."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
-        privacy, choose = job.security.privacy, job.compression.for_tensor
+        privacy = job.security.privacy
         own_gradients: Part | None = None
         if privacy is not None and privacy.unit == "sample":
             own_gradients = PrivateGradients(privacy, trainer)
         elif any(group.group_size > 1 for group in wiring.groups.values()):
             own_gradients = overlapped_sums(trainer, wiring.groups)
+        tied = None
+        if job.ties_ends:
+            tied = tied_gradients(
+                trainer,
+                wiring.groups,
+                layout=job.cluster,
+                choose=job.compression.for_tensor,
+                seed=job.seed,
+                join=averager_of_ends(wiring, job.cluster, context.device),
+            )
         own = {name: part.join(context) for name, part in job.parts.items()}
         changing = Parts(
             [
                 own_gradients,
-                join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
+                tied,
                 ChannelMemories([*wiring.boundaries.channels.values()])
                 if job.compression.has_memory
                 else None,

@@ -198,8 +198,7 @@ class WanMeter(Part):
         """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
         a boundary's tensors is the direction of their channel; seconds on the emulated line to
         each cloud, by (name, cloud)."""
-        replicas = self._wiring.replicas
-        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
+        averaging = self._wiring.averaging
         more = (AVERAGING,) if averaging else ()
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
@@ -211,6 +210,6 @@ class WanMeter(Part):
                     line_s[name, str(record.to)] += record.line_s[kind]
         for channel in self._wiring.boundaries.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
-        for ends in averaging:
-            raw[AVERAGING] += ends.raw_bytes
+        for links in averaging:
+            raw[AVERAGING] += links.raw_bytes
         return sent, raw, line_s

@@ -1,0 +1,200 @@
+"""One rank's links to ranks that train the same values: those of the other replicas, and where a
+matrix is tied the one at the pipeline's other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from xcloud.base.errors import LinkClosed
+from xcloud.features.replicas.averaging import Peer, ReplicaLinks
+from xcloud.features.replicas.averaging_server import HUB
+from xcloud.layout import ClusterLayout
+from xcloud.net.frame import LONG_BYTES, MessageKey
+from xcloud.net.link import Parts
+from xcloud.net.link_end import ReceivingEnd, SendingEnd
+from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.pipeline.within_cloud import return_freed_memory
+
+_AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
+
+
+@dataclass
+class PeerLinks(ReplicaLinks):
+    """The links of one rank to its peers, over that rank's ends. `open` makes them, once it is
+    known how long a message may be.
+
+    line: name of the lines. stage: for the record of messages. raw_bytes: FP32 bytes of what went
+    to other clouds.
+    """
+
+    may_be_late: ClassVar[bool] = False
+    """Whether this rank goes on without a replica that is late."""
+
+    ends: Ends
+    device: torch.device
+    line: str
+    stage: int
+    raw_bytes: int = field(default=0, init=False)
+    _out: dict[int, SendingEnd] = field(default_factory=dict, init=False)
+    _in: dict[int, ReceivingEnd] = field(default_factory=dict, init=False)
+    _overdue_s: dict[int, float] = field(default_factory=dict, init=False)
+
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
+        self._capacity = capacity_bytes + FRAME_SLACK_BYTES
+        self._wait_s = wait_s
+        self._ahead = under_way + _AHEAD
+        if self._capacity >= LONG_BYTES:
+            return_freed_memory(self.device, LONG_BYTES)
+        if self.peers:
+            for replica in self.others:
+                self._open(replica)
+
+    def _open(self, replica: int) -> None:
+        peer = self.peers[replica].rank
+        self._out[replica], self._in[replica] = self.ends.both(
+            self.line,
+            peer,
+            capacity_bytes=self._capacity,
+            under_way=self._ahead,
+            boundary=self.stage,
+            may_be_late=self.may_be_late,
+        )
+        overdue_s = self.ends.overdue_s([peer], self._capacity)
+        self._overdue_s[replica] = max(overdue_s, self._wait_s)
+
+    def post(
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
+        if self.ends.leaves_cloud(self.peers[replica].rank):
+            self.raw_bytes += raw_bytes
+        self._out[replica].send(key, parts, carries)
+
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
+        patience_s = self._overdue_s[replica] if wait_s is None else wait_s
+        parts = self._in[replica].recv(key, patience_s, while_alive)
+        return tuple(part.to(self.device) for part in parts)
+
+
+@dataclass
+class HubLinks(PeerLinks):
+    """The links between replica 0 and each other one, which may end and begin again.
+
+    rejoin: called in replica 0 for each rank of a cloud that has begun again.
+    """
+
+    may_be_late = True
+
+    rejoin: Callable[[int], None] = field(kw_only=True)
+    _ended: set[int] = field(default_factory=set, init=False)
+    _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
+
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
+        """Return the next message. Raises LinkClosed once for a replica that has begun again;
+        later calls return its new messages."""
+        if self.replica == HUB:
+            self._look_for(replica)
+        try:
+            return super().next(replica, key, wait_s, while_alive)
+        except LinkClosed:
+            self._end(replica)
+            raise
+
+    def _open(self, replica: int) -> None:
+        if HUB in (self.replica, replica):
+            super()._open(replica)
+
+    def _look_for(self, replica: int) -> None:
+        ranks = self.peers[replica].ranks
+        if replica not in self._back and not self.ends.transport.begins_again(ranks):
+            return
+        if replica not in self._ended:
+            self._back.add(replica)
+            self._end(replica)
+            raise LinkClosed(f"{self.peers[replica]} has begun again")
+        self._back.discard(replica)
+        self._ended.discard(replica)
+        for rank in ranks:
+            self.rejoin(rank)
+        self._open(replica)
+
+    def _end(self, replica: int) -> None:
+        self._ended.add(replica)
+        for rank in self.peers[replica].ranks:
+            self.ends.forget(rank)
+
+
+def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[Peer]:
+    """Return these ranks as peers, each with its cloud."""
+    clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
+    return [Peer(rank, cloud, layout.ranks_in(cloud)) for rank, cloud in clouds]
+
+
+def replica_links(
+    ends: Ends,
+    layout: ClusterLayout,
+    device: torch.device,
+    rejoin: Callable[[int], None] | None = None,
+) -> PeerLinks:
+    """Return the links to the ranks that train the same share of the same stages in the other
+    replicas. Of a stage with unequal numbers of ranks the surplus ones have no peers.
+
+    rejoin: see HubLinks; None where clouds may not leave.
+    """
+    # The first stage of a rank stands for all that it holds.
+    heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
+    shares = {head: min(len(ranks) for ranks in layout.replicas_of(head)) for head in heads}
+    own = layout.placement(ends.rank)
+    stage = min(own.stages)
+    group_rank = layout.ranks_of(stage, own.replica).index(ends.rank)
+    there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
+    made = PeerLinks if rejoin is None else partial(HubLinks, rejoin=rejoin)
+    return made(
+        replica=own.replica,
+        peers=peers_of(layout, [ranks[group_rank] for ranks in there]),
+        num_replicas=layout.num_replicas,
+        num_shares=shares[stage],
+        num_parts=sum(shares.values()),
+        ends=ends,
+        device=device,
+        line="averaging",
+        stage=stage,
+    )
+
+
+def links_between(
+    ends: Ends, layout: ClusterLayout, pair: tuple[int, int], device: torch.device, line: str,
+    stage: int,
+) -> PeerLinks:  # fmt: skip
+    """Return the links of this rank, one of `pair`, to the other; they are "replicas" 0 and 1.
+
+    line, stage: see PeerLinks.
+    """
+    return PeerLinks(
+        replica=pair.index(ends.rank),
+        peers=peers_of(layout, pair),
+        num_replicas=2,
+        num_shares=1,
+        num_parts=1,
+        ends=ends,
+        device=device,
+        line=line,
+        stage=stage,
+    )

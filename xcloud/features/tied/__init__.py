@@ -1,0 +1,1 @@
+"""One matrix that both ends of a pipeline hold."""

@@ -1,0 +1,146 @@
+"""A matrix that the first and the last stage both hold: its embeddings and its head.
+
+In every update both stages get the sum of the two gradients, so the two copies stay equal bit for
+bit, whatever compressor the gradients cross through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.comm.compressor import Chain, seed_from
+from xcloud.comm.state import Stateful, StateTree
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.exchange import FlatBuffer, RankGroup
+from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.trainer import Trainer
+
+TIED = "embeddings.weight"
+"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
+
+
+class _Sums(Protocol):
+    @property
+    def changes(self) -> Sequence[list[Tensor]]:
+        """The sums over both ends; here of one tensor."""
+
+
+class EndsAverager(Stateful, Protocol):
+    """The averager of two ranks, of which each holds one end (features/replicas/averaging.py)."""
+
+    def start(self, step: int, tensors: Sequence[Tensor]) -> None:
+        """Send this end's gradients."""
+
+    def finish(self, step: int) -> _Sums:
+        """Return the sums over both ends."""
+
+    def settle(self, was_used: bool) -> None:
+        """Note whether the update was made."""
+
+
+Join = Callable[[tuple[int, int], int, TensorCodec], EndsAverager]
+"""Makes an averager and its links: of (both ranks, this rank's stage, codec of the matrix)."""
+
+
+@dataclass(frozen=True)
+class TiedGradients(Part):
+    """The hook that sums the gradients of a tied matrix, of one rank that holds one end or both.
+
+    held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
+    averager: between the two ends; None in ranks that do not speak, and where both are here.
+    """
+
+    name = "tied"
+
+    held: Mapping[int, nn.Parameter]
+    groups: Mapping[int, RankGroup]
+    averager: EndsAverager | None
+    buffers: Mapping[int, FlatBuffer]
+
+    def after_exchange(self, step: int) -> None:
+        """Sum the gradients of both ends. The first one counts the sum in its norm."""
+        held = [self.held[stage].grad for stage in sorted(self.held)]
+        gradients = [gradient for gradient in held if gradient is not None]
+        if len(gradients) == 2:
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
+        else:
+            self._sum_with_other_end(step, gradients[0])
+        last = max(self.held)
+        if last:
+            own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
+            self.buffers[last].squares_elsewhere = -(float(own) ** 2)
+
+    def _sum_with_other_end(self, step: int, gradient: Tensor) -> None:
+        (group,) = self.groups.values()
+        merged = gradient
+        if self.averager is not None:
+            # One that is not finite stays where it is, and stops or skips the update by its norm;
+            # compressors may not accept it.
+            is_finite = bool(gradient.isfinite().all())
+            self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
+            ((merged,),) = self.averager.finish(step).changes
+            if not is_finite:
+                merged = gradient
+        gradient.copy_(group.from_leader(merged.clone()))
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        if self.averager is not None:
+            self.averager.settle(report.skipped is None)
+
+    def children(self) -> StateTree:
+        return {"averager": self.averager}
+
+
+def tied_gradients(
+    trainer: Trainer,
+    groups: Mapping[int, RankGroup],
+    layout: ClusterLayout,
+    choose: Choose,
+    seed: int,
+    join: Join,
+) -> TiedGradients | None:
+    """Return the hook of a rank that holds an end of a tied matrix; None for other ranks.
+
+    groups: by stage.
+    choose: the compressor that crosses between clouds.
+    join: called where this rank speaks for one of two ends.
+    """
+    pipeline = trainer.pipeline
+    ends = {stage: module.tied() for stage, module in pipeline.stages.items()}
+    held = {stage: tied for stage, tied in ends.items() if tied is not None}
+    if not held:
+        return None
+    leaders = layout.leader_of(layout.placement(pipeline.rank).replica)
+    first, last = leaders[0], leaders[layout.num_stages - 1]
+    averager = None
+    if first != last and pipeline.rank in (first, last):
+        ((stage, parameter),) = held.items()
+        if layout.cloud_of(first) == layout.cloud_of(last):
+            choose = _no_compressor
+        codec = TensorCodec(
+            {TIED: parameter.shape},
+            choose,
+            identity=seed_from(seed, "tied"),
+            feedback=True,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            replica=(first, last).index(pipeline.rank),
+        )
+        averager = join((first, last), stage, codec)
+    return TiedGradients(
+        held,
+        groups={stage: groups[stage] for stage in held},
+        averager=averager,
+        buffers={stage: trainer.stages[stage].buffer for stage in held},
+    )
+
+
+def _no_compressor(name: str, shape: Sequence[int]) -> Chain:
+    return Chain()
