@@ -17,12 +17,12 @@ from xcloud.base.errors import ConfigError
 
 STORY_QUESTIONS = 3  # that each story has
 NUM_ROWS = {
-    "pairs": 26_000,
-    "reviews": 10_000,
-    "answers": 10_000,
-    "inferences": 10_000,
-    "stories": 5_000,
-    "public_sentences": 24_000,
+    "pairs": 24_000,
+    "reviews": 9_500,
+    "answers": 9_500,
+    "inferences": 9_500,
+    "stories": 4_200,
+    "public_sentences": 22_000,
 }
 """How many rows each file of texts has."""
 
