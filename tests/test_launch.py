@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.base.errors import FrameError, LinkClosed, RunFailed
+from xcloud.base.errors import ConfigError, DataError, FrameError, LinkClosed, RunFailed
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import (
-    EXIT_FAILED,
+    EXIT_COMES_AGAIN,
     EXIT_PEER_LOST,
+    comes_again,
     first_cause,
-    named_failures,
+    lost_clouds,
+    own_failures,
     start_lost_clouds,
     write_failure,
 )
@@ -124,10 +126,40 @@ def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path:
 
 
 def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
-    assert write_failure(tmp_path, 0, FrameError("another tokenizer")) == EXIT_FAILED
+    assert write_failure(tmp_path, 0, FrameError("another tokenizer")) == EXIT_COMES_AGAIN
     assert write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
     found = [failure_of(tmp_path, rank) for rank in range(3)]
     assert [f and f["peer_lost"] for f in found] == [False, True, None]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(
+    ("error", "is_own", "is_repeated"),
+    [
+        (ConfigError("training.batch_size is 3"), True, True),
+        (DataError("no such file"), True, True),
+        (FrameError("another tokenizer"), True, True),
+        (LinkClosed("rank 0 is gone"), False, False),
+        (RuntimeError("Connection reset by peer"), False, False),
+        (RuntimeError("out of memory"), True, False),
+    ],
+)
+def test_whether_an_error_comes_again_is_told_without_its_file(
+    error: Exception, is_own: bool, is_repeated: bool, has_room: bool, tmp_path: Path
+) -> None:
+    """has_room: false stands for a full disk, on which no rank can leave its message."""
+    run_dir = tmp_path if has_room else tmp_path / "no such folder"
+    codes = {4: write_failure(run_dir, 4, error)}
+    assert (failure_of(run_dir, 4) is not None) == has_room
+    assert comes_again(codes) == is_repeated
+    assert bool(own_failures(codes)) == is_own
+    assert lost_clouds(run_dir, ["a"] * 4 + ["b"], codes) == (set() if is_own else {"b"})
+
+
+def test_the_first_cause_of_a_rank_gives_its_exit_code(tmp_path: Path) -> None:
+    """What follows from it in another thread has lost a peer."""
+    write_failure(tmp_path, 0, ConfigError("another seed"))
+    assert write_failure(tmp_path, 0, LinkClosed("rank 1 is gone")) == EXIT_COMES_AGAIN
 
 
 def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
@@ -137,7 +169,7 @@ def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
     monkeypatch.setattr(LocalRanks, "start_rank", lambda self, rank: started.append(rank))
     ranks = LocalRanks(tmp_path, ["a", "b"], frozenset({0}))
     ranks.log(1).touch()
-    ranks.processes = [subprocess.Popen(["true"]), subprocess.Popen(["false"])]
+    ranks.processes = [subprocess.Popen(["true"]), subprocess.Popen(["sh", "-c", "exit 3"])]
     for process in ranks.processes:
         process.wait()
     for phase, expected in (("evaluation", []), ("training", [1])):
@@ -161,14 +193,11 @@ def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
     for rank in range(1, 4):
         ready_file(tmp_path, rank).touch()
         ranks.log(rank).touch()
-    (tmp_path / "rank3.error.json").write_text(
-        json.dumps({"message": "another seed", "peer_lost": False, "expected": True})
-    )
     ranks.processes = [
         subprocess.Popen(["sleep", "2"]),
         subprocess.Popen(["sh", "-c", "kill -9 $$"]),
         subprocess.Popen(["sleep", "1000"]),
-        subprocess.Popen(["sh", "-c", "exit 1"]),
+        subprocess.Popen(["sh", "-c", f"exit {EXIT_COMES_AGAIN}"]),
     ]
     ranks.wait(lambda: True)
 
@@ -259,4 +288,4 @@ def test_a_rank_that_dies_at_once_is_not_taken_for_what_failed_before(
     ranks.start()
     with pytest.raises(RunFailed, match="rank 0 of cloud 'a': was ended by signal 9"):
         ranks.wait(lambda: False)
-    assert not named_failures(tmp_path, [0])
+    assert not comes_again(ranks.failed)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
+EXIT_COMES_AGAIN = 78  # EX_CONFIG of sysexits.h: an error that xcloud raises on purpose
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 ENDINGS = "XCLOUD_ENDINGS"  # folder in which the ranks of a machine leave how they have ended
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
@@ -39,7 +40,11 @@ def check_gpu(cloud: str) -> None:
 
 
 def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
-    """Say in a file what went wrong here; returns the exit code."""
+    """Write what went wrong here to a file; return the exit code of the rank.
+
+    Whether a restart can help is told by the code alone: on a full disk there is no file. Where
+    another thread has named the first cause, that file stays and the code is of what it says.
+    """
     text = str(error)
     # Who refuses a frame has lost nobody: the refusal is the cause.
     is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
@@ -54,15 +59,21 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
     # An error of a corpus may quote it, and what nobody expected may say anything.
     failure["may_quote"] = isinstance(error, DataError) or not expected
-    if error_file(run_dir, rank).exists():  # another thread has named the first cause
-        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+    if first := failure_of(run_dir, rank):
+        return _exit_code(first)
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
     with contextlib.suppress(OSError):
         error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
         said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
         say(said, error=True, end="")
-    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+    return _exit_code(failure)
+
+
+def _exit_code(failure: Mapping[str, Any]) -> int:
+    if failure["peer_lost"]:
+        return EXIT_PEER_LOST
+    return EXIT_COMES_AGAIN if failure["expected"] else EXIT_FAILED
 
 
 def failed(error: BaseException) -> str:
@@ -76,16 +87,14 @@ def leave_ending(rank: int, ending: Ending) -> None:
             (Path(folder) / str(rank)).write_text(ending.value)
 
 
-def own_failures(run_dir: Path, failed: Iterable[int]) -> list[int]:
-    """Ranks whose failure is not just the loss of another rank."""
-    found = ((rank, failure_of(run_dir, rank)) for rank in failed)
-    return [rank for rank, failure in found if failure is None or not failure["peer_lost"]]
+def own_failures(codes: Mapping[int, int]) -> list[int]:
+    """Return the ranks whose failure is not just the loss of another rank, by exit codes."""
+    return [rank for rank, code in codes.items() if code != EXIT_PEER_LOST]
 
 
-def named_failures(run_dir: Path, failed: Iterable[int]) -> list[dict[str, Any]]:
-    """Of these the errors that xcloud raises on purpose."""
-    failures = [failure_of(run_dir, rank) for rank in own_failures(run_dir, failed)]
-    return [failure for failure in failures if failure and failure["expected"]]
+def comes_again(codes: Mapping[int, int]) -> bool:
+    """Return whether a rank ended by an error that it would meet in another attempt too."""
+    return EXIT_COMES_AGAIN in codes.values()
 
 
 def first_cause(
@@ -98,10 +107,10 @@ def first_cause(
     and name the rank with a cause of its own. clouds: of each rank. failed: exit codes by rank, as
     they are now. suspended: ranks that were ended for it, and after how many seconds."""
     settled = time.monotonic() + _SETTLE_S
-    while time.monotonic() < settled and not own_failures(run_dir, failed()):
+    while time.monotonic() < settled and not own_failures(failed()):
         time.sleep(0.05)
     codes = failed()
-    rank = (own_failures(run_dir, codes) or [*codes])[0]
+    rank = (own_failures(codes) or [*codes])[0]
     code, failure, log = codes[rank], failure_of(run_dir, rank), run_dir / f"rank{rank}.log"
     if failure is not None:
         what = failure["message"]
@@ -118,13 +127,17 @@ def first_cause(
     return f"rank {rank} of cloud {clouds[rank]!r}: {what} (log: {log})"
 
 
-def lost_clouds(run_dir: Path, clouds: Sequence[str], ended: Iterable[int]) -> set[str]:
-    """That have lost a rank, by a signal or with another rank, and may begin again: none with an
-    error of its own, and none once nothing is left to come back to."""
-    lost = {clouds[rank] for rank in ended}
+def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) -> set[str]:
+    """Return the clouds that have lost a rank, by a signal or with another rank, and may begin
+    again: none with an error of its own, and none once nothing is left to come back to.
+
+    codes: exit codes of the ranks that have ended before their time.
+    """
+    lost = {clouds[rank] for rank in codes}
     if lost and _phase_of(run_dir, 0) == "evaluation":
         return set()
-    return lost - {clouds[r] for r in own_failures(run_dir, ended) if failure_of(run_dir, r)}
+    own_errors = (EXIT_FAILED, EXIT_COMES_AGAIN)
+    return lost - {clouds[rank] for rank, code in codes.items() if code in own_errors}
 
 
 class Ranks(Protocol):
@@ -142,8 +155,9 @@ class Ranks(Protocol):
 
 def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
     """Again, those that have lost a rank so long ago."""
-    ended = [rank for rank, process in enumerate(ranks.processes) if process.poll()]
-    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, ended):
+    ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
+    codes = {rank: code for rank, code in ended.items() if code}
+    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, codes):
         if ranks.for_s(cloud) < after_s:
             continue
         del ranks.since_s[cloud]

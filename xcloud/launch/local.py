@@ -21,7 +21,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.launch.failures import check_gpu, named_failures
+from xcloud.launch.failures import check_gpu, comes_again
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.rank.agreement import compared_settings
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
@@ -168,7 +168,7 @@ def _train(
         except RunFailed as error:
             agreed = folder.agreed_steps()
             # An error that a rank itself has named comes again.
-            if number == most or not agreed or named_failures(ranks.run_dir, ranks.failed):
+            if number == most or not agreed or comes_again(ranks.failed):
                 raise
             say(
                 f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "

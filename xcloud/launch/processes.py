@@ -170,7 +170,7 @@ class LocalRanks:
             until_s = time.monotonic() + _LAST_WORDS_S * has_met
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
                 time.sleep(POLL_EVERY_S)
-            if self.is_asked_to_stop and not own_failures(self.run_dir, self.failed):
+            if self.is_asked_to_stop and not own_failures(self.failed):
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
             raise RunFailed(cause)
         if None in needed:
