@@ -28,6 +28,7 @@ from xcloud.base.settings import ReadPath
 from xcloud.job import config as configs
 from xcloud.job import given, strict_policy
 from xcloud.job.given import compose_follow_up, with_overrides
+from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import CONSTRUCTORS, Policy
@@ -145,7 +146,7 @@ def test_a_worker_under_torchrun_refuses_before_it_joins(tmp_path: Path, policy:
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
         stderr=subprocess.PIPE, text=True, timeout=120,
     )  # fmt: skip
-    assert worker.returncode == 1
+    assert worker.returncode == EXIT_COMES_AGAIN
     assert "tracker._target_ is 'pathlib.Path.write_text'" in worker.stderr
     assert not owned.exists()
 
