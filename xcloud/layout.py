@@ -52,6 +52,7 @@ class Layout(ABC):
         that wait for a gradient under the schedule, there always are; an evaluation, and training
         over a boundary that no gradient crosses, is blocked instead.
     carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
+    name: of the layout, in run folders and reports.
     """
 
     clouds: Mapping[str, Any]
@@ -174,6 +175,9 @@ class Cloud:
     shard: distribute parameters, gradients and moments of each stage over its ranks, so that none
         holds a stage whole while it trains (FSDP2).
     replica: number of the copy of the pipeline that this cloud is a part of.
+    num_ranks: processes of this cloud.
+    one_stage_per_rank: assign each rank to one stage instead of all; num_ranks is then a multiple
+        of the number of stages.
     """
 
     num_ranks: Positive = 1

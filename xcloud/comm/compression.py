@@ -102,9 +102,15 @@ def check_memory(compressor: Compressor, memory: Memory, direction: str) -> None
 
 @settings("compression")
 class Compression(CompressionPlan):
-    """forward: for activations. backward: for their gradients. averaging: for what replicas send
-    each other of their gradients or weight changes; None for that of backward. A channel works on
-    copies."""
+    """What compresses each direction of every boundary. A channel works on copies.
+
+    forward: compressor of activations.
+    backward: compressor of their gradients.
+    forward_memory: what a channel of activations carries from one step to the next.
+    backward_memory: what a channel of gradients carries from one step to the next.
+    averaging: compressor of what replicas send each other of their gradients or weight changes;
+        None for that of backward.
+    """
 
     forward: Compressor = field(default_factory=Chain)
     backward: Compressor = field(default_factory=Chain)

@@ -88,6 +88,9 @@ class Phased(CompressionPlan):
     """Different compression in successive phases of training, in the order given.
 
     Every phase has its own memories, empty at its first step.
+
+    phases: one by name each, with its until_step and its compression; the last one's until_step is
+        null.
     """
 
     def __init__(self, **phases: Phase) -> None:

@@ -139,6 +139,7 @@ class Chain(Compressor):
 
     Wire: each floating-point part is replaced by the next member's parts; integer parts keep
     their place.
+    members: compressors by name, the first one applied first.
     """
 
     def __init__(self, **members: Compressor) -> None:

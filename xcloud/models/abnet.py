@@ -93,15 +93,22 @@ class AdaptedHead(nn.Module):
 class AbNet(EncoderDecoder):
     """Encoder with adapters | decoder with cross-attention adapters; a SplitModel.
 
-    encoder, decoder: sources of the frozen networks, one per cloud; widths may differ.
-    dropout: in the adapters. backbone_dropout: in the frozen networks during training (0.1 in
-    AB-Net's code). train_head: train the output head's transform and bias. A head missing from the
-    checkpoint is always trained; the tied embedding never is. word_adapters: add to the frozen
-    vectors of source words and of words to be predicted a trained one each, [vocabulary, hidden];
-    not in AB-Net, whose backbones have seen every word often.
-    Why these defaults: es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
-    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Word adapters: the
-    demo, 400 updates, one seed: 69.9, of predicted words only 61.0, without 31.2.
+    Why these defaults. On es-en captions with 3 + 3 layers x 128, 600 updates and one seed BLEU is
+    16.4; with backbone_dropout=0.1 it is 13.7 and a step takes 5 % longer; with train_head=false
+    it is 14.1. On the demo, 400 updates and one seed, word adapters give 69.9, those of predicted
+    words alone 61.0, none 31.2.
+
+    encoder: source of the frozen network of the first cloud.
+    decoder: source of that of the second cloud; its width may differ.
+    adapter_size: features inside an adapter's feed-forward network.
+    cross_attention_heads: attention heads of a decoder's adapter.
+    dropout: share of features that is zeroed in the adapters in training.
+    backbone_dropout: the same in the frozen networks (0.1 in AB-Net's code).
+    label_smoothing: share of the target's probability that is spread over the vocabulary.
+    train_head: train the output head's transform and bias. A head missing from the checkpoint is
+        always trained; the tied embedding never is.
+    word_adapters: add to the frozen vectors of source words and of words to be predicted a trained
+        one each, [vocabulary, hidden]; not in AB-Net, whose backbones have seen every word often.
     """
 
     encoder: OwnBackbone | PretrainedBackbone

@@ -114,7 +114,14 @@ class Source:
 
 @settings("OwnSizes")
 class OwnSizes(Source):
-    """An encoder of our own, sized by settings."""
+    """An encoder of our own, sized by settings.
+
+    hidden: features of a row, a multiple of num_heads.
+    num_layers: blocks.
+    num_heads: attention heads of a block.
+    feed_forward: features inside a block's feed-forward network.
+    dropout: share of features that is zeroed in training.
+    """
 
     hidden: Positive = 192
     num_layers: Positive = 3
@@ -143,6 +150,7 @@ class OwnBackbone(OwnSizes):
     architecture, settings and CODE_VERSION, but not the run's seed (see pretraining.seed).
 
     dropout: during pretraining. type_vocab_size: 2 for text pairs; pretraining uses only type 0.
+    pretraining: how it is pretrained, before the run.
     """
 
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
@@ -214,7 +222,11 @@ class SeededBackbone(OwnSizes):
 @settings("PublicBackbone", kw_only=True)
 class PublicBackbone(OwnBackbone):
     """Pretrained on public text, so that every cloud can build the same one without private text.
-    The task must use the same tokenizer."""
+    The task must use the same tokenizer.
+
+    text: the public sentences it is pretrained on.
+    num_texts: how many of them.
+    """
 
     text: PublicTexts
     num_texts: Annotated[int, Field(ge=2)] = 20_000
@@ -247,6 +259,9 @@ class PretrainedBackbone(Source):
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
     electra with a single width; a local folder, a hub name or a packaged checkpoint ("minilm").
     The task must use its tokenizer. hidden: for a cloud that cannot read the checkpoint.
+
+    name_or_path: the checkpoint: owner/name or owner/name@revision on the hub, a folder, or a
+        packaged one.
     """
 
     name_or_path: HubName

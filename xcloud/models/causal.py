@@ -68,6 +68,16 @@ class CausalLM(TextModel):
         (tied) and lie in different stages. Frozen, or beside LoRA, each end holds its own copy.
     split: its layer is the last block of the first stage. Without a layer all features cross.
     public_text: for a basis with split.calibration=public; None: the text of `own`.
+    checkpoint: owner/name or owner/name@revision on the hub, or a folder, of a model of
+        transformers; null: see own.
+    own: a model that is made here instead, from public text.
+    lora: adapters that are trained instead of the weights; null: all weights are trained.
+    blocks_per_stage: how many of the model's blocks each stage holds; null: evenly, as the cluster
+        has stages.
+    vocabulary_chunk: tokens whose logits exist at once while the loss is computed; fewer take less
+        memory.
+    activation_checkpointing: keep only the input of each block and compute the rest again in the
+        backward, which takes less memory and more time.
     """
 
     is_pretrained: ClassVar[bool] = True

@@ -272,6 +272,9 @@ class Lora:
 
     targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
         takes for this type of model. layers: blocks that get adapters, from 0; None: all.
+    r: rank of the adapters.
+    alpha: the adapters are scaled by alpha / r.
+    dropout: share of an adapter's input features that is zeroed in training.
     """
 
     r: Positive = 16

@@ -273,7 +273,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 @settings("NextTokenPretraining")
 class NextTokenPretraining(Descent):
-    """Guess the next token, in windows of `length` tokens of the joined texts."""
+    """Guess the next token, in windows of `length` tokens of the joined texts.
+
+    batch_size: windows of an update.
+    length: tokens of a window.
+    """
 
     steps: NotNegative = 800
     learning_rate: PositiveFloat = 3e-3
@@ -326,6 +330,14 @@ class OwnCausal:
 
     num_kv_heads: heads of keys and values; None: num_heads. tied: one matrix for embeddings and
     head. The cloud that makes it holds it whole, once.
+    text: the public sentences it learns from.
+    num_texts: how many of them.
+    kind: type of model in transformers.
+    hidden: features of a row, a multiple of num_heads.
+    num_layers: blocks.
+    num_heads: attention heads of a block.
+    feed_forward: features inside a block's feed-forward network.
+    pretraining: how it learns, before the run.
     """
 
     text: PublicTexts

@@ -70,7 +70,11 @@ class Descent:
     """AdamW with linear warm-up, then linear decay to zero, and gradients of norm 1 at most.
 
     seed: the network's own, not the run's: runs of several seeds share it, as they would share a
-    published checkpoint. steps=0 leaves random weights.
+        published checkpoint.
+    steps: updates; 0 leaves random weights.
+    learning_rate: the highest, at the end of the warm-up.
+    warmup_steps: updates in which the learning rate rises from 0.
+    weight_decay: of matrices, as in AdamW.
     """
 
     steps: NotNegative
@@ -183,6 +187,9 @@ class MaskedLanguageModelling(Descent):
     max_epochs: `steps` is reduced to so many passes over the texts (and warmup_steps to a tenth of
     that at most); it ends earlier when the held-out loss has not fallen for PATIENCE of them, and
     keeps the weights with which it was least. None: `steps`, and the last weights.
+    batch_tokens: about so many tokens are one batch, of texts of similar length.
+    mask_share: share of tokens that are predicted.
+    held_out_share: share of the texts that is not trained on and gives the held-out loss.
     """
 
     steps: NotNegative = 2000

@@ -46,9 +46,9 @@ OF_METHODS: dict[str, tuple[str, ...]] = {
 
 @settings("split")
 class Split:
-    """Where the encoder is cut, and how its output is reduced to `rank` features per row; each
-    setting: docs/low-rank-split.md. Without a layer it is the unsplit reference model: full rows
-    cross after block 0, and all other settings are ignored. The methods:
+    """The place where an encoder is cut, and how its output is reduced to `rank` features a row.
+
+    The methods:
 
     svd: replace one linear layer of the block (`linear`) by W = U S V (truncated SVD), all three
         trained, and cut between S and V. The skip connection around that sub-layer is dropped,
@@ -65,6 +65,23 @@ class Split:
         cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it is the
         svd cut with random initial weights.
     The anchor that is added after D is trained.
+
+    layer: number of the block, from 0, that is cut or behind which rows are reduced. None: the
+        unsplit reference model, where full rows cross after block 0 and all other settings are
+        ignored.
+    rank: features of a row that cross. None: all of them.
+    method: how the rows are reduced, as above.
+    linear: for svd, the linear layer that is cut.
+    anchor: what is subtracted before the cut and added after it: none, mean (of the rows) or
+        position (a mean for each). None: none for identity, mean for pca, position for orthogonal.
+    whiten: for pca, scale the features that cross to unit variance, so that one quantisation scale
+        fits all.
+    freeze_bottom: train nothing before the cut, so that no gradient crosses it.
+    calibration: the text on which a basis is estimated. own = the owner's training text; public =
+        the same public text in every cloud.
+    calibration_texts: how many of these texts.
+    calibration_pairs: join public texts to pairs, for tasks with pairs.
+    head_rank: features of a row that cross to a separate head stage. None: all of them.
     """
 
     layer: NotNegative | None

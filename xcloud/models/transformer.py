@@ -35,8 +35,12 @@ SOURCE, TARGET = "source", "target"
 
 @settings("decoding")
 class Limits:
-    """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens. Else a
-    half-trained network rambles on to the task's maximum length.
+    """A limit on the tokens of an output: length_ratio * (source tokens) + length_extra.
+
+    Without one a half-trained network rambles on to the task's maximum length.
+
+    length_ratio: output tokens for each token of the source.
+    length_extra: output tokens beside these.
     """
 
     length_ratio: NotNegativeFloat = 2.0
@@ -77,6 +81,9 @@ class Beam(Limits):
     A sentence is done once `size` hypotheses have ended and no live one is better, or no live one
     can still win. The bookkeeping (2K candidates, of which at most K end) is that of fairseq's
     SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
+
+    size: hypotheses of a sentence that are followed at a time.
+    length_penalty: exponent of the length in the score; 0 favours short sentences.
     """
 
     size: Positive = 4
@@ -324,6 +331,14 @@ class Transformer(EncoderDecoder):
     Vaswani et al., arXiv:1706.03762 ("base": hidden 512, 6 + 6 layers, 8 heads, 2048). Difference:
     pre-LN (Xiong et al., arXiv:2002.04745), x + f(LN(x)), because it trains at learning rates and
     warm-ups where post-LN diverges, so one setting works for all sizes here.
+
+    hidden: features of a row, a multiple of num_heads.
+    num_encoder_layers: blocks of the encoder.
+    num_decoder_layers: blocks of the decoder.
+    num_heads: attention heads of a block.
+    feed_forward: features inside a block's feed-forward network.
+    dropout: share of features that is zeroed in training.
+    label_smoothing: share of the target's probability that is spread over the vocabulary.
     """
 
     hidden: Positive = 512

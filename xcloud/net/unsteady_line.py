@@ -33,6 +33,8 @@ class UnsteadyLine(ABC):
         is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
     outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
     outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
+    trace_period_s: seconds after which the trace of bandwidths begins again; 0 = it does not.
+    seed: of jitter and outages.
     """
 
     trace: Sequence[_PairOrThree] = ()

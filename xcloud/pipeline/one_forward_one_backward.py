@@ -37,6 +37,8 @@ class OneForwardOneBackward(Schedule):
         ranks and replicas together; the later stages hold evenly fewer, the last one 1. None =
         num_stages for every lane (ClusterLayout.num_lanes), the textbook's count. On a slow link
         one or two more a lane keep the stages busy while messages travel.
+    num_micro_batches: pieces that a pass is cut into, over all ranks and replicas of a stage
+        together.
     """
 
     num_micro_batches: Positive = 4

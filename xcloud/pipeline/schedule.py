@@ -71,7 +71,11 @@ class Schedule(ABC):
 
 @settings("schedule")
 class GPipe(Schedule):
-    """All forwards, then all backwards (Huang et al., arXiv:1811.06965), micro-batch 0 first."""
+    """All forwards, then all backwards (Huang et al., arXiv:1811.06965), micro-batch 0 first.
+
+    num_micro_batches: pieces that a pass is cut into, over all ranks and replicas of a stage
+        together.
+    """
 
     num_micro_batches: Positive = 4
 

@@ -32,12 +32,17 @@ class AdamW(torch.optim.AdamW):
 
 @settings("optimizer")
 class Optimizer:
-    """AdamW; the learning rate rises linearly over warmup_steps, then follows `decay`:
+    """AdamW, with a learning rate that rises linearly and then follows `decay`.
 
-    inverse_sqrt: lr * sqrt(warmup / step) (AB-Net's, arXiv:2010.06138); linear: to 0 behind
-    max_steps; constant. clip_norm: bound on the norm of the whole model's gradient, over all
-    clouds; 0 = off. weight_decay: of matrices, embeddings included; biases and the gains of norms
-    (parameters of fewer than two axes) are spared, as in BERT (arXiv:1810.04805) and nanoGPT.
+    learning_rate: the highest, at the end of the warm-up.
+    warmup_steps: updates in which the learning rate rises from 0.
+    decay: what it does then. inverse_sqrt = learning_rate * sqrt(warmup_steps / step) (AB-Net's,
+        arXiv:2010.06138); linear = falls to 0 behind max_steps; constant = stays.
+    betas: decay of the running mean of gradients, and of that of their squares.
+    eps: added to the root of the mean square, against divisions by 0.
+    weight_decay: of matrices, embeddings included; biases and the gains of norms (parameters of
+        fewer than two axes) are spared, as in BERT (arXiv:1810.04805) and nanoGPT.
+    clip_norm: bound on the norm of the whole model's gradient, over all clouds; 0 = off.
     """
 
     learning_rate: PositiveFloat = 5e-4
@@ -99,6 +104,7 @@ class Checkpoints:
 class Updates:
     """How many updates are made, and of what.
 
+    max_steps: updates of the run.
     batch_size: samples of one update, over all ranks and accumulation steps together.
     accumulate_steps: passes over the pipeline for one update; each pass has
     schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
@@ -106,7 +112,8 @@ class Updates:
     bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
     on_divergence: what to do with an update whose loss or gradient is not finite in any cloud, or
     so large that the optimizer's squares of it would not be (1.8e19 in FP32, not clipped): stop
-    the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
+    the run, or skip the update in every rank.
+    max_skips_in_a_row: updates that may be skipped one after the other; one more stops the run.
     """
 
     max_steps: Positive
@@ -119,7 +126,10 @@ class Updates:
 
 @settings("training")
 class Training(Updates):
-    """evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    """Updates, with evaluations and checkpoints between them.
+
+    evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    eval_batch_size: samples that are scored at a time.
     eval_samples: at most so many samples of a split are scored (the first ones); None = all.
     activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
     behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at

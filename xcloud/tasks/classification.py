@@ -64,13 +64,14 @@ Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 
 @settings("task", kw_only=True)
 class Classification(TextTask):
-    """A class (kind classes) or a number (kind value) for each text or pair.
+    """A class or a number for each text or pair. Samples longer than max_length are truncated, the
+    longer text first.
 
+    kind: classes = a class of each sample; value = a number.
     name: "classification" for texts of your own, or a benchmark, which has classes and scores.
     classes: names in label order; None: taken from the training labels.
     metrics: names of scores, main one first; None: the defaults of the kind (metrics_of).
-    text_columns, label_column: None: by usual names.
-    Longer samples than max_length are truncated, the longer text first.
+    text_columns, label_column: names of columns; None: the usual ones.
     """
 
     answers: ClassVar[Answers] = "sample"

@@ -449,7 +449,10 @@ class LanguageData(View[LanguageModelling]):
 
 @settings("task", kw_only=True)
 class HubLanguageModelling(Hub, LanguageModelling):
-    """Plain texts of a data set of the hub, such as Salesforce/wikitext, in `column`."""
+    """Plain texts of a data set of the hub, such as Salesforce/wikitext.
+
+    column: name of the column with the texts.
+    """
 
     column: Text = TEXT
 

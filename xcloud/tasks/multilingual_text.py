@@ -50,6 +50,8 @@ class MultilingualText:
     language_power: parts are drawn with p ~ n**power, n samples in the part; 1 = proportional,
         0 = uniform. XLM uses 0.7, XLM-R 0.3.
     max_texts: use only the first texts of each part; null = all.
+    max_length: tokens of a sample, special ids included.
+    source: where its texts come from.
     """
 
     source: TextSource

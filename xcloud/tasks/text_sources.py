@@ -76,7 +76,10 @@ class TextSource(ABC):
 
 @settings("text.source")
 class DemoText(TextSource):
-    """The Spanish and English demo texts, which are public: parts es, en and es-en."""
+    """The Spanish and English demo texts, which are public: parts es, en and es-en.
+
+    num_texts: sentence pairs to use, which is also the number of texts in each language.
+    """
 
     num_texts: Annotated[int, Field(ge=2, le=NUM_ROWS["pairs"])] = 22_000
 
@@ -114,7 +117,10 @@ class FolderText(TextSource):
                  es.jsonl, train.es.jsonl    one object per line, the text under `text_key`
                  any .tsv with the columns lang and text: the rows of that language
     a pair:      train.es and train.en; a .tsv with the columns es and en, or with lang, text and
-                 a column for the other language
+                 a column for the other language.
+
+    path: the folder.
+    text_key: name of the text in a line of .jsonl.
     """
 
     path: ReadPath
@@ -185,6 +191,8 @@ class HubText(TextSource):
     name, config: such as "wikimedia/wikipedia" and "20231101.{language}"; column: of the text.
     pairs_name, pairs_config: such as "Helsinki-NLP/opus-100" and "{pair}", with rows
     {"translation": {"es": …, "en": …}}; null = no parallel text.
+    split: of the data set.
+    revision: commit, tag or branch of the data set; null: the newest.
     """
 
     name: HubName

@@ -166,12 +166,13 @@ class TokenizerChoice(ABC):
 
 @settings("tokenizer")
 class TrainedTokenizer(TokenizerChoice):
-    """Trained on one side's training text; deterministic for the same text and settings.
+    """A tokenizer trained on one side's training text, equal for the same text and settings. It is
+    kept under cache_dir/tokenizers by the hash of these.
 
-    bpe: byte-level, no unknown tokens, decode is lossless; at least 261 ids.
-    wordpiece: as in BERT; punctuation is split off and decode reattaches it by rule.
-    vocab_size: upper limit, special ids included; small texts give fewer.
-    Cached under cache_dir/tokenizers by the hash of text and settings.
+    vocab_size: upper limit of ids, special ones included; small texts give fewer.
+    kind: bpe = byte-level, without unknown tokens, lossless, at least 261 ids; wordpiece = as in
+        BERT, where punctuation is split off and decode reattaches it by rule.
+    lowercase: write all text in small letters first.
     """
 
     vocab_size: int = 4000
@@ -241,7 +242,10 @@ class TrainedTokenizer(TokenizerChoice):
 
 @settings("tokenizer")
 class FileTokenizer(TokenizerChoice):
-    """Trained beforehand by python -m xcloud train-tokenizer --out FILE …; every cloud has it."""
+    """Trained beforehand by python -m xcloud train-tokenizer --out FILE …; every cloud has it.
+
+    path: the file.
+    """
 
     path: ReadPath
 
@@ -259,7 +263,10 @@ class FileTokenizer(TokenizerChoice):
 class PretrainedTokenizer(TokenizerChoice):
     """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
     the name of a packaged checkpoint (minilm). Its classifier and separator ids ([CLS] and [SEP],
-    <s> and </s>) are used as bos and eos."""
+    <s> and </s>) are used as bos and eos.
+
+    name_or_path: owner/name or owner/name@revision on the hub, a folder, or a packaged one.
+    """
 
     name_or_path: HubName
 

@@ -36,7 +36,9 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 class Translation(SourceTask):
     """Sentence pairs, from language `source` to language `target`.
 
-    source_column, target_column: if not named like the languages.
+    source: language that is translated, as in names of files and columns.
+    target: language that it is translated to.
+    source_column, target_column: names of columns; None: those of the languages.
     source_monolingual_file, target_monolingual_file: further texts of one language, one in a line
         (.gz may be packed), for tokenizers and for backbones to be pretrained on. Only a cloud
         that sees this side reads its file. Lines that are also in dev or test are left out.
@@ -268,10 +270,15 @@ class HubTranslation(Hub, Translation):
 
 @settings("task", kw_only=True)
 class DemoTranslation(Demo, Translation):
-    """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together. No
-    sentence occurs twice in either language, so the splits are disjoint. num_monolingual: further
-    sentences in each language without a translation, which occur in no pair: texts for tokenizers
-    and for backbones to be pretrained on."""
+    """Different sentence pairs of 4 to 25 words. No sentence occurs twice in either language, so
+    the splits are disjoint.
+
+    num_pairs: train, dev and test together.
+    num_dev: of these, in the dev set.
+    num_test: of these, in the test set.
+    num_monolingual: further sentences in each language without a translation, which occur in no
+        pair, for tokenizers and for backbones to be pretrained on.
+    """
 
     title = "demo texts"
     num_pairs: Positive = 24_000

@@ -113,6 +113,7 @@ class NullTracker(Tracker):
 class MlflowTracker(Tracker):
     """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
+    experiment: name of MLflow's experiment that the runs are listed under.
     root: relative to the project. uri: of a tracking server; nothing is kept under root then.
     flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
     of a curve, at most, for all steps of a run.

@@ -38,14 +38,15 @@ at the same number; it is kept until a rank of the consumer wants it."""
 
 @settings("feed")
 class Feed:
-    """docs/one-way-jobs.md says more of each.
+    """How the consumer takes batches from its producers (docs/one-way-jobs.md).
 
     run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. null =
         twice what one producer alone would have to give for a step, at least 8.
     order: fixed = in turn by share, the same in every run of the same seed; arrival = whoever has
         a batch ready, nearest to the shares.
-    on_slow: of a producer that is silent for slow_after_s. wait = wait for it; redistribute = the
-        others take over its share until it has caught up.
+    on_slow: what to do about a slow producer. wait = wait for it; redistribute = the others take
+        over its share until it has caught up.
+    slow_after_s: seconds of silence after which a producer is slow.
     on_dead: redistribute; pause = wait for the user, who continues without it or ends the run;
         stop = the run fails.
     min_producers: start as soon as so many are ready, the others join later; null = all.

@@ -19,8 +19,13 @@ from xcloud.layout import Layout, num_ranks_in_words
 
 @settings("cloud")
 class OneWayCloud:
-    """share: how much of the consumer's batches comes from here, in proportion to the shares of
-    the other producers; None makes this cloud the consumer."""
+    """A cloud of a one-way job: a producer, or the consumer.
+
+    share: how much of the consumer's batches comes from here, in proportion to the shares of
+    the other producers; None makes this cloud the consumer.
+    num_ranks: processes of this cloud, which share its batches.
+    device: auto takes a GPU where there is one.
+    """
 
     num_ranks: Positive = 1
     share: PositiveFloat | None = None

@@ -152,6 +152,10 @@ class OuterOptimizer:
 
     DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum: local SGD, and
     FedAvg (arXiv:1602.05629) where replicas count by their samples.
+
+    learning_rate: step of the outer parameters, as a share of the merged move.
+    momentum: share of the last velocity that is kept; 0 = none.
+    nesterov: look one step of momentum ahead.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 0.7

@@ -59,6 +59,10 @@ class Generator:
     whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) each
         piece is a word. temperature: for sampling replacements.
     frozen: it only samples and is not trained.
+    backbone: its network.
+    optimizer: of its weights.
+    mask_share: share of tokens that are masked and guessed.
+    precision: of matrix products, as training.precision of a pipeline.
     """
 
     languages: Sequence[str] = ()
@@ -92,7 +96,11 @@ class Generator:
 @settings("discriminator")
 class DiscriminatorSettings:
     """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
-    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away."""
+    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
+    backbone: its network.
+    optimizer: of its weights.
+    precision: of matrix products, as training.precision of a pipeline.
+    """
 
     backbone: Network = field(default_factory=SeededBackbone)
     optimizer: Optimizer = field(default_factory=Optimizer)
