@@ -38,7 +38,7 @@ PORT = "29500"
 IMPORTED = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
-    "xcloud.launch.several_machines",
+    "xcloud.launch.worker",
     "xcloud.show.pictures",
     "benchmarks.chaos_jobs",
 )

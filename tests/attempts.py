@@ -17,12 +17,13 @@ from xcloud.comm.state import State, load_states, states_of
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
-from xcloud.features.checkpoints.saving import CheckpointWriter, StopSignal, Timing, about_part
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing, about_part
 from xcloud.job.strategy import Places
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.part import Parts
 from xcloud.pipeline.settings import Checkpoints
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
 

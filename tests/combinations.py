@@ -44,15 +44,14 @@ from xcloud.experiment import Experiment
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median
 from xcloud.features.replicas.outer import OuterOptimizer
 from xcloud.job.job import Job
 from xcloud.job.strategy import Strategy
-from xcloud.launch import rank_process
-from xcloud.launch.rank_process import join
+from xcloud.launch import one_rank
+from xcloud.launch.one_rank import join
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.memory_transport import MemoryWorld
@@ -62,6 +61,7 @@ from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
 from xcloud.rank.agreement import Verdict, table_of
 from xcloud.rank.restarts import meet_at_any_time
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.security.defences import GaussianNoise, MaxNorm, Privacy
@@ -372,8 +372,8 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
             meet = partial(meet_at_any_time, job, rank, run_dir)
             meeting, verdict = join(job, table, rank, run_dir, meet)
             transport = GlooTransport(meeting)
-        process = rank_process.Process(StopSignal())
-        rank_process.live(job, run_dir, settings, verdict, process, transport)
+        process = one_rank.Process(StopSignal())
+        one_rank.run_rank(job, run_dir, settings, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 
@@ -401,9 +401,9 @@ def _rank_in_a_process(run_dir: Path, meeting: Path, from_step: int, rank: int) 
     CheckpointFolder.prune = lambda *of: None  # type: ignore[method-assign]
     store = FileStore(str(meeting), job.cluster.num_ranks)
     transport = GlooTransport(Meeting(rank, job.cluster.num_ranks, store))
-    process = rank_process.Process(StopSignal())
+    process = one_rank.Process(StopSignal())
     verdict = Verdict(from_step=from_step, attempt=1)
-    rank_process.live(job, run_dir, table_of({})["setting"], verdict, process, transport)
+    one_rank.run_rank(job, run_dir, table_of({})["setting"], verdict, process, transport)
     os._exit(0)
 
 

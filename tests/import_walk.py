@@ -43,6 +43,18 @@ def _imports(path: Path) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{name}.{alias.name}"
                 yield inner if inner.removeprefix("xcloud.") in MODULES else name
+        elif isinstance(node, ast.Call):
+            yield from _imported_by_call(node)
+
+
+def _imported_by_call(call: ast.Call) -> Iterator[str]:
+    """The module that `importlib.import_module("NAME")` imports, where the name is written out."""
+    function = call.func
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if called in ("import_module", "__import__") and call.args:
+        name = call.args[0]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield name.value
 
 
 def own_imports(path: Path) -> set[str]:

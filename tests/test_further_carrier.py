@@ -18,11 +18,10 @@ from tests.combinations import losses, run
 from tests.pipelines import in_threads
 from tests.toy import toy_config
 from xcloud.base.errors import LinkClosed, LinkError
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.launch import rank_process
-from xcloud.launch.rank_process import join
+from xcloud.launch import one_rank
+from xcloud.launch.one_rank import join
 from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     InSettings,
@@ -33,6 +32,7 @@ from xcloud.net.link_end import (
 )
 from xcloud.net.transport import CPU, Collectives, Meeting, Transport
 from xcloud.rank.agreement import meet_here, table_of
+from xcloud.rank.stop_signal import StopSignal
 
 _LENGTH = struct.Struct("<Q")
 carried: list[int] = []
@@ -118,8 +118,8 @@ def test_a_run_goes_through_the_carrier_that_the_config_names(
     def one(rank: int) -> None:
         meeting, verdict = join(job, table_of({}), rank, ours, partial(meet_here, job, rank, ours))
         transport = job.cluster.carrier.transport(meeting)
-        process = rank_process.Process(StopSignal())
-        rank_process.live(job, ours, {}, verdict, process, transport)
+        process = one_rank.Process(StopSignal())
+        one_rank.run_rank(job, ours, {}, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in range(2)])
     run(job_of(wan="free"), tmp_path / "memory", monkeypatch)

@@ -10,9 +10,8 @@ import torch
 
 from tests.pipelines import in_threads
 from xcloud.comm.step_clock import StepClock
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job, Labels
-from xcloud.launch import rank_process
+from xcloud.launch import one_rank
 from xcloud.layout import Layout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.memory_transport import MemoryWorld
@@ -20,6 +19,7 @@ from xcloud.pipeline.control import send_report
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext, Role
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.security.audit import join_audit
 from xcloud.show.monitor import Monitor
 from xcloud.tracking.tracker import NullTracker
@@ -113,14 +113,14 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
 ) -> None:
     clouds = {"a": Place(), "b": Place()}
     job = RingJob(name="toy", cluster=Ring(clouds), training=Rounds(), tracker=NullTracker())
-    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: RingRank)
+    monkeypatch.setattr(one_rank, "role_of", lambda job, rank: RingRank)
     monitor, world = Monitor(job, {}, tmp_path), MemoryWorld()
 
     in_threads(
         [
             partial(
-                rank_process.live, job, tmp_path, {}, Verdict(),
-                rank_process.Process(StopSignal()), world.transport(rank),
+                one_rank.run_rank, job, tmp_path, {}, Verdict(),
+                one_rank.Process(StopSignal()), world.transport(rank),
             )
             for rank in range(2)
         ]

@@ -54,9 +54,6 @@ STILL_UPWARD = {
     ("job.strategy", "features.replicas.outer"),
     ("pipeline.wiring", "experiment"),
     ("pipeline.wiring", "features.activation_cache.cache"),
-    ("rank.reports", "features.checkpoints.saving"),
-    ("rank.restarts", "features.replicas.averaging_server"),
-    ("rank.role", "features.checkpoints.saving"),
     ("simulator.formulas", "features.replicas.averaging"),
     ("simulator.formulas", "features.replicas.merging"),
 }
@@ -168,6 +165,40 @@ def test_every_form_of_import_is_seen(tmp_path: Path) -> None:
     relative.write_text("from . import base\n")
     with pytest.raises(AssertionError, match="imports are absolute here"):
         imports(relative)
+
+
+def test_an_import_by_name_is_seen_as_well(tmp_path: Path) -> None:
+    """A circle of modules stays one, however they import each other."""
+    file = tmp_path / "module.py"
+    file.write_text(
+        "import importlib\nfrom importlib import import_module\n"
+        "def inside(name):\n    importlib.import_module('xcloud.record.events')\n"
+        "    import_module('xcloud.comm.channel').Channel\n    import_module(name)\n"
+        "    __import__('xcloud.net.frame')\n"
+    )
+    assert own_imports(file) == {"record.events", "comm.channel", "net.frame"}
+
+
+def targets_of(folder: Path) -> dict[str, str]:
+    """Return what the YAML files of a folder build, by full name, with the file that names it."""
+    return {
+        name: str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*.yaml"))
+        for name in re.findall(r"_target_:\s*([\w.]+)", path.read_text(encoding="utf-8"))
+    }
+
+
+def test_settings_name_classes_of_the_package_only() -> None:
+    targets = targets_of(PACKAGE.parent / "conf")
+    assert len(targets) > 50
+    for name, file in targets.items():
+        assert name.startswith(("xcloud.", "hydra_plugins.xcloud_")), f"conf/{file} names {name}"
+
+
+def test_a_class_from_outside_is_seen_in_settings(tmp_path: Path) -> None:
+    (tmp_path / "meter").mkdir()
+    (tmp_path / "meter" / "own.yaml").write_text("a: 1\nb: {_target_: experiments.one.Meter}\n")
+    assert targets_of(tmp_path) == {"experiments.one.Meter": "meter/own.yaml"}
 
 
 def test_nothing_is_imported_from_a_test() -> None:

@@ -10,7 +10,6 @@ from tests.one_way_toy import ToyFeed
 from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.comm.compression import Compression
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.features.one_way.consumer import ConsumerRank
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
@@ -25,6 +24,7 @@ from xcloud.net.memory_transport import MemoryWorld
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 from xcloud.tracking.tracker import NullTracker
 

@@ -215,7 +215,7 @@ def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(
 
 def test_no_worker_imports_what_draws() -> None:
     """Half a second and 50 MB that no rank should pay for."""
-    reached, to_read = set(), ["launch.rank_process"]
+    reached, to_read = set(), ["launch.worker"]
     while to_read:
         name = to_read.pop()
         if name not in reached:

@@ -35,7 +35,7 @@ def torchrun_worker(run_dir: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
-        several_machines.live(run_dir / configs.EXPERIMENT_FILE, run_dir, None)
+        several_machines.run_under_torchrun(run_dir / configs.EXPERIMENT_FILE, run_dir, None)
 
 
 def sweep_point(verdict: str) -> Writer:

@@ -174,7 +174,13 @@ def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None
 
 
 def test_the_meter_of_averages_is_a_leak_meter_of_its_own() -> None:
-    found = built("two_owners", "security=two_owners", "security/meter=averages")
+    meter = "experiments.gradient_leaks.meter.AveragesMeter"
+    found = built(
+        "two_owners",
+        "security=two_owners",
+        "security/meter=attack",
+        f"security.meter._target_={meter}",
+    )
 
     assert isinstance(found.leak_meter, AveragesMeter)
     assert found.leak_meter.averaging_steps == 3 and not found.leak_meter.keep

@@ -20,17 +20,18 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.features.checkpoints.restored import restored
 from xcloud.features.checkpoints.resume import RankCheckpoints
-from xcloud.features.checkpoints.saving import StopSignal, about_part
+from xcloud.features.checkpoints.saving import about_part
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config
 from xcloud.job.given import read_job
 from xcloud.job.job import Job
-from xcloud.launch import failures, rank_process, several_machines
+from xcloud.launch import failures, one_rank, rank_process, several_machines, worker
 from xcloud.launch.torchrun import torchrun
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.rank import agreement
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import Role
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
@@ -56,8 +57,8 @@ class Noting(Role[Any]):
 
 
 def live(job: Job, run_dir: Path, verdict: Verdict) -> None:
-    process, transport = rank_process.Process(StopSignal()), MemoryWorld().transport(0)
-    rank_process.live(job, run_dir, {}, verdict, process, transport)
+    process, transport = one_rank.Process(StopSignal()), MemoryWorld().transport(0)
+    one_rank.run_rank(job, run_dir, {}, verdict, process, transport)
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -66,7 +67,7 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
 ) -> None:
     called: list[str] = []
     role = type("Told", (Noting,), {"called": called, "fails_in": fails_in})
-    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
+    monkeypatch.setattr(one_rank, "role_of", lambda job, rank: role)
     job = job_from_config(CONFIG)
 
     if fails_in:
@@ -84,7 +85,7 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = type("Told", (Noting,), {"called": (called := [])})
-    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
+    monkeypatch.setattr(one_rank, "role_of", lambda job, rank: role)
     refused = Verdict("go", (0,), "seed is 1 here, 2 there")
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
@@ -106,12 +107,12 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
     monkeypatch.setattr(rank_process, "meet_here", lambda *all: called.append("join"))
-    monkeypatch.setattr(rank_process, "agree", agree)
+    monkeypatch.setattr(one_rank, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
     CheckpointFolder(tmp_path).write(1, 0, {}, {})
     with pytest.raises(SystemExit):
-        rank_process.main([str(tmp_path), "--rank", "0"])
+        worker.main([str(tmp_path), "--rank", "0"])
     assert called == ["table", "join"]
 
 
@@ -125,7 +126,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
         def run(self) -> None:
             restored(self.context, {}, None, {}).close()
 
-    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: Going)
+    monkeypatch.setattr(one_rank, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)
     folder = CheckpointFolder(tmp_path)
     for step in (5, 9):
@@ -140,7 +141,7 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
     if not launcher:
         here = os.getpid()
         if not (rank := os.fork()):
-            rank_process._tie_to_parent(here)
+            rank_process.tie_to_parent(here)
             os.write(write_end, b"1")
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)
@@ -243,7 +244,7 @@ def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
 
     monkeypatch.setattr(CheckpointFolder, "write", write_and_hear)
     transport = MemoryWorld().transport(0)
-    assert rank_process.live(job, tmp_path, {}, Verdict(), rank_process.Process(asked), transport)
+    assert one_rank.run_rank(job, tmp_path, {}, Verdict(), one_rank.Process(asked), transport)
     assert CheckpointFolder(tmp_path).agreed_steps() == [3, 2]
     told = (tmp_path / "events.jsonl").read_text()
     assert '"event":"stop"' in told and '"name":"evaluation"' not in told

@@ -34,7 +34,7 @@ IMPORTED_BY_RANKS = (
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
     "torch.profiler._cupti_monitor",
     "xcloud.__main__",
-    "xcloud.launch.several_machines",
+    "xcloud.launch.worker",
     "tests.one_way_toy",
     "tests.toy",
 )

@@ -38,7 +38,7 @@ use.export | export outputs/DATE/TIME | join the clouds' parts of a trained caus
 launch.torchrun.torchrun \
     | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
     | start this cloud's ranks of a run over several machines
-launch.rank_process.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
+launch.worker.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
     | one rank of a run; run.py starts it, and over several machines torchrun
 job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
     | write a policy under which this cloud runs that file and no other

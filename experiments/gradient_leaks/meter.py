@@ -1,4 +1,7 @@
-"""The leak meter of a run, and of what its replicas average, too: `security/meter=averages`.
+"""The leak meter of a run, and of what its replicas average, too:
+
+    python run.py +exp=... security/meter=attack \\
+        security.meter._target_=experiments.gradient_leaks.meter.AveragesMeter
 
 Every rank keeps the last gradients or weight changes that other replicas gave to an averaging, and
 attacks them itself when training is over, as it has the weights: which tokens and texts they were

@@ -13,7 +13,8 @@ from typing import Any
 
 from xcloud.base.units import human_bytes, human_duration
 from xcloud.record.files import read_json
-from xcloud.show.display import PRINT_S
+
+SAY_EVERY_S = 30.0  # as the first cloud's terminal, where it cannot be rewritten (show/display.py)
 
 
 class OwnProgress:
@@ -38,7 +39,7 @@ class OwnProgress:
         self._sums["waits"] += fields.get("waiting_s", 0.0)
         self._sums["sent"] += sum(fields.get("sent", {}).values())
         self._loss = fields.get("loss", self._loss)
-        if self._clock() - self._said_at_s < PRINT_S:
+        if self._clock() - self._said_at_s < SAY_EVERY_S:
             return
         self._said_at_s = self._clock()
         self._say(self._line(fields["step"]))

@@ -2,24 +2,34 @@
 
 from pathlib import Path
 
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job
-from xcloud.launch import rank_process
-from xcloud.launch.rank_process import DONE, STOPPED, Process, join
+from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
 from xcloud.net.memory_transport import MemoryTransport, in_threads
 from xcloud.rank.agreement import Table
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import RankState
 
 
-def live(job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState) -> bool:
-    """Each rank in a thread, as rank_process.live. state: of rank 0."""
+def run_in_threads(
+    job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
+) -> bool:
+    """Run each rank in a thread of its own. Return whether the run has ended early.
+
+    state: of rank 0.
+    """
 
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
         own = RankState(run_dir, rank) if rank else state
-        _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
-        process = Process(asked, own)
-        is_stopped = rank_process.live(job, run_dir, table["setting"], verdict, process, transport)
+        _, verdict = join(job, table, rank, run_dir, meet=lambda: transport.meeting)
+        is_stopped = run_rank(
+            job,
+            run_dir,
+            table["setting"],
+            verdict=verdict,
+            process=Process(asked, own),
+            transport=transport,
+        )
         if rank:
             own.close(STOPPED if is_stopped else DONE)
         return is_stopped

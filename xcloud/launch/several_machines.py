@@ -73,12 +73,12 @@ class TorchrunProcess(RankProcess):
             say(text)
 
     @contextmanager
-    def taking_part(self, role: Role[Any], last_words: Callable[[], None]) -> Iterator[None]:
+    def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         detector = self._detector
         assert detector is not None, "there is one once the ranks meet"
-        detector.met(role.needs, role.lives, last_words)
+        detector.met(role.needs, role.lives, final_report)
         try:
-            with super().taking_part(role, last_words):
+            with super().taking_part(role, final_report):
                 yield
         except BaseException:
             detector.over.set()
@@ -217,8 +217,10 @@ def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None
         )
 
 
-def live(file: Path, run_dir: Path, cloud: str | None, roll_back: bool = False) -> None:
-    """The rank that torchrun has started. Ends the process itself."""
+def run_under_torchrun(
+    file: Path, run_dir: Path, cloud: str | None, roll_back: bool = False
+) -> None:
+    """Run the rank that torchrun has started, then end the process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
         end_with_parent()
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"

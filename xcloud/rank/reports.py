@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.step_clock import RecordedStep, Span, StepClock
-from xcloud.features.checkpoints.saving import bytes_to_copy
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link import MessageLog
 from xcloud.net.link_end import QueuedBytes
@@ -173,7 +172,7 @@ class MemoryMeter:
 
 class MemoryReport(Part):
     """Reports the memory of a pipeline's rank. queued: messages that wait to be sent or read.
-    states: takes the state that checkpoints copy; None: none are made."""
+    bytes_to_copy: returns what a checkpoint copies; None: none are made."""
 
     def __init__(
         self,
@@ -181,9 +180,11 @@ class MemoryReport(Part):
         reporter: Reporter,
         meter: MemoryMeter,
         queued: QueuedBytes,
-        states: Callable[[], object] | None,
+        bytes_to_copy: Callable[[], int] | None,
     ) -> None:
-        self._trainer, self._reporter, self._states = trainer, reporter, states
+        self._trainer = trainer
+        self._reporter = reporter
+        self._bytes_to_copy = bytes_to_copy
         self._meter = meter
         self._queued = queued
         self._first = ExitStack()
@@ -197,7 +198,7 @@ class MemoryReport(Part):
     def finish(self) -> None:
         moments = optimizer_bytes(self._trainer.optimizers)
         figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
-        copied = bytes_to_copy(self._states) if self._states is not None else 0
+        copied = 0 if self._bytes_to_copy is None else self._bytes_to_copy()
         queued = self._queued.peak_bytes
         self._reporter.event("memory", **figures, queued=queued, checkpoint=copied)
 

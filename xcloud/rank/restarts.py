@@ -31,7 +31,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.features.replicas.averaging_server import HUB
 from xcloud.job.job import Job
 from xcloud.layout import Layout
 from xcloud.net.addresses import (
@@ -182,8 +181,8 @@ def watch(meeting: Meeting, detector: FailureDetector, layout: Layout) -> None:
     """Rank 0 looks for ranks that begin, also again, as long as it lives. One that begins is
     greeted once an earlier greeting of it has come to an end."""
     store = meeting.store.clone()  # type: ignore[attr-defined]
-    if meeting.rank != HUB:
-        return detector.watch(HUB, life_of(store, meeting.rank, meeting.beginning))
+    if meeting.rank != 0:
+        return detector.watch(0, life_of(store, meeting.rank, meeting.beginning))
     greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
 
     def greet() -> None:

@@ -1,4 +1,4 @@
-"""A rank has a role. What launch/rank_process.py gives to every role, and asks of it."""
+"""A rank has a role. What launch/one_rank.py gives to every role, and asks of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from xcloud.features.checkpoints.saving import StopSignal
 from xcloud.job.job import Job
 from xcloud.net.link import LinkRecord
 from xcloud.net.link_end import PeerLife, heartbeat
@@ -19,6 +18,7 @@ from xcloud.net.transport import Transport
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.ends import OnReport
 from xcloud.rank.agreement import Verdict
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
 JobT = TypeVar("JobT", bound=Job)

@@ -17,7 +17,7 @@ from xcloud.experiment import Experiment
 from xcloud.features.activation_cache.cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.features.autopilot.pilot import pilot_of
 from xcloud.features.checkpoints.restored import check_facts, restored
-from xcloud.features.checkpoints.saving import Facts
+from xcloud.features.checkpoints.saving import Facts, bytes_to_copy
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.tied.gradients import tied_gradients
@@ -163,7 +163,9 @@ class Features:
         )
         stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.children()}
         stateful = {**stateful, "parts": own}  # by the names in the config
-        states = partial(states_of, stateful) if job.checkpoint.are_made else None
+        copied = None
+        if job.checkpoint.are_made:
+            copied = partial(bytes_to_copy, partial(states_of, stateful))
         return Parts(
             [
                 *own.values(),
@@ -177,7 +179,7 @@ class Features:
                 CacheReport(wiring.boundaries.channels.values(), reporter)
                 if job.cached_boundaries
                 else None,
-                MemoryReport(trainer, reporter, self._memory, wiring.ends.queued, states),
+                MemoryReport(trainer, reporter, self._memory, wiring.ends.queued, copied),
                 # It asks all ranks at once.
                 None
                 if job.roster.is_elastic

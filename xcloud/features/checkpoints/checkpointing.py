@@ -28,10 +28,11 @@ import torch
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import StateTree
-from xcloud.features.checkpoints.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.pipeline.control import Control, Signal
 from xcloud.pipeline.part import Part, StepReport
+from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
 CHECKPOINT_CARRIES = (

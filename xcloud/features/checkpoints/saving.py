@@ -1,13 +1,10 @@
-"""What one rank does to save its state: when, whether it was asked to end, and the thread that
-writes. Knows no other rank.
-"""
+"""What one rank does to save its state: when, and the thread that writes. Knows no other rank."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -30,36 +27,6 @@ _NICENESS = 10  # of the thread that writes
 _ALIGN = 64
 _PAGE_BYTES = 4096
 _PIECE_PAGES = 4096  # touched before looking whether to stop
-
-
-class StopSignal:
-    """Whether this process was asked to end. SIGUSR1 asks, and in ranks that no launcher watches
-    (torchrun) all signals to stop do; while nothing can be saved, and for the second time, the
-    process ends at once."""
-
-    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
-
-    def __init__(self) -> None:
-        self.is_armed = False
-        self.is_reported = False  # to rank 0
-        self.before_exit: Callable[[], object] = lambda: None  # where it ends at once
-        self._asked_at_s: float | None = None
-
-    @property
-    def was_asked(self) -> bool:
-        return self._asked_at_s is not None
-
-    def install(self, *numbers: signal.Signals, exit_code: int) -> None:
-        def take(number: int, frame: object) -> None:
-            now_s = time.monotonic()
-            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
-            if again or not self.is_armed:
-                self.before_exit()
-                os._exit(128 + number if again else exit_code)
-            self._asked_at_s = self._asked_at_s or now_s
-
-        for number in numbers:
-            signal.signal(number, take)
 
 
 class Timing:

@@ -222,5 +222,5 @@ def leak_observers(
     if isinstance(meter, WatchesAverages):
         averaged = meter.averaged(observer, reading, layout.num_replicas - 1)
     elif rank == 0:
-        reporter.note("averages are not attacked; for that take security/meter=averages")
+        reporter.note("averages are not attacked; docs/privacy.md, section 3, says how they are")
     return LeakObservers(observer, averaged, reporter, run_dir)

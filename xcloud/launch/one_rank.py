@@ -1,0 +1,207 @@
+"""What one rank lives through, whatever starts it and whatever its role: it joins the others,
+compares with them what is to run, plays its role, and leaves a final report and a record of what
+it sent.
+
+READ THIS FIRST. A run on one machine starts worker.py once per rank (processes.py); on several
+machines torchrun starts it in each cloud (docs/several-machines.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.experiment import Experiment
+from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.one_way.consumer import ConsumerRank
+from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.features.one_way.producer import ProducerRank
+from xcloud.job.job import Job
+from xcloud.launch.failures import check_gpu
+from xcloud.net.transport import Meeting, Transport
+from xcloud.rank.agreement import Table, Verdict, agree
+from xcloud.rank.role import RankContext, Role
+from xcloud.rank.stop_signal import StopSignal
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.files import CheckpointSteps, has_events
+from xcloud.record.intake import Intake
+from xcloud.record.reporter import EventFile, RankState, Reporter
+from xcloud.security.audit import write_rank_audit
+from xcloud.train.stage_rank import StageRank
+
+DONE = "has done its part"
+STOPPED = "has stopped as it was asked to, and saved its last step"
+FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
+
+
+def join(
+    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Meeting]
+) -> tuple[Meeting, Verdict]:
+    """Compare with the other ranks what is to run and which checkpoint it goes on from.
+
+    table: what this rank runs.
+    meet: finds the others. It is called once this rank has read its checkpoints.
+
+    Raises ConfigError in a rank that cannot go on.
+    """
+    held = {}
+    if CheckpointSteps(run_dir).steps():
+        held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
+    meeting = meet()
+    return meeting, agree(job, meeting, mine=table, held=held, newest=newest_common)
+
+
+@singledispatch
+def role_of(job: Job, rank: int) -> type[Role[Any]]:
+    """Return the class of a rank's role. A further kind of job registers its own."""
+    raise TypeError(f"a {type(job).__name__} has no roles")
+
+
+@role_of.register
+def _(job: Experiment, rank: int) -> type[Role[Any]]:
+    return StageRank
+
+
+@role_of.register
+def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
+    return ConsumerRank if job.cluster.placement(rank).producer is None else ProducerRank
+
+
+class Process:
+    """The process of a rank, beside the rank itself. Here the launcher of this machine watches it.
+
+    asked: whether it is to end early.
+    state: what it does at the moment, for python -m xcloud status; None: nobody asks.
+    roll_back: agreed checkpoints later than the one that the ranks go on from may be deleted. On
+        one machine all of them are one user's.
+    """
+
+    roll_back = True
+    crosses_owners = False
+    """Whether clouds may have several owners."""
+
+    def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
+        self.asked = asked
+        self.state = state
+
+    @contextmanager
+    def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
+        """Hold the rank in the run, from full connection to the end of its part.
+
+        final_report: sends what is left to say, where the rank is ended before.
+        """
+        if self.state is not None:
+            self.state.lives = role.lives
+        yield
+
+
+def run_rank(
+    job: Job,
+    run_dir: Path,
+    settings: Mapping[str, str],
+    verdict: Verdict,
+    process: Process,
+    transport: Transport,
+) -> bool:
+    """Run one rank to its end, whatever its role, once the ranks have compared what they run.
+
+    settings: as they have compared them.
+    transport: joins it to the others.
+
+    Returns whether the run has ended early, as it was asked to.
+    """
+    rank = transport.rank
+    layout = job.cluster
+    is_resumed = has_events(run_dir)
+    device = _device_of(job, rank)
+    events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
+    intake = None
+    if events is not None:
+        intake = Intake(
+            events,
+            layout.cloud_of,
+            job.max_steps,
+            job.roster.may_report,
+            clouds=tuple(layout.clouds),
+        )
+    # The role is there before anything is reported.
+    reporter = Reporter(
+        rank,
+        layout.cloud_of(rank),
+        events.append if events else lambda lines: role.report(lines),
+        process.state,
+        is_abroad=process.crosses_owners and layout.cloud_of(rank) != layout.cloud_of(0),
+    )
+    context = RankContext(
+        job,
+        settings,
+        run_dir=run_dir,
+        device=device,
+        reporter=reporter,
+        on_report=intake.take if intake else lambda peer, frame: None,
+        verdict=verdict,
+        asked=process.asked,
+        transport=transport,
+        is_resumed=is_resumed,
+        roll_back=process.roll_back,
+    )
+    role: Role[Any] = role_of(job, rank)(context)
+
+    def write_audit() -> None:
+        write_rank_audit(
+            run_dir, rank, layout, role.records, reporter.contents, role.received
+        )  # fmt: skip
+
+    def final_report() -> None:  # if rank 0 still listens
+        with contextlib.suppress(LinkError):
+            reporter.flush()
+            time.sleep(FINAL_REPORT_S)
+        write_audit()
+
+    try:
+        with process.taking_part(role, final_report):
+            _play(role, verdict, reporter)
+        return role.is_stopped
+    except BaseException:
+        final_report()  # the threads end with this process
+        raise
+    finally:
+        if intake is not None and events is not None:
+            intake.close()
+            events.close()
+        write_audit()
+
+
+def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
+    """Run a role from its first heartbeat until its links are closed."""
+    if role.rank in verdict.refused:
+        raise ConfigError(verdict.text)
+    if role.rank == 0 and verdict.text and not verdict.refused:
+        reporter.note(verdict.text)
+    with role.alive():
+        role.run()
+        reporter.flush()
+        role.close()
+
+
+def _device_of(job: Job, rank: int) -> torch.device:
+    """Return the device that the cloud of a rank asks for; "auto" takes a GPU if there is one."""
+    cloud = job.cluster.cloud_of(rank)
+    wanted = job.cluster.clouds[cloud].device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    check_gpu(cloud)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

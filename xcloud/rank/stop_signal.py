@@ -1,0 +1,45 @@
+"""How a process learns that it is to end early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+
+class StopSignal:
+    """A note of whether this process was asked to end.
+
+    SIGUSR1 asks, and in ranks that no launcher watches (torchrun) all signals to stop do. While
+    nothing can be saved, and for the second time, the process ends at once.
+    """
+
+    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self.is_reported = False  # to rank 0
+        self.before_exit: Callable[[], object] = lambda: None  # where it ends at once
+        self._asked_at_s: float | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        return self._asked_at_s is not None
+
+    def install(self, *numbers: signal.Signals, exit_code: int) -> None:
+        """Handle these signals from now on.
+
+        exit_code: of a process that ends at once, the first time that it is asked.
+        """
+
+        def take(number: int, frame: object) -> None:
+            now_s = time.monotonic()
+            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
+            if again or not self.is_armed:
+                self.before_exit()
+                os._exit(128 + number if again else exit_code)
+            self._asked_at_s = self._asked_at_s or now_s
+
+        for number in numbers:
+            signal.signal(number, take)
