@@ -16,7 +16,7 @@ from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.further_figures import read_run
+from xcloud.record.summary import read_run
 
 EVERY = 3  # steps from a checkpoint to the next
 LOST_AFTER_S = 5.0

@@ -57,7 +57,7 @@ from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.further_figures import read_run
+from xcloud.record.summary import read_run
 from xcloud.simulator.costs import Profile, from_table
 from xcloud.simulator.plan import Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer

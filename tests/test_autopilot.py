@@ -43,8 +43,7 @@ from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.pipeline.settings import Optimizer, Training
-from xcloud.record.further_figures import ENTRIES, feed_log
-from xcloud.record.summary import RunStatistics
+from xcloud.record.summary import RunStatistics, feed_log
 from xcloud.simulator.costs import Direction
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
@@ -218,14 +217,14 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
     assert few < 0.8 * many
 
-    statistics = RunStatistics(2, ENTRIES)
+    statistics = RunStatistics(2)
     for one in events:
         statistics.feed(one)
     assert statistics.summary(name="s", status="failed", commit="c")["autopilot"] == [
         {"step": 3, "choice": "int4+int4", "before": "none+none"}
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
-        resumed = RunStatistics(2, ENTRIES)
+        resumed = RunStatistics(2)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
         feed_log(resumed, [*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, steps_done
+from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import EventReader, StepCollector, StepTotals, update_s
-from xcloud.record.further_figures import ElasticCollector, feed_log
-from xcloud.record.summary import RunStatistics
+from xcloud.record.summary import RunStatistics, feed_log
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:

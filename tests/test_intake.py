@@ -18,7 +18,6 @@ from xcloud.job import config as configs
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.further_figures import ENTRIES
 from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, Intake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
@@ -117,7 +116,7 @@ def test_what_no_honest_rank_tells_is_refused_counted_and_shown_with_its_sender(
     (note,) = desk.written("note")
     assert note["rank"] == 0 and "refused a report of rank 1 (cloud a): " in note["text"]
     assert note["text"].isprintable() and len(note["text"]) < 400
-    statistics = RunStatistics(2, ENTRIES)
+    statistics = RunStatistics(2)
     for event in desk.written():
         statistics.feed(event)
     assert statistics.summary(name="x", status="finished")["refused_reports"] == {"1": 1}

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from xcloud.record.further_figures import feed_log
-from xcloud.record.summary import RunStatistics, Summary, write_summary
+from xcloud.record import summary as summaries
+from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
+from xcloud.show import tables
+from xcloud.tracking import mlflow_store
 
 REQUIRED = {
     *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),
@@ -253,3 +256,23 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
     assert found["wall_s"] == 12.0 + 5.0
     assert found["started_at"] == "1970-01-01T00:16:40+00:00"
     assert found["quality_at_step"] == 1
+
+
+def test_a_figure_of_a_feature_is_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summary, closing table and tracker show whatever stands in the one list."""
+    figure = FeatureFigure(
+        kinds=("melt",),
+        in_summary=lambda events: {"num_melts": len(events)},
+        rows=lambda summary: iter([("melts", str(summary["num_melts"]), "of ice")]),
+        metrics=lambda summary: iter([("num_melts", summary["num_melts"])]),
+    )
+    for module in (summaries, tables, mlflow_store):
+        monkeypatch.setattr(module, "FEATURE_FIGURES", (figure,))
+    run = RunStatistics(2)
+    feed_step(run, 1)
+    for _ in range(3):
+        run.feed({"event": "melt", "rank": 0, "cloud": "a", "t": 1.0})
+    summary = summarise(run)
+    assert summary["num_melts"] == 3
+    assert "| melts | 3 | of ice |" in tables.markdown_of(summary)
+    assert mlflow_store.final_metrics(summary)["num_melts"] == 3.0

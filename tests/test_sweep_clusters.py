@@ -16,7 +16,7 @@ from tests.event_lines import append_event
 from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
-from xcloud.record.further_figures import read_run
+from xcloud.record.summary import read_run
 from xcloud.study import report
 from xcloud.study.pictures import LOSSES, curves_of, write_losses
 from xcloud.study.report import print_sweep, write_csv

@@ -30,8 +30,8 @@ from xcloud.pipeline.part import FurtherPart
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import Checkpoints, Training
+from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import StepCollector
-from xcloud.record.further_figures import ENTRIES, ElasticCollector
 from xcloud.record.summary import RunStatistics
 from xcloud.security.defences import Defence
 from xcloud.security.policy import Meter, Visibility
@@ -189,7 +189,7 @@ class Job(Names, ABC):
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
         kind = ElasticCollector if self.roster.is_elastic else StepCollector
-        return RunStatistics(kind(num_ranks), ENTRIES)
+        return RunStatistics(kind(num_ranks))
 
     @property
     def places(self) -> Places:

@@ -282,6 +282,11 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
 
 
+def body(event: Event) -> dict[str, Any]:
+    """Return what an event says, without what all events have."""
+    return {key: value for key, value in event.items() if key not in HEAD}
+
+
 Name = TypeVar("Name")
 
 

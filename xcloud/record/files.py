@@ -35,6 +35,13 @@ def note_trackable(run_dir: Path, **may: bool) -> None:
     replace_text(run_dir / TRACKABLE_FILE, json.dumps({**known, **may}))
 
 
+def files_of_samples(run_dir: Path) -> list[str]:
+    """Return the files of single samples that a tracker may have: those that their writer has
+    allowed it."""
+    allowed = read_json(run_dir / TRACKABLE_FILE)
+    return [name for name in (SCORES_FILE, SAMPLES_FILE) if allowed.get(name) is True]
+
+
 def ready_file(run_dir: Path, rank: int) -> Path:
     """Created by a dispensable rank; from then on the run survives its loss."""
     return run_dir / f"rank{rank}.ready"

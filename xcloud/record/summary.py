@@ -1,21 +1,22 @@
 """One pass over a run's events, and what follows from it: `summary.json`, whose figures
 docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
-What features add is in further_figures.py.
+What features add is in feature_figures.py.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
 from xcloud.base.units import score_digits
+from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import (
-    HEAD,
+    MALFORMED,
     MAX_TIME_S,
     MEMORY,
     NO_LOSS,
@@ -26,9 +27,12 @@ from xcloud.record.events import (
     TRAFFIC,
     Columns,
     Event,
+    EventReader,
     StepCollector,
     StepTotals,
+    body,
 )
+from xcloud.record.feature_figures import FEATURE_FIGURES, FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
 
 Summary = dict[str, Any]
@@ -45,26 +49,20 @@ an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 
 
-class Entry(NamedTuple):
-    """What a feature adds to the summary. kinds: of its events. make: of all of them, if there are
-    any. is_of_steps: see KEPT."""
-
-    kinds: Sequence[str]
-    make: Callable[[list[Event]], Summary]
-    is_of_steps: bool = False
-
-
 class RunStatistics:
     """Feed it every event of a run, in order and once; `summary()` works at any time, also after
     a failure. What was reported of later steps than one that the run resumes from is dropped.
 
-    steps: joins the ranks' reports; or how many ranks there are. entries: of features.
+    steps: joins the ranks' reports; or how many ranks there are.
+    more: figures of this kind of job, beside those that any feature may add.
     """
 
-    def __init__(self, steps: StepCollector | int, entries: Sequence[Entry] = ()) -> None:
+    def __init__(self, steps: StepCollector | int, more: Sequence[FeatureFigure] = ()) -> None:
         self.collector = StepCollector(steps) if isinstance(steps, int) else steps
-        self._entries = entries
-        self._kept = KEPT | {kind: one.is_of_steps for one in entries for kind in one.kinds}
+        self._figures = (*FEATURE_FIGURES, *more)
+        self._kept = dict(KEPT)
+        for figure in self._figures:
+            self._kept.update(dict.fromkeys(figure.kinds, figure.is_of_steps))
         self.steps = Columns()
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
@@ -240,9 +238,9 @@ class RunStatistics:
         }
         for event in self.events("data")[-1:]:
             summary["data"] = body(event)
-        for entry in self._entries:
-            if found := self.events(*entry.kinds):
-                summary |= entry.make(found)
+        for figure in self._figures:
+            if found := self.events(*figure.kinds):
+                summary |= figure.in_summary(found)
         return summary
 
     def _num_cut(self) -> dict[str, dict[str, int]]:
@@ -268,6 +266,28 @@ class RunStatistics:
             "signatures": dict(test.get("signature") or {}),
             **at_step,
         }
+
+
+def feed_log(run: RunStatistics, events: Iterable[Event]) -> int:
+    """Feed all events of a log to a run's statistics. Return how many were malformed."""
+    num_malformed = 0
+    for event in events:
+        try:
+            run.feed(event)
+        except MALFORMED:
+            num_malformed += 1
+    return num_malformed
+
+
+def read_run(path: Path) -> RunStatistics:
+    """Return the statistics of the event log of a run that has ended; of a missing log what a run
+    has before its first event. Producers of one-way jobs report no steps and are not waited for.
+    """
+    steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
+    num_ranks = 1 + max((event["rank"] for event in steps), default=0)
+    run = RunStatistics(ElasticCollector(num_ranks))
+    feed_log(run, EventReader(path, warn=False))
+    return run
 
 
 def other_memory(rank: Event) -> dict[str, int]:
@@ -306,10 +326,6 @@ def drop_unfinished(run_dir: Path) -> None:
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
-
-
-def body(event: Event) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key not in HEAD}
 
 
 def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -33,8 +33,7 @@ from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
-from xcloud.record.files import may_quote_data
-from xcloud.record.further_figures import files_of_samples
+from xcloud.record.files import files_of_samples, may_quote_data
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.security.audit import AUDIT_FILE, compact, join_audit
 from xcloud.show.tables import markdown_of, print_report

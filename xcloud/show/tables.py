@@ -27,6 +27,7 @@ from xcloud.base.units import (
     score_with_error,
 )
 from xcloud.record.events import MEMORY, OTHER_MEMORY
+from xcloud.record.feature_figures import FEATURE_FIGURES, Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +37,6 @@ WIDTH_OF_A_FILE = 10_000  # characters: nothing is wrapped where output goes on 
 PAGE = Path(__file__).with_name("page.html")
 KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
          "sync_s": "averaging"}  # fmt: skip
-Row = tuple[str, str, str]  # label, value, remark
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?x?\s*(%|m?s|[kMGT]?B|±.*|\(one seed\))?$")
 
 
@@ -178,8 +178,10 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    for rows in (_quality_rows, _time_rows, _traffic_rows, _privacy_rows):
+    for rows in (_quality_rows, _time_rows, _traffic_rows, _leak_rows):
         yield from rows(summary)
+    for figure in FEATURE_FIGURES:
+        yield from figure.rows(summary)
     yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
         remark = "all that were computed"
@@ -207,15 +209,8 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield "updates skipped", str(num_skipped), "loss or gradient not finite"
     if lost := summary.get("lost_event_lines"):
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
-    if refused := summary.get("refused_reports"):
-        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
-        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
-    if merges := summary.get("merges"):
-        counts = ", ".join(f"{merges[f'clouds_{w}']} {w}" for w in ("late", "lost", "back"))
-        remark = f"{merges['partial']} without a cloud; clouds: {counts}"
-        yield "merges", str(merges["whole"] + merges["partial"]), remark
 
 
 def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -249,7 +244,7 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
 
 
-def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+def _leak_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if summary.get("label_leak_auc") is not None:
         parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
         known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
@@ -262,11 +257,6 @@ def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             if name and (order := summary.get("averaging_order_recovery")) is not None:
                 remark += f", word order {human_percent(order, 1)}"
             yield label, human_percent(recovered, 1), remark
-    if (privacy := summary.get("privacy")) is not None:
-        remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
-        if (sampled := privacy["epsilon_if_sampled"]) is not None:
-            remark += f"; {sampled:.2f} if batches were random and secret"
-        yield "privacy, epsilon", human_number(privacy["epsilon"], ".2f"), remark
 
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.further_figures import read_run
+from xcloud.record.summary import read_run
 from xcloud.show.canvas import (
     DASHES,
     INK,

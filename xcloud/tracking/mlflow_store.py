@@ -38,6 +38,7 @@ from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.base.wording import check_name
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
+from xcloud.record.feature_figures import FEATURE_FIGURES
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
@@ -85,9 +86,10 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "compression_ratio": ratio.get("total"),
         **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
         **{name: summary.get(name) for name in names},
-        "epsilon": (summary.get("privacy") or {}).get("epsilon"),
         "num_skipped_updates": summary.get("num_skipped_updates") or None,
     }
+    for figure in FEATURE_FIGURES:
+        metrics |= dict(figure.metrics(summary))
     for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         metrics |= {f"{name}_{part}": value for part, value in summary.get(name, {}).items()}
     kinds = (*MEMORY, OTHER_MEMORY)

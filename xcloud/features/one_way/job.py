@@ -30,8 +30,8 @@ from xcloud.job.job import Job, Labels, Roster
 from xcloud.pipeline.settings import Checkpoints, OnDivergence
 from xcloud.pretrained import check_checkpoints
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
-from xcloud.record.further_figures import ENTRIES
-from xcloud.record.summary import Entry, RunStatistics, Summary, ratio
+from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.summary import RunStatistics, Summary, ratio
 
 
 @settings("training")
@@ -146,8 +146,8 @@ class OneWayStatistics(RunStatistics):
 
     def __init__(self, layout: OneWayLayout) -> None:
         self._feed = FeedCollector(layout)
-        producers = Entry(("producer",), lambda events: {}, is_of_steps=True)
-        super().__init__(self._feed, (*ENTRIES, producers))
+        producers = FeatureFigure(("producer",), lambda events: {}, is_of_steps=True)
+        super().__init__(self._feed, (producers,))
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made = defaultdict[tuple[str, str], float](float)  # batches, seconds, by producer
         self._loss: dict[str, float | None] = {}
