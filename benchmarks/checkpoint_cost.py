@@ -51,7 +51,7 @@ def checkpointers(ranks: list[Rank], folder: Path, settings: Checkpoints) -> lis
                 Reporter(rank.number, "a", lambda lines: None),
             )
         )  # fmt: skip
-        rank.parts.append(made[-1])
+        rank.hooks.append(made[-1])
     return made
 
 

@@ -39,21 +39,21 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.settings import settings
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.record.events import update_s
 
 ADDRESS = "XCLOUD_TURNS"  # environment variable: the server's socket
 STEPS_PER_TURN = 4  # the first is not counted: caches are cold and threads asleep
 MIN_ROUNDS = 6  # with fewer there is no interval of 95 %
-PART = "+parts.turns._target_=benchmarks.in_turns.Turns"
+HOOK = "+hooks.turns._target_=benchmarks.in_turns.Turns"
 _LOOK_S = 0.1  # how often to ask whether a run has ended
 
 Rounds = Mapping[int, float]  # seconds of a run's turn, by the number of the round
 
 
-@settings("parts.turns")
+@settings("hooks.turns")
 class Turns:
-    """The settings of a run among others: a part of every rank (job.parts)."""
+    """The settings of a run among others: a hook of every rank (job.hooks)."""
 
     def join(self, context: Any) -> InterleavedClient:
         who = {
@@ -64,7 +64,7 @@ class Turns:
         return InterleavedClient(Client(os.environ[ADDRESS], "AF_UNIX"), who)
 
 
-class InterleavedClient(Part):
+class InterleavedClient(Hook):
     """A rank that waits sends a message of JSON, with the times of the turn that it has made if
     there is one; any answer is its next turn. Once the other end has closed, no rank waits."""
 
@@ -215,7 +215,7 @@ def timed(runs: Mapping[str, Sequence[str]], out: Path) -> dict[str, dict[int, f
     with InterleavingServer() as server:
         try:
             for name, words in runs.items():
-                command = [sys.executable, "run.py", *words, PART, "tracker=none"]
+                command = [sys.executable, "run.py", *words, HOOK, "tracker=none"]
                 with open(out / f"{folders[name].name}.log", "wb") as log:
                     processes[name] = subprocess.Popen(
                         [*command, f"hydra.run.dir={folders[name]}"],

@@ -21,7 +21,7 @@ from xcloud.features.checkpoints.saving import CheckpointWriter, Timing, about_p
 from xcloud.job.strategy import Places
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.control import Signal
-from xcloud.pipeline.part import Parts
+from xcloud.pipeline.hook import Hooks
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
@@ -91,10 +91,10 @@ class Attempt:
             self.asked,
             is_told=trainer.pipeline.layout.num_replicas == 1,
         )
-        rank.parts.append(made)
+        rank.hooks.append(made)
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
-            signal = trainer.update(step, Parts(rank.parts)).signal
+            signal = trainer.update(step, Hooks(rank.hooks)).signal
             if step == until_step and number in lost:
                 signal = Signal.GO_ON
             made.after(step, signal)

@@ -29,7 +29,7 @@ from xcloud.pipeline.pipeline import Pipeline
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import state_file
 from xcloud.show.monitor import Monitor
-from xcloud.train.parts import Features
+from xcloud.train.features import Features
 
 ROOT = Path(__file__).parent.parent
 

@@ -75,7 +75,7 @@ def piloted(
         autopilot=settings, compression=compression, schedules=schedules, cluster=layout
     )
     for rank in made:
-        rank.parts.append(kind(job, rank.wiring, rank.trainer, rank.reporter, None))
+        rank.hooks.append(kind(job, rank.wiring, rank.trainer, rank.reporter, None))
     return made
 
 
@@ -96,7 +96,7 @@ def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     expected = train(ranks(LAYOUTS[name], TRAINING, Phased(**phases)), 1, 12)
     made = piloted(LAYOUTS[name], Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
-        rank.part(RunPilot).choices = {3: 1, 7: 0}
+        rank.hook(RunPilot).choices = {3: 1, 7: 0}
 
     assert train(made, 1, 12) == expected
     plain = ranks(LAYOUTS[name], TRAINING, NONE)
@@ -112,12 +112,12 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     def job() -> list[Rank]:
         made = piloted(TWO, switched, Scripted, plan=plan)
         for rank in made:
-            rank.part(RunPilot).choices = {3: 1, 6: 0, 10: 1}
+            rank.hook(RunPilot).choices = {3: 1, 6: 0, 10: 1}
         return made
 
     def states(made: Sequence[Rank]) -> list[tuple[State, State]]:
         return [
-            (stored(rank.state_dict()), stored(rank.part(RunPilot).state_dict())) for rank in made
+            (stored(rank.state_dict()), stored(rank.hook(RunPilot).state_dict())) for rank in made
         ]
 
     original, restored = job(), job()
@@ -125,7 +125,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     for rank, (state, of_pilot) in zip(restored, states(original), strict=True):
         rank.load_state_dict(state)
         assert all(is_marked(key, MEMORY) for key in of_pilot)  # another cluster begins again
-        rank.part(RunPilot).load_state_dict(of_pilot)
+        rank.hook(RunPilot).load_state_dict(of_pilot)
     expected = train(original, 5, 12)
 
     assert train(restored, 5, 12) == expected
@@ -142,7 +142,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     def job() -> list[Rank]:
         made = piloted(LAYOUTS[name], compressions, Scripted, schedules)
         for rank in made:
-            rank.part(RunPilot).choices = {2: 2, 5: 4, 9: 0}
+            rank.hook(RunPilot).choices = {2: 2, 5: 4, 9: 0}
         return made
 
     made, restored = job(), job()
@@ -150,7 +150,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     assert {rank.trainer.schedule for rank in made} == {schedules[2]}
     for rank, other in zip(made, restored, strict=True):
         other.load_state_dict(stored(rank.state_dict()))
-        other.part(RunPilot).load_state_dict(stored(rank.part(RunPilot).state_dict()))
+        other.hook(RunPilot).load_state_dict(stored(rank.hook(RunPilot).state_dict()))
     rest = train(restored, 8, 12)
 
     assert train(made, 8, 12) == rest, "a run goes on with the schedule of its checkpoint"
@@ -200,8 +200,8 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     slow, fast = (piloted(layout, switched, OnALine) for _ in range(2))
     for made, rate in ((slow, 100.0), (fast, 1e15)):
         for rank in made:
-            rank.part(RunPilot).bits_per_s = rate
-            rank.part(RunPilot).forecast = Forecast([GPipe(2)], TWO, 1, WAYS)
+            rank.hook(RunPilot).bits_per_s = rate
+            rank.hook(RunPilot).forecast = Forecast([GPipe(2)], TWO, 1, WAYS)
         train(made, 1, 8)
         made[0].reporter.flush()
     events = [json.loads(line) for line in b"".join(slow[0].told).splitlines()]
@@ -234,9 +234,9 @@ def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.Monk
     monkeypatch.setattr(LineMeter, "busy_s", lambda meter, sent_at_s, arrived_at_s: 0.5)
     made = piloted(TWO, Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
-        rank.part(RunPilot).choices = {}
+        rank.hook(RunPilot).choices = {}
     train(made, 1, 3)
-    one, other = (rank.part(RunPilot).measured() for rank in made)
+    one, other = (rank.hook(RunPilot).measured() for rank in made)
     for sender, receiver, row in ((one, other, 1), (other, one, 2)):  # forward, backward
         num_bytes, messages, line_s, _ = sender[row].tolist()
         assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"

@@ -33,7 +33,7 @@ from xcloud.features.replicas.outer import OuterParameters
 from xcloud.launch.local import run
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.settings import Optimizer, Training
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
 from xcloud.pipeline.exchange import AllReduce, Exchange, FlatBuffer, RankGroup, Work, squared_norm
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
 ALONE = RankGroup.alone()

@@ -19,7 +19,7 @@ from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.features.checkpoints.common_step import newest_common
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 
@@ -165,7 +165,7 @@ def test_what_is_no_line_of_a_checkpoint_counts_as_none(line: str) -> None:
     assert newest_common({0: {"4": "ok written 1"}, 1: {"4": line}}, str) == (0, "")
 
 
-class Counter(Part):
+class Counter(Hook):
     own_names = ("count",)
     name = "counter"
 
@@ -189,10 +189,10 @@ class Counts:
 def test_two_further_parts_of_one_class_go_on_each_from_its_own_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = {"ones": Counts(1), "tens": Counts(10)}
-    job = replace(experiment(FIRST), parts=parts)
+    hooks = {"ones": Counts(1), "tens": Counts(10)}
+    job = replace(experiment(FIRST), hooks=hooks)
     run(job, tmp_path / "first", monkeypatch)
     interrupted(tmp_path / "first", tmp_path / "second")
     run(job, tmp_path / "second", monkeypatch)
-    for part in parts.values():
-        assert [made.count for made in part.made] == 2 * job.cluster.num_ranks * [part.by * STEPS]
+    for hook in hooks.values():
+        assert [made.count for made in hook.made] == 2 * job.cluster.num_ranks * [hook.by * STEPS]

@@ -37,7 +37,7 @@ from xcloud.tasks.rows import digest_of
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation
-from xcloud.train.parts import Features
+from xcloud.train.features import Features
 
 SPLITS = {"train": 30, "dev": 4, "test": 4}
 OTHER = {"cat": "dog", "yes": "no"}  # as long, and as many rows

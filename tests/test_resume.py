@@ -19,7 +19,7 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.comm.state import State
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes

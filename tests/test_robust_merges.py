@@ -42,7 +42,7 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.frame import MessageKey
 from xcloud.net.link import Parts
 from xcloud.pipeline.batch_plan import BatchPlan, replica_samples
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.record.reporter import Reporter

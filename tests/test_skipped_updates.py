@@ -22,7 +22,7 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.merging import Median
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 

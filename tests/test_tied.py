@@ -92,7 +92,7 @@ def test_the_tied_matrix_gets_the_compressor_of_embeddings() -> None:
     chosen = PerTensor(TopK(0.5), embeddings=TopRows(0.2))
     job = ranks(LAYOUTS["three clouds"], CLIPPED, Compression(averaging=chosen), toy=TiedToy)
     codecs = [
-        rank.part(TiedGradients).averager._codecs["all"]  # type: ignore[union-attr]
+        rank.hook(TiedGradients).averager._codecs["all"]  # type: ignore[union-attr]
         for rank in job
         if rank.wiring.averaging
     ]

@@ -120,5 +120,5 @@ def test_a_part_that_does_not_exist_is_one_line_of_ours(
 ) -> None:
     """Hydra's own look-up logs an error before it raises one."""
     with pytest.raises(ConfigError, match=rf"x._target_: there is no {target}, or it cannot"):
-        check_keys({"parts": {"x": {"_target_": target}}}, "")
+        check_keys({"hooks": {"x": {"_target_": target}}}, "")
     assert not caplog.records

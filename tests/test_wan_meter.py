@@ -8,7 +8,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.net.frame import Kind
 from xcloud.net.link import LinkRecord
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.part import StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.rank.task_data import gather_predictions
 from xcloud.record.reporter import Reporter
 from xcloud.train.stage_rank import WanMeter

@@ -23,7 +23,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import CPU
 from xcloud.pipeline.batch_plan import BatchPlan, Feed, replica_samples
 from xcloud.pipeline.exchange import AllReduce, Exchange, Work
-from xcloud.pipeline.part import Part, Parts, StepReport
+from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.pipeline.settings import Optimizer, Training
@@ -52,7 +52,7 @@ class Rank:
     wiring: Wiring
     reporter: Reporter
     told: list[bytes]
-    parts: list[Part]
+    hooks: list[Hook]
     strategy: Strategy = field(default_factory=Strategy)
 
     @property
@@ -60,18 +60,18 @@ class Rank:
         return self.trainer.pipeline.rank
 
     def update(self, step: int) -> StepReport:
-        parts = Parts(self.parts)
-        report = self.trainer.update(step, parts)
-        parts.after_update(step, report)
+        hooks = Hooks(self.hooks)
+        report = self.trainer.update(step, hooks)
+        hooks.after_update(step, report)
         return report
 
-    def part(self, kind: type[Any]) -> Any:
-        return next(part for part in self.parts if isinstance(part, kind))
+    def hook(self, kind: type[Any]) -> Any:
+        return next(hook for hook in self.hooks if isinstance(hook, kind))
 
     @property
     def stateful(self) -> dict[str, Stateful]:
         own = {"trainer": self.trainer, "channels": self.wiring}
-        return own | {p.name: p for p in self.parts if p.name in ("tied",)}
+        return own | {p.name: p for p in self.hooks if p.name in ("tied",)}
 
     def state_dict(self) -> State:
         return states_of(self.stateful)
@@ -139,11 +139,11 @@ def ranks(
                 place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
             ),
         )  # fmt: skip
-        parts: list[Part] = [ChannelMemories([*wiring.boundaries.channels.values()])]
+        hooks: list[Hook] = [ChannelMemories([*wiring.boundaries.channels.values()])]
         if privacy is not None and privacy.unit == "sample":
-            parts.append(PrivateGradients(privacy, trainer))
+            hooks.append(PrivateGradients(privacy, trainer))
         elif are_early:
-            parts.append(overlapped_sums(trainer, wiring.groups))
+            hooks.append(overlapped_sums(trainer, wiring.groups))
         tied = tied_gradients(
             trainer,
             wiring.groups,
@@ -153,8 +153,8 @@ def ranks(
             join=averager_of_ends(wiring, layout, CPU),
         )
         if tied is not None:
-            parts.append(tied)
-        return Rank(trainer, wiring, reporter, told, parts, strategy)
+            hooks.append(tied)
+        return Rank(trainer, wiring, reporter, told, hooks, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}

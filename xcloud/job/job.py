@@ -26,7 +26,7 @@ from xcloud.contracts.model import SplitModel, Task
 from xcloud.job.strategy import Places, Strategy
 from xcloud.layout import ClusterLayout, Layout
 from xcloud.pipeline.batch_plan import BatchPlan
-from xcloud.pipeline.part import FurtherPart
+from xcloud.pipeline.hook import OwnHook
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import Checkpoints, Training
@@ -232,7 +232,7 @@ class Job(Names, ABC):
 @settings(kw_only=True)
 class PipelineJob(Job):
     """What runs where and how it trains. cluster: once built, with the replicas that the strategy
-    makes. parts: of every rank, around an update, besides those that the settings ask for."""
+    makes. hooks: of every rank, around an update, besides those that the settings ask for."""
 
     task: SkipValidation[Task]
     model: SkipValidation[SplitModel]
@@ -242,7 +242,7 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
-    parts: Mapping[str, SkipValidation[FurtherPart]] = field(default_factory=dict)
+    hooks: Mapping[str, SkipValidation[OwnHook]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:

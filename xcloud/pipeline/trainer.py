@@ -1,6 +1,6 @@
 """What one rank does with its parameters: samples in, an update made, or left out where its loss
-or gradient is not finite. Below it lies the pipeline; what features do around an update are parts
-(pipeline/part.py).
+or gradient is not finite. Below it lies the pipeline; what features do around an update are hooks
+(pipeline/hook.py).
 
 The state of a module and its optimizer names parameters and no objects.
 """
@@ -36,12 +36,12 @@ from xcloud.pipeline.exchange import (
     local_part,
     with_part,
 )
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import OnDivergence, Training
 
-NO_PARTS = Part()
+NO_HOOKS = Hook()
 _ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
 
 
@@ -210,19 +210,19 @@ class Trainer(StatefulTree):
                 TrainedModule(module, optimizer), buffer, groups[stage]
             )
 
-    def update(self, step: int, parts: Part = NO_PARTS) -> StepReport:
+    def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
         report = StepReport(step, 0.0, clock, self._learning_rate(step))
         work = Work()
         if self.exchange.is_idle(step):
-            signal = parts.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
+            signal = hooks.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
-            loss = self._compute_gradients(step, parts)
-            total_loss = self._exchange_gradients(step, loss, parts)
-            reply = self._agree(step, parts)
+            loss = self._compute_gradients(step, hooks)
+            total_loss = self._exchange_gradients(step, loss, hooks)
+            reply = self._agree(step, hooks)
             if not math.isfinite(reply.total):
                 what = f"the loss or gradient of step {step}"
                 report.skipped = self.guard.leave_out(step, what)
@@ -261,26 +261,26 @@ class Trainer(StatefulTree):
     def _learning_rate(self, step: int) -> float:
         return self.settings.optimizer.learning_rate_at(step, self.settings.max_steps)
 
-    def _compute_gradients(self, step: int, parts: Part) -> Tensor:
+    def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
         """Of this rank's micro-batches, into the buffers; returns their loss."""
         for stage in self.stages.values():
             stage.buffer.zero()
         m, num_passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
         with self.pipeline.clock.during("fetch"):  # the weight of a batch may take a look at it
             pieces = self.feed.begin(step, m, num_passes)
-        parts.begin(step)
+        hooks.begin(step)
         loss = torch.zeros((), device=self.pipeline.device)
         for first in range(0, num_passes * m, m):
             with self.pipeline.clock.during("fetch"):
                 batches = self.feed.batches(pieces[first : first + m])
-            parts.before_pass(step, batches)
+            hooks.before_pass(step, batches)
             loss += self.pipeline.step(
-                self.schedule, batches, step, self.feed.work.weight, first, parts.after_micro_batch
+                self.schedule, batches, step, self.feed.work.weight, first, hooks.after_micro_batch
             )
-        parts.after_backward(step)
+        hooks.after_backward(step)
         return loss
 
-    def _exchange_gradients(self, step: int, loss: Tensor, parts: Part) -> float | None:
+    def _exchange_gradients(self, step: int, loss: Tensor, hooks: Hook) -> float | None:
         """With the other ranks and replicas. Returns the loss to report, None in most ranks."""
         last, total = self.pipeline.num_stages - 1, None
         is_shared, work = not self.losses.is_private, self.feed.work
@@ -289,12 +289,12 @@ class Trainer(StatefulTree):
             summed = self.exchange.before_update(step, self.buffers, mine)
             if last in summed and self.stages[last].group.leads and not self.losses.is_silent:
                 total = float(summed[last])
-            parts.after_exchange(step)
+            hooks.after_exchange(step)
         if total is None or is_shared:
             return total
         return float(loss) * work.num_samples / work.num_own
 
-    def _agree(self, step: int, parts: Part) -> Reply:
+    def _agree(self, step: int, hooks: Hook) -> Reply:
         """The squared norm of the whole gradient, the same bits in every rank: not finite if the
         loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
         it comes what rank 0 decides.
@@ -313,7 +313,7 @@ class Trainer(StatefulTree):
             }
         if squares:
             with clock.during("wait"):
-                reply = self.sums.sum_over_stages(step, squares, parts.signal)
+                reply = self.sums.sum_over_stages(step, squares, hooks.signal)
         return self._within_stages(reply)
 
     def _within_stages(self, reply: Reply) -> Reply:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
-from xcloud.pipeline.part import Part
+from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.schedule import Schedule, put_off, rank_actions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Bucket:
     num_missing: int = 0
 
 
-class OverlappedSums(Part):
+class OverlappedSums(Hook):
     """Of one rank. Its stages' exchanges must begin with `FlatBuffer.sum_over` of the same group.
 
     All ranks of a group start the same sums in the same order: from the last parameter of the last

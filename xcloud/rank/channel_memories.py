@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 
 
 class Settled(Protocol):
@@ -16,7 +16,7 @@ class Settled(Protocol):
 
 
 @dataclass(frozen=True)
-class ChannelMemories(Part):
+class ChannelMemories(Hook):
     """Tells this rank's channels whether the update was made. An exploding gradient that all ranks
     skip would else stay in a residual or a delta cache until its sample's next visit."""
 

@@ -27,7 +27,7 @@ from xcloud.net.link_end import QueuedBytes
 from xcloud.net.transport import machine_id
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.exchange import local_part
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.trainer import Trainer
 from xcloud.record.reporter import Reporter
 
@@ -35,7 +35,7 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 
 
 @dataclass(frozen=True)
-class TypicalStep(Part):
+class TypicalStep(Hook):
     """Reports one of the last steps. control: None where there is one rank."""
 
     clock: StepClock
@@ -170,7 +170,7 @@ class MemoryMeter:
         }
 
 
-class MemoryReport(Part):
+class MemoryReport(Hook):
     """Reports the memory of a pipeline's rank. queued: messages that wait to be sent or read.
     bytes_to_copy: returns what a checkpoint copies; None: none are made."""
 

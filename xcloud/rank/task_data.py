@@ -33,7 +33,7 @@ from xcloud.net.transport import Meeting
 from xcloud.pipeline.batch_plan import on_device
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.rank.agreement import agree_on
 from xcloud.rank.role import RankContext
@@ -154,7 +154,7 @@ def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
 
 
 @dataclass(eq=False)
-class Evaluator(Part):
+class Evaluator(Hook):
     """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
     leader reports the scores to rank 0. What it says of single samples it writes only to its own
     run folder: a few as text, of the test set all (write_scores). meet: waits for all ranks."""

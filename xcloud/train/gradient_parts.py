@@ -14,7 +14,7 @@ import torch
 
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.part import Part
+from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.within_cloud import OverlappedSums
 from xcloud.record.reporter import Reporter
@@ -40,7 +40,7 @@ def overlapped_sums(trainer: Trainer, groups: Mapping[int, RankGroup]) -> Overla
     return OverlappedSums(trainer.buffers, groups, num_backwards)
 
 
-class PrivateGradients(Part):
+class PrivateGradients(Hook):
     """Clips the gradient of every sample at every stage, and noises their sum: between the
     pipeline, whose micro-batches are single samples, and the exchange. The noise of a stage is
     added by one rank of each replica."""
@@ -76,7 +76,7 @@ class PrivateGradients(Part):
 
 
 @dataclass
-class PrivacyAccount(Part):
+class PrivacyAccount(Hook):
     """Of rank 0. contributions: of each cloud to averagings of the same values, in so many
     updates."""
 

@@ -1,7 +1,8 @@
 """A rank of a pipeline: load what its cloud may see, build its stages, train them with the other
-ranks, export, evaluate. `train` is the loop over updates; features are in parts.py. What the rank
-measures of each step is here too: its times, its loss, and what it sent between clouds by the
-counters of its links, which only grow.
+ranks, export, evaluate. `train` is the loop over updates; features.py lists the features.
+
+What the rank measures of each step is here too: its times, its loss, and what it sent between
+clouds by the counters of its links, which only grow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from xcloud.net.frame import Kind
 from xcloud.pipeline.batch_plan import Feed
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.ends import Ends
-from xcloud.pipeline.part import Part, Parts, StepReport
+from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.trainer import LossReport, Trainer
 from xcloud.pipeline.wiring import Wiring, wire
 from xcloud.rank.export import export_stage, whole
@@ -24,7 +25,7 @@ from xcloud.rank.role import RankContext, Role
 from xcloud.rank.task_data import Evaluator, context_of, note_data, token_pads
 from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
 from xcloud.record.reporter import Reporter
-from xcloud.train.parts import Features, step_clock
+from xcloud.train.features import Features, step_clock
 
 
 class StageRank(Role[Experiment]):
@@ -48,13 +49,13 @@ class StageRank(Role[Experiment]):
         self.reporter.event("phase", now=True, name="loading")
         data = self.features.load()
         note_data(self.context, data)
-        trainer, parts, evaluator = self.build(data)
-        if self.train(trainer, parts, evaluator):
-            self.finish(data, trainer, parts, evaluator)
+        trainer, hooks, evaluator = self.build(data)
+        if self.train(trainer, hooks, evaluator):
+            self.finish(data, trainer, hooks, evaluator)
         else:
-            self.stop(trainer, parts)
+            self.stop(trainer, hooks)
 
-    def build(self, data: TaskData) -> tuple[Trainer, Parts, Evaluator]:
+    def build(self, data: TaskData) -> tuple[Trainer, Hooks, Evaluator]:
         """Stages, what trains them, and its state if the run goes on from a checkpoint."""
         job, layout, features = self.job, self.job.cluster, self.features
         device, wiring, note = self.context.device, self.wiring, self.reporter.remark
@@ -90,52 +91,52 @@ class StageRank(Role[Experiment]):
 
         evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
         facts = {"data": data.own_digests(), "base": bases}
-        parts = features.parts(trainer, leaks, evaluator, meter, facts)
+        hooks = features.hooks(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)
         meter.forget()
         wiring.expect_signs_of_life()
         self.reporter.event("phase", now=True, name="training")
         features.enter(trainer)
-        return trainer, parts, evaluator
+        return trainer, hooks, evaluator
 
-    def train(self, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> bool:
+    def train(self, trainer: Trainer, hooks: Hooks, evaluator: Evaluator) -> bool:
         """All updates that are left. Returns whether the run has come to its end; False if it was
         asked to stop."""
         if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
             evaluator.evaluate("test", 0)
         for step in range(trainer.num_updates + 1, self.job.max_steps + 1):
             with self.clock.paused():
-                parts.before_update(step)
-            report = trainer.update(step, parts)
-            parts.after_update(step, report)
+                hooks.before_update(step)
+            report = trainer.update(step, hooks)
+            hooks.after_update(step, report)
             if report.signal is Signal.STOP:
                 return False
         with self.clock.paused():
-            parts.finish()
+            hooks.finish()
         return True
 
-    def finish(self, data: TaskData, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> None:
+    def finish(self, data: TaskData, trainer: Trainer, hooks: Hooks, evaluator: Evaluator) -> None:
         """Export, evaluate through the same links, say goodbye."""
         for stage, module in trainer.pipeline.stages.items():
             leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
             if leads:
                 export_stage(self.context.run_dir, stage, module, tensors, data)
-        parts.settle()
+        hooks.settle()
         self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
         self.context.asked.is_armed = False
         if self.context.asked.was_asked:  # while the last step was saved
-            return self.stop(trainer, parts)
+            return self.stop(trainer, hooks)
         self.reporter.event("phase", now=True, name="evaluation")
         evaluator.evaluate("test", trainer.num_updates)
-        parts.close(is_finished=True)
+        hooks.close(is_finished=True)
         self.reporter.event("finish", num_steps=trainer.num_updates)
 
-    def stop(self, trainer: Trainer, parts: Parts) -> None:
+    def stop(self, trainer: Trainer, hooks: Hooks) -> None:
         """Before the end, as asked, with a checkpoint of the last step."""
-        parts.settle()
+        hooks.settle()
         self.wiring.meet()
-        parts.close(is_finished=False)
+        hooks.close(is_finished=False)
         self.reporter.event("stop", step=trainer.num_updates)
         self.is_stopped = True
 
@@ -146,7 +147,7 @@ class StageRank(Role[Experiment]):
         return self.rank == (leaders[0] if self.job.strategy.traits.is_apart else 0)
 
 
-class WanMeter(Part):
+class WanMeter(Hook):
     """One rank's view: what it sent to other clouds since it last looked. tells_skips: it reports
     the updates that were skipped; every rank that shares one knows."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
 from xcloud.contracts.model import Batch
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.pipeline.part import Part
+from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import InFlight, Pass, Pipeline
 from xcloud.pipeline.schedule import Action, SplitBackward
 from xcloud.record.reporter import Reporter
@@ -142,7 +142,7 @@ class CachingPipeline(Pipeline):
         return work
 
 
-class CacheReport(Part):
+class CacheReport(Hook):
     """Of a rank's activation caches."""
 
     def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:

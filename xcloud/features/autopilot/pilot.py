@@ -29,8 +29,8 @@ from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.further_ends import LineMeters
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.one_forward_one_backward import can_wait
-from xcloud.pipeline.part import Part, StepReport
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
@@ -65,7 +65,7 @@ class _InForce(StatefulTree):
     choice = 0
 
 
-class Switching(Part):
+class Switching(Hook):
     """Carries out choices: from the next update on another compression, another schedule. A
     choice is schedule x number of compressions + compression."""
 

@@ -31,7 +31,7 @@ from xcloud.comm.state import StateTree
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.pipeline.control import Control, Signal
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
@@ -104,7 +104,7 @@ class Ledger:
         return reports
 
 
-class Checkpointer(Part):
+class Checkpointer(Hook):
     """One rank's. parts: what is saved, by name. asked: a stop from outside. among: ranks that
     save; None = all. is_told: rank 0's signal comes with every step; else all go by the step.
     """

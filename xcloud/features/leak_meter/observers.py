@@ -23,7 +23,7 @@ from xcloud.experiment import Experiment
 from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, TRUTH, Rows, Stream
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.ends import Ends
-from xcloud.pipeline.part import Part
+from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
@@ -126,7 +126,7 @@ class WatchesAverages(Protocol):
 
 
 @dataclass(frozen=True)
-class LeakObservers(Part):
+class LeakObservers(Hook):
     """averaged: of what replicas average; None where nobody attacks that."""
 
     observer: Observer

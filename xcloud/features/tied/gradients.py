@@ -18,7 +18,7 @@ from xcloud.comm.state import Stateful, StateTree
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
-from xcloud.pipeline.part import Part, StepReport
+from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.trainer import Trainer
 
 TIED = "embeddings.weight"
@@ -49,7 +49,7 @@ Join = Callable[[tuple[int, int], int, TensorCodec], EndsAverager]
 
 
 @dataclass(frozen=True)
-class TiedGradients(Part):
+class TiedGradients(Hook):
     """The hook that sums the gradients of a tied matrix, of one rank that holds one end or both.
 
     held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.

@@ -1,4 +1,4 @@
-"""What the settings of a job add to the core: the one list of features. Each is a Part, or builds
+"""What the settings of a job add to the core: the one list of features. Each is a Hook, or builds
 one, in a file of its own; no other file of the core knows any of them by name.
 """
 
@@ -23,7 +23,7 @@ from xcloud.features.replicas.links import replica_links
 from xcloud.features.tied.gradients import tied_gradients
 from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.further_ends import hand_over
-from xcloud.pipeline.part import Part, Parts
+from xcloud.pipeline.hook import Hook, Hooks
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.settings import autocast_for, is_emulated
 from xcloud.pipeline.trainer import Trainer
@@ -120,19 +120,19 @@ class Features:
         watch = leaks.averaged.received if leaks is not None and leaks.averaged else None
         return replicas_exchange(job, links, group, stages, self.reporter, watch)
 
-    def parts(
+    def hooks(
         self,
         trainer: Trainer,
         leaks: LeakObservers | None,
         evaluator: Evaluator,
-        meter: Part,
+        meter: Hook,
         facts: Facts,
-    ) -> Parts:
-        """Return all parts of this rank, in the order in which an update calls them. facts: what
+    ) -> Hooks:
+        """Return all hooks of this rank, in the order in which an update calls them. facts: what
         must be as it was when a checkpoint was made."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
         privacy = job.security.privacy
-        own_gradients: Part | None = None
+        own_gradients: Hook | None = None
         if privacy is not None and privacy.unit == "sample":
             own_gradients = PrivateGradients(privacy, trainer)
         elif any(group.group_size > 1 for group in wiring.groups.values()):
@@ -147,8 +147,8 @@ class Features:
                 seed=job.seed,
                 join=averager_of_ends(wiring, job.cluster, context.device),
             )
-        own = {name: part.join(context) for name, part in job.parts.items()}
-        changing = Parts(
+        own = {name: hook.join(context) for name, hook in job.hooks.items()}
+        changing = Hooks(
             [
                 own_gradients,
                 tied,
@@ -162,11 +162,11 @@ class Features:
             ]
         )
         stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.children()}
-        stateful = {**stateful, "parts": own}  # by the names in the config
+        stateful = {**stateful, "hooks": own}  # by the names in the config
         copied = None
         if job.checkpoint.are_made:
             copied = partial(bytes_to_copy, partial(states_of, stateful))
-        return Parts(
+        return Hooks(
             [
                 *own.values(),
                 changing,
