@@ -47,7 +47,7 @@ from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median
-from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.job.job import Job
 from xcloud.job.strategy import Strategy
 from xcloud.launch import one_rank

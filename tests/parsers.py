@@ -38,7 +38,6 @@ from xcloud.comm.sparsify import TopK
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.autopilot.pilot import like
-from xcloud.features.checkpoints.checkpointing import code_of
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
@@ -63,6 +62,7 @@ from xcloud.rank.agreement import (
     decode_verdict,
     encode_table,
 )
+from xcloud.rank.saving import code_of
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 Parts = tuple[Tensor, ...]

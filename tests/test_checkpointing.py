@@ -19,7 +19,7 @@ from tests.channels import same_state
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from xcloud.comm.state import State
-from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
@@ -28,6 +28,7 @@ from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.pipeline.control import Control, Signal
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Checkpoints
+from xcloud.rank.saving import CheckpointMessage
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
 

@@ -29,7 +29,7 @@ from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.contracts.model import StageOutput
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import by_tensor
-from xcloud.features.replicas.outer import OuterParameters
+from xcloud.features.replicas.outer_optimizer import OuterParameters
 from xcloud.launch.local import run
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import RankGroup

@@ -14,7 +14,7 @@ from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage, code_of
+from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.features.one_way.feed import NOBODY, Order
 from xcloud.features.one_way.intake import Inbox
@@ -32,6 +32,7 @@ from xcloud.pipeline.control import (
 )
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.agreement import compare_facts, decode_facts
+from xcloud.rank.saving import CheckpointMessage, code_of
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
 

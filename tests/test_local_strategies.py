@@ -18,7 +18,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.local_updates import LocalUpdates
-from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind

@@ -31,7 +31,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import by_tensor, contiguous
-from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.memory_transport import MemoryWorld

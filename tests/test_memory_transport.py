@@ -10,6 +10,7 @@ from tests.one_way_toy import ToyFeed
 from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.comm.compression import Compression
+from xcloud.features.checkpoints.restored import restored
 from xcloud.features.one_way.consumer import ConsumerRank
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
@@ -149,7 +150,7 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     def context(rank: int) -> RankContext[OneWayExperiment]:
         return RankContext(
             job, {}, tmp_path, torch.device("cpu"), Reporter(rank, "", print), lambda *_: None,
-            Verdict(), StopSignal(), world.transport(rank),
+            Verdict(), StopSignal(), world.transport(rank), restored,
         )  # fmt: skip
 
     consumer, *producers = (

@@ -36,7 +36,7 @@ from xcloud.features.replicas.merging import (
     weighted_mean,
     weighted_sum,
 )
-from xcloud.features.replicas.outer import OuterOptimizer, Replicas
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
 from xcloud.job.strategy import Averaging, Strategy
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import MessageKey

@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
-from xcloud.features.replicas.outer import Replicas
+from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.config import job_from_config
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM

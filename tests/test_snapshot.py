@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from tests.channels import same_state
 from xcloud.comm.memory import DeltaCache, SampleRows
+from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
 from xcloud.comm.state import State, copy_of, states_of
 from xcloud.features.checkpoints.checkpointing import Checkpointer
-from xcloud.features.checkpoints.saving import (
-    CheckpointWriter,
-    SnapshotBuffer,
-    Timing,
-    bytes_to_copy,
-)
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.settings import Checkpoints, Optimizer
 from xcloud.pipeline.trainer import TrainedModule

@@ -17,7 +17,7 @@ from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median, TrimmedMean
-from xcloud.features.replicas.outer import OuterOptimizer
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind

@@ -16,7 +16,7 @@ from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.features.replicas.links import replica_links
-from xcloud.features.replicas.outer import Replicas
+from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import tied_gradients
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -27,7 +27,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.overrides import as_override, parsed, unreadable, with_home
 from xcloud.base.run_folder import check_is_folder
 from xcloud.base.wording import meant, unknown_key
-from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.contracts.one_way import OneWayModel
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     dotted,
@@ -256,6 +256,19 @@ def _elsewhere(config: DictConfig, key: str) -> str:
     return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
 
 
+class FollowedJob(Protocol):
+    """A job that another experiment may follow, on what its model leaves in the run folder."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def cache_dir(self) -> str: ...
+    @property
+    def model(self) -> OneWayModel: ...
+    @property
+    def follow_up(self) -> Sequence[str]: ...
+
+
 def compose_follow_up(
     config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
 ) -> DictConfig | None:
@@ -272,7 +285,7 @@ def compose_follow_up(
     if not OmegaConf.select(config, "follow_up"):
         return None
     policy = None if own else this_clouds_policy()
-    experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
+    experiment = cast(FollowedJob, job_from_config(config))  # no other has a follow_up
     try:
         leaves = experiment.model.leaves(run_dir)
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
@@ -313,7 +326,7 @@ def _check_words(words: Sequence[Override]) -> None:
             raise ConfigError(f"{word.input_line}: an experiment from elsewhere may not ask this")
 
 
-def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
+def _check_reading(job: PipelineJob, first: FollowedJob) -> None:
     """As job.check, of one that reads what `first` will leave, which is not there yet."""
     job.task.check()
     most = first.model.max_positions

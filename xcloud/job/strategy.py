@@ -10,15 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.features.replicas.merging import Robust
 from xcloud.layout import Cloud, ClusterLayout
 
 if TYPE_CHECKING:
-    from xcloud.features.replicas.outer import Replicas
     from xcloud.pipeline.exchange import Exchange
 
 _CHOOSE = "choose strategy=data_parallel, hybrid or local_updates"
@@ -59,6 +57,22 @@ class Traits:
         return full + (rest > 0 or self.fragments > 1)
 
 
+class RobustMerge(Protocol):
+    """A merge that a minority of bad replicas cannot move far (features/replicas/merging.py)."""
+
+    def check(self, num_replicas: int) -> None:
+        """Raise ConfigError if so few replicas cannot outvote a bad one."""
+
+
+def everyone_merges(num_replicas: int, is_robust: bool) -> bool:
+    """Return whether each replica merges all contributions itself.
+
+    Two replicas send least so. Among more, a merge that bounds what one contribution does must not
+    be left to any one replica; a sum or mean bounds nothing, so each may merge a part for all.
+    """
+    return num_replicas == 2 or is_robust
+
+
 class Averaging(ABC):
     """What keeps replicas together: its settings, what others must know of it, and how a rank
     joins it. Subclasses are dataclasses (base/settings.py).
@@ -68,7 +82,7 @@ class Averaging(ABC):
     """
 
     feedback: bool = True
-    merge: Robust | None = None
+    merge: RobustMerge | None = None
     restart_s: float | None = None
 
     @property
@@ -81,9 +95,12 @@ class Averaging(ABC):
         """Differences from the default, in words; may be empty."""
 
     @abstractmethod
-    def join(self, replicas: Replicas) -> Exchange:
-        """The exchange of one rank; opens the links to the other replicas. All ranks call it at
-        the same time."""
+    def join(self, replicas: Any) -> Exchange:
+        """Open one rank's links to the other replicas and return its exchange.
+
+        replicas: what it is built from (features/replicas/outer_optimizer.py: Replicas).
+        All ranks call it at the same time.
+        """
 
     def check(self, layout: ClusterLayout) -> None:
         """Raise ConfigError for clouds, with their replicas and stages, that it cannot join."""

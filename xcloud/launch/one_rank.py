@@ -22,6 +22,7 @@ import torch
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.experiment import Experiment
 from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.features.checkpoints.restored import restored
 from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.one_way.consumer import ConsumerRank
 from xcloud.features.one_way.job import OneWayExperiment
@@ -154,6 +155,7 @@ def run_rank(
         transport=transport,
         is_resumed=is_resumed,
         roll_back=process.roll_back,
+        restored=restored,
     )
     role: Role[Any] = role_of(job, rank)(context)
 

@@ -12,7 +12,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.merging import Contribution, by_tensor, weighted_sum
-from xcloud.features.replicas.outer import OuterOptimizer, OuterParameters
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer, OuterParameters
 from xcloud.net.frame import Kind, MessageKey, encode_frame, frame_bytes
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
 from xcloud.simulator.codec_timer import median_s

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from xcloud.comm.state import StateTree
 from xcloud.job.job import Job
 from xcloud.net.link import LinkRecord
 from xcloud.net.link_end import PeerLife, heartbeat
@@ -18,10 +19,24 @@ from xcloud.net.transport import Transport
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.ends import OnReport
 from xcloud.rank.agreement import Verdict
+from xcloud.rank.saving import Facts, Saver
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
 JobT = TypeVar("JobT", bound=Job)
+
+
+class Restored(Protocol):
+    """The function that gives a rank the state that the ranks go on from."""
+
+    def __call__(
+        self,
+        context: RankContext[Any],
+        states: StateTree,
+        control: Control | None,
+        facts: Facts,
+    ) -> Saver:
+        """Return what saves `states` from now on, once they have taken over that state."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +48,9 @@ class RankContext(Generic[JobT]):
     settings: as all ranks have compared them. verdict: of that comparison, with the checkpoint to
     go on from. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
-    others. roll_back: this cloud's user lets agreed checkpoints go that are later than the one
-    that all ranks go on from.
+    others. restored: gives a rank its state back that has no list of features (train/parts.py).
+    roll_back: this cloud's user lets agreed checkpoints go that are later than the one that all
+    ranks go on from.
     """
 
     job: JobT
@@ -46,6 +62,7 @@ class RankContext(Generic[JobT]):
     verdict: Verdict
     asked: StopSignal
     transport: Transport
+    restored: Restored
     is_resumed: bool = False
     roll_back: bool = False
 

@@ -47,7 +47,7 @@ features.replicas.local_updates.LocalUpdates features.replicas.merging.Median
 features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
 pipeline.one_forward_one_backward.OneForwardOneBackward
 pipeline.one_forward_one_backward.ZeroBubble features.one_way.feed.Feed
-features.replicas.outer.OuterOptimizer pipeline.schedule.GPipe job.strategy.Strategy
+features.replicas.outer_optimizer.OuterOptimizer pipeline.schedule.GPipe job.strategy.Strategy
 features.autopilot.settings.Autopilot planner.settings.Planning tracking.tracker.MlflowTracker
 tracking.tracker.NullTracker security.defences.GaussianNoise
 security.defences.Marvell security.defences.MaxNorm

@@ -17,9 +17,7 @@ from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
-from xcloud.features.replicas.averaging import everyone_merges
-from xcloud.features.replicas.merging import weighted_sum
-from xcloud.job.strategy import Averaging
+from xcloud.job.strategy import Averaging, everyone_merges
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import most_kept
@@ -112,7 +110,7 @@ def exchange_of(
         encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
         if traits.is_elastic:
             size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
-        elif everyone_merges(averaging.merge or weighted_sum, num_replicas):
+        elif everyone_merges(num_replicas, is_robust=averaging.merge is not None):
             size, mergers = whole, clouds[:0]
             codec_s = encode_s + decode_s * (num_replicas - 1)
         else:

@@ -13,7 +13,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.experiment import Experiment
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks
 from xcloud.features.replicas.links import links_between
-from xcloud.features.replicas.outer import Replicas
+from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import Join
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.batch_plan import replica_samples

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BASES, BuildContext, Stage, TaskData
@@ -17,7 +18,6 @@ from xcloud.experiment import Experiment
 from xcloud.features.activation_cache.cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.features.autopilot.pilot import pilot_of
 from xcloud.features.checkpoints.restored import check_facts, restored
-from xcloud.features.checkpoints.saving import Facts, bytes_to_copy
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.tied.gradients import tied_gradients
@@ -35,6 +35,7 @@ from xcloud.rank.reports import GpuClock, MemoryMeter, MemoryReport, TypicalStep
 from xcloud.rank.restarts import enter_late, parameters_fact
 from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
+from xcloud.rank.saving import Facts
 from xcloud.rank.task_data import Evaluator
 from xcloud.train.averaging import averager_of_ends, replicas_exchange
 from xcloud.train.gradient_parts import PrivacyAccount, PrivateGradients, overlapped_sums

@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from enum import IntEnum
 from functools import partial
 
 import torch
@@ -29,42 +28,17 @@ import torch
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import StateTree
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
-from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
+from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.pipeline.control import Control, Signal
 from xcloud.pipeline.hook import Hook, StepReport
+from xcloud.rank.saving import CHECKPOINT_CARRIES, CheckpointMessage, code_of
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
-CHECKPOINT_CARRIES = (
-    "how far a rank is with its part of a checkpoint, or how often to save uint8",
-)
 _MOST_OPEN = 16  # checkpoints of which a rank may report before all have
 
 
-class CheckpointMessage(IntEnum):
-    """What ranks tell each other of a checkpoint."""
-
-    DONE = 1  # to rank 0: my part is on the disk
-    FAILED = 2  # to rank 0: I have none
-    AGREED = 3  # from rank 0: every rank has its part
-    STOP = 4  # to rank 0: I was asked to end
-    SAVE = 5  # from rank 0, where no signal comes with the step (one-way jobs)
-    SAVE_AND_STOP = 6
-    LOST = 7  # from rank 0: some rank has no part
-    EVERY = 8  # from rank 0, in place of a step: replicas save at multiples of this number
-
-
 _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
-
-
-def code_of(frame: Frame, peer: int) -> int:
-    """Of a message about a checkpoint. Raises FrameError for anything but one code."""
-    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec((1,), torch.uint8):
-        raise FrameError(
-            f"{frame.key} of rank {peer} must carry one code, got "
-            f"{[TensorSpec.of(part) for part in frame.parts]}"
-        )
-    return int(frame.parts[0])
 
 
 class Ledger:

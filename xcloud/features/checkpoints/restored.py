@@ -1,71 +1,83 @@
-"""What a rank goes on from, as the ranks have agreed."""
+"""The state that a rank resumes from, as the ranks have agreed."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.state import StateTree, load_states, states_of
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.resume import Changes, RankCheckpoints
-from xcloud.features.checkpoints.saving import (
-    CheckpointWriter,
-    Facts,
-    Timing,
-    about_part,
-    bytes_to_copy,
-)
+from xcloud.features.checkpoints.saving import CheckpointWriter, Timing, about_part
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.role import RankContext
+from xcloud.rank.saving import Facts
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 
 def check_facts(context: RankContext[Any], facts: Facts) -> None:
-    """Raise DataError if the run goes on from a checkpoint that was made with other data. Called
-    as soon as they are loaded: what is built from them may take hours."""
+    """Raise DataError if the run resumes from a checkpoint that was made with other data.
+
+    Called as soon as they are loaded: what is built from them may take hours.
+    """
     step = context.verdict.from_step
     if step and context.rank in context.job.roster.saving:
         folder = CheckpointFolder(context.run_dir)
-        holder = RankCheckpoints(folder, context.rank, context.job.places, context.settings)
+        holder = RankCheckpoints(
+            folder, context.rank, context.job.places, settings=context.settings
+        )
         if own := holder.own_step(step):
             holder.check_facts(own, facts)
 
 
 def restored(
     context: RankContext[Any],
-    parts: StateTree,
+    states: StateTree,
     control: Control | None,
     facts: Facts,
     is_told: bool = True,
 ) -> Checkpointer:
-    """Of all that this rank goes on from, which takes over its state if the ranks have agreed
-    on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
-    job, rank, reporter = context.job, context.rank, context.reporter
-    folder, step = CheckpointFolder(context.run_dir), context.verdict.from_step
+    """Return what saves `states` from now on, once they have taken over the agreed checkpoint.
+
+    facts: digests of the data, which must stay the same.
+    is_told: rank 0's signal comes with every step.
+    Called before the first step.
+    """
+    job = context.job
+    rank = context.rank
+    reporter = context.reporter
+    step = context.verdict.from_step
+    folder = CheckpointFolder(context.run_dir)
     if rank not in job.roster.saving:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        return Checkpointer(Timing(never), CheckpointWriter(folder, rank, {}), None, {}, reporter)
-    holder = RankCheckpoints(folder, rank, job.places, context.settings)
+        writer = CheckpointWriter(folder, rank, {})
+        return Checkpointer(Timing(never), writer, control=None, parts={}, reporter=reporter)
+    holder = RankCheckpoints(folder, rank, job.places, settings=context.settings)
     own = holder.own_step(step) if step else 0
     if own < step:
-        since = f"goes on from its own of step {own}" if own else "begins anew"
+        since = f"goes on from its own of step {own}" if own else "restarts"
         reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
     forgets = False
     if own:
-        state, forgets = holder.restore(own, states_of(parts), facts)
-        load_states(parts, state, f"rank {rank}")
+        state, forgets = holder.restore(own, states_of(states), facts)
+        load_states(states, state, f"rank {rank}")
     elif job.checkpoint.are_made:
-        bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
-    folder.delete_after(step, rank, context.verdict.attempt, context.roll_back)
+        bytes_to_copy(lambda: states_of(states))  # digests are made here, not between updates
+    folder.delete_after(step, rank, attempt=context.verdict.attempt, roll_back=context.roll_back)
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)
         if changed.said:
             reporter.note(changed.price(forgets))
-    about = about_part(job.places, context.settings, context.verdict.attempt, facts)
+    about = about_part(job.places, context.settings, context.verdict.attempt, facts=facts)
     return Checkpointer(
-        Timing(job.checkpoint, step, job.max_steps),
+        Timing(job.checkpoint, step, last_step=job.max_steps),
         CheckpointWriter(folder, rank, about),
-        control, parts, reporter, context.asked, job.roster.saving,
-        is_told,
-    )  # fmt: skip
+        control,
+        parts=states,
+        reporter=reporter,
+        asked=context.asked,
+        among=job.roster.saving,
+        is_told=is_told,
+    )

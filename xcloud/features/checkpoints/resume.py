@@ -20,9 +20,9 @@ from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.features.checkpoints.common_step import newest_common
-from xcloud.features.checkpoints.saving import Facts
 from xcloud.job.job import Job
 from xcloud.job.strategy import Places
+from xcloud.rank.saving import Facts
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 MAX_STEPS = "training.max_steps"

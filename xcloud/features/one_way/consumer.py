@@ -19,8 +19,6 @@ from xcloud.comm.state import State as Saved
 from xcloud.comm.state import Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import SUMS, Consumer
-from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage
-from xcloud.features.checkpoints.restored import restored
 from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.features.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.features.one_way.job import OneWayExperiment
@@ -29,6 +27,7 @@ from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import FlatBuffer
 from xcloud.rank.role import RankContext
+from xcloud.rank.saving import CheckpointMessage, Saver
 from xcloud.rank.task_data import report_scores
 from xcloud.record.files import failure_of
 
@@ -73,7 +72,7 @@ class ConsumerRun(StatefulTree):
             what = "was lost and may take its share again once it is ready"
             self._intake.producer(self.num_updates, p, State.ABSENT, what)
 
-    def train(self, checkpoints: Checkpointer) -> bool:
+    def train(self, checkpoints: Saver) -> bool:
         """To the end; whether it ended before, as it was asked to. Raises LinkClosed when no
         producer is left, or one is lost that must not be."""
         job, last = self._rank.job, self._rank.job.max_steps
@@ -90,7 +89,7 @@ class ConsumerRun(StatefulTree):
                     return True
         return False
 
-    def _update(self, step: int, checkpoints: Checkpointer) -> Signal:
+    def _update(self, step: int, checkpoints: Saver) -> Signal:
         """Returns what all ranks do after it."""
         while not (agreed := self._attempt(step, checkpoints)).sums[1]:
             if not self.plan.has_started:
@@ -110,7 +109,7 @@ class ConsumerRun(StatefulTree):
             self._rank.reporter.note(note)
         return Signal(int(agreed.signal))
 
-    def _attempt(self, step: int, checkpoints: Checkpointer) -> Round:
+    def _attempt(self, step: int, checkpoints: Saver) -> Round:
         """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
         0 means that nothing came, and the step is to be tried again."""
         rank, orders = self._rank, self.plan.orders()
@@ -135,7 +134,7 @@ class ConsumerRun(StatefulTree):
         self._move_on(step, mine, checkpoints)
         return mine
 
-    def _move_on(self, step: int, agreed: Round, checkpoints: Checkpointer) -> None:
+    def _move_on(self, step: int, agreed: Round, checkpoints: Saver) -> None:
         changes = self.plan.end_step(agreed)
         if changes:
             self._intake.taken.clear()
@@ -148,7 +147,7 @@ class ConsumerRun(StatefulTree):
             names = ", ".join(self._names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 
-    def _lose(self, p: int, before: State, why: str, checkpoints: Checkpointer) -> None:
+    def _lose(self, p: int, before: State, why: str, checkpoints: Saver) -> None:
         """Until now a checkpoint needed its part: the plan counted on its batches."""
         rank, name = self._rank, self._names[p]
         for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
@@ -176,7 +175,7 @@ class ConsumerRun(StatefulTree):
         file.unlink()
         self._intake.note("continuing")
 
-    def _save(self, checkpoints: Checkpointer, signal: Signal) -> bool:
+    def _save(self, checkpoints: Saver, signal: Signal) -> bool:
         """Between two steps; whether the run ends here. All that was ordered arrives first, and
         the producers save once they have made it."""
         if signal is Signal.GO_ON:
@@ -282,9 +281,7 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             part = job.model.consumer(self.building(job.max_steps))
         run = ConsumerRun(self, part)
-        checkpoints = restored(
-            self.context, {"consumer": run}, self.control, {"data": part.own_digests()}
-        )
+        checkpoints = self.restored({"consumer": run}, part.own_digests())
         self.group.barrier()
         self._phase("training")
         self.context.asked.is_armed = job.checkpoint.are_made
@@ -304,7 +301,7 @@ class ConsumerRank(OneWayRank):
             self.reporter.event("finish", num_steps=run.num_updates)
         self.leave(checkpoints)
 
-    def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
+    def _await_checkpoint(self, checkpoints: Saver, plan: ConsumptionPlan) -> None:
         """Until the producers have written theirs; not for one that is stopped or has ended."""
         checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s

@@ -18,8 +18,6 @@ from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import State, Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import Fed, Producer
-from xcloud.features.checkpoints.checkpointing import Checkpointer, CheckpointMessage, code_of
-from xcloud.features.checkpoints.restored import restored
 from xcloud.features.one_way.feed import NOBODY, Order, packed, unpacked
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.ranks import CARRIES, OneWayRank
@@ -28,6 +26,7 @@ from xcloud.net.link_end import PeerLife
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import FlatBuffer
 from xcloud.rank.role import RankContext
+from xcloud.rank.saving import CheckpointMessage, Saver, code_of
 from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 
@@ -137,7 +136,7 @@ class ProducerRun(StatefulTree):
         self._made: Counter[str] = Counter()  # since then
         self._losses: list[float] = []  # of the batches learned from
 
-    def feed(self, checkpoints: Checkpointer) -> bool:
+    def feed(self, checkpoints: Saver) -> bool:
         """Until the consumer wants no more; what is ordered and not begun is made only where ranks
         that average gradients must end with the same batch. Returns whether the run ends early.
         Raises LinkClosed if the consumer is gone."""
@@ -271,9 +270,7 @@ class ProducerRank(OneWayRank):
         with self.computing:
             part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
         run = ProducerRun(self, part, place.cloud)
-        checkpoints = restored(
-            self.context, {"producer": run}, self.control, {"data": part.own_digests()}
-        )
+        checkpoints = self.restored({"producer": run}, part.own_digests())
         self.orders.begin_after(run.number, run.kept)
         ready_file(self.context.run_dir, self.rank).touch()
         self.say_ready()

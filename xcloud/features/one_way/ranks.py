@@ -8,7 +8,7 @@ one cloud, and each point-to-point link ends alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.state import Stateful
+from xcloud.comm.state import Stateful, StateTree
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way import OneWayContext
-from xcloud.features.checkpoints.checkpointing import CHECKPOINT_CARRIES, Checkpointer
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
@@ -32,6 +31,7 @@ from xcloud.pipeline.wiring import join_control
 from xcloud.rank.export import exporting
 from xcloud.rank.reports import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
+from xcloud.rank.saving import CHECKPOINT_CARRIES, Saver
 
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
 _MORE_AHEAD = 8  # messages on a link beside batches or orders for them
@@ -158,6 +158,13 @@ class OneWayRank(Role[OneWayExperiment]):
             group_size=place.group_size,
         )  # fmt: skip
 
+    def restored(self, states: StateTree, digests: Mapping[str, str]) -> Saver:
+        """Return what saves these states, which take over what the ranks go on from.
+
+        digests: of the data that this rank reads, by a name for messages.
+        """
+        return self.context.restored(self.context, states, self.control, {"data": digests})
+
     @contextmanager
     def computing_in(self, clock: StepClock, what: What) -> Iterator[None]:
         """Once it is this rank's turn, which it waits for."""
@@ -179,7 +186,7 @@ class OneWayRank(Role[OneWayExperiment]):
         modules = [] if module is None else [module]
         self.reporter.event("memory", **self.memory.describe(modules, moments))
 
-    def leave(self, checkpoints: Checkpointer) -> None:
+    def leave(self, checkpoints: Saver) -> None:
         """Once this rank has nothing more to do. What counts as a checkpoint rank 0 says before
         its goodbye."""
         if self.rank != 0:

@@ -27,6 +27,7 @@ from xcloud.features.replicas.merging import (
     weighted_mean,
     weighted_sum,
 )
+from xcloud.job.strategy import everyone_merges
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.net.link import Parts
 
@@ -405,19 +406,13 @@ class Aggregators(AllToAll):
         return str(replica)
 
 
-def everyone_merges(merge: Merge, num_replicas: int) -> bool:
-    """Return whether each replica merges all contributions itself. Two send least so. Among
-    more, a merge that bounds what one contribution does must not be left to any one replica; a sum
-    or mean bounds nothing, so each may merge a part for all."""
-    return num_replicas == 2 or merge not in (weighted_sum, weighted_mean)
-
-
 def averager_for(
     links: ReplicaLinks, shapes: Mapping[str, torch.Size],
     new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """Return the averager that sends least and lets no replica decide for others what the terms'
     merge would not let it."""
-    if everyone_merges(terms.merge, links.num_replicas):
+    is_robust = terms.merge not in (weighted_sum, weighted_mean)
+    if everyone_merges(links.num_replicas, is_robust):
         return AllToAll(links, new_codec(shapes), terms)
     return Aggregators(links, shapes, new_codec, terms)

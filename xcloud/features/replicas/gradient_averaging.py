@@ -35,7 +35,7 @@ from xcloud.features.replicas.merging import (
     mean_of,
     weighted_mean,
 )
-from xcloud.features.replicas.outer import Replicas
+from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.strategy import Averaging, Traits
 from xcloud.pipeline.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
 

@@ -22,7 +22,12 @@ from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_numbe
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import HUB, Hub, Member
 from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.features.replicas.outer import OuterOptimizer, OuterParameters, Replicas, Shapes
+from xcloud.features.replicas.outer_optimizer import (
+    OuterOptimizer,
+    OuterParameters,
+    Replicas,
+    Shapes,
+)
 from xcloud.job.strategy import Averaging, Traits
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work

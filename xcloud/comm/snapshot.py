@@ -1,0 +1,81 @@
+"""Host memory that a rank copies its state into, to be written while training continues."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from xcloud.comm.state import copying
+
+_ALIGN = 64
+_PAGE_BYTES = 4096
+_PIECE_PAGES = 4096  # touched before looking whether to stop
+
+
+def bytes_to_copy(take: Callable[[], object]) -> int:
+    """Of host memory that the snapshot `take` needs in a `SnapshotBuffer`. Nothing is copied."""
+    num_bytes = 0
+
+    def count(tensors: tuple[Tensor, ...]) -> Tensor:
+        nonlocal num_bytes
+        num_bytes += _aligned(sum(tensor.nbytes for tensor in tensors))
+        return tensors[0]
+
+    with copying(count):
+        take()
+    return num_bytes
+
+
+class SnapshotBuffer:
+    """Host memory for one snapshot at a time, of tensors of any device, kept for the next one: on
+    a GPU the copy would need room that training does not have. What does not fit gets host memory
+    of its own."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within, `copy_of` copies into this memory, over the snapshot before."""
+        self._used = 0
+        with copying(self._copy):
+            yield
+
+    def enlarge(self, num_bytes: int, stop: threading.Event) -> None:
+        """To so many bytes, which no snapshot is in meanwhile, and touch all of them unless `stop`
+        comes first. Touching holds no lock of Python's and uses one core."""
+        if num_bytes <= len(self._memory):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
+        with contextlib.suppress(RuntimeError):  # no memory now: the copy itself will say so
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        pages = self._memory.numpy()[::_PAGE_BYTES]
+        for first in range(0, len(pages), _PIECE_PAGES):
+            if stop.is_set():
+                return
+            pages[first : first + _PIECE_PAGES] = 0
+
+    def _copy(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        like, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+        end = self._used + num_bytes
+        if end > len(self._memory):
+            place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+        else:
+            place = self._memory[self._used : end].view(like.dtype)
+            self._used = _aligned(end)
+        with torch.no_grad():
+            if len(tensors) == 1:
+                return place.view(like.shape).copy_(like)
+            rows = place.view(sum(map(len, tensors)), *like.shape[1:])
+            for own, tensor in zip(torch.split(rows, [*map(len, tensors)]), tensors, strict=True):
+                own.copy_(tensor)
+            return rows
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -1,0 +1,72 @@
+"""What every rank knows of checkpoints: the messages about them, and what saves its state. How
+that is done is the feature's matter (features/checkpoints/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from xcloud.base.errors import FrameError
+from xcloud.net.frame import Frame, TensorSpec
+from xcloud.pipeline.control import Signal
+
+Facts = Mapping[str, Mapping[str, str]]
+"""Digests of what a rank reads, by kind ("data", "base") and by a name for messages. They stay
+with the shard that this rank has of a checkpoint."""
+
+CHECKPOINT_CARRIES = (
+    "how far a rank is with its part of a checkpoint, or how often to save uint8",
+)
+
+
+class CheckpointMessage(IntEnum):
+    """A code by which ranks tell each other of a checkpoint."""
+
+    DONE = 1  # to rank 0: my part is on the disk
+    FAILED = 2  # to rank 0: I have none
+    AGREED = 3  # from rank 0: every rank has its part
+    STOP = 4  # to rank 0: I was asked to end
+    SAVE = 5  # from rank 0, where no signal comes with the step (one-way jobs)
+    SAVE_AND_STOP = 6
+    LOST = 7  # from rank 0: some rank has no part
+    EVERY = 8  # from rank 0, in place of a step: replicas save at multiples of this number
+
+
+def code_of(frame: Frame, peer: int) -> int:
+    """Return the code in a message about a checkpoint. Raises FrameError for anything else."""
+    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec((1,), torch.uint8):
+        raise FrameError(
+            f"{frame.key} of rank {peer} must carry one code, got "
+            f"{[TensorSpec.of(part) for part in frame.parts]}"
+        )
+    return int(frame.parts[0])
+
+
+class Saver(Protocol):
+    """What saves one rank's state where a loop of its own asks for it, step by step."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether rank 0 still waits for a rank's report on the last checkpoint."""
+
+    def signal(self, step: int) -> Signal:
+        """Decide in rank 0 what all ranks do after this update."""
+
+    def after(self, step: int, signal: Signal) -> bool:
+        """Do between two updates what the signal says. Return whether this rank ends here."""
+
+    def fail(self, step: int, reason: str) -> None:
+        """Report that this rank cannot save the checkpoint of this step."""
+
+    def lose(self, peer: int) -> None:
+        """Count a rank as gone that the run continues without. Only rank 0 calls it."""
+
+    def settle(self) -> None:
+        """Block until this rank has written what it began."""
+
+    def close(self, is_finished: bool = False) -> None:
+        """Write everything that was begun, and end. Nobody saves after this."""
