@@ -240,7 +240,7 @@ def ours(rank: int, schedule, compression):
     from xcloud.contracts.model import Stage, StageOutput
     from xcloud.layout import Cloud, ClusterLayout
     from xcloud.net.gloo_link import GlooTransport
-    from xcloud.net.transport import Meeting
+    from xcloud.net.transport import Rendezvous
     from xcloud.pipeline.batch_plan import cut
     from xcloud.pipeline.ends import Ends
     from xcloud.pipeline.pipeline import Pipeline
@@ -262,7 +262,7 @@ def ours(rank: int, schedule, compression):
     clock, cpu = StepClock(), torch.device("cpu")
     job = wired_job(layout, {0: boundary}, compression, schedule, BATCH)
     store = PrefixStore(f"system {next(_systems)}", _get_default_store())  # lines of its own
-    transport = GlooTransport(Meeting(rank, 2, store))
+    transport = GlooTransport(Rendezvous(rank, 2, store))
     ends = Ends(transport, layout, Path("."), clock.messages)
     wiring = wire(job, ends, clock, cpu, print)
     stage = Layers()

@@ -38,7 +38,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.link_profile import LinkProfile, Wan
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.pipeline.batch_plan import cut
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.ends import Ends
@@ -133,7 +133,7 @@ class System:
         job = wired_job(layout, boundaries, int8, schedule, len(self._pieces[0]))
         # Each system has a part of the store, and so clocks of its own.
         store = PrefixStore(f"system {next(_systems)}", _get_default_store())
-        transport = GlooTransport(Meeting(rank, num_stages, store))
+        transport = GlooTransport(Rendezvous(rank, num_stages, store))
         ends = Ends(transport, layout, folder, clock.messages)
         self.wiring = wire(job, ends, clock, cpu, print)
         torch.manual_seed(rank)
@@ -165,11 +165,11 @@ class System:
 
 def main() -> None:
     """LINK: {"bandwidth_bits_per_s": ..., "latency_s": ...} of an emulated link, or "real"."""
-    rank, num_stages, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, num_stages, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     link = json.loads(sys.argv[4])
     wan: Wan = "real" if link == "real" else LinkProfile(**link)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_stages)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_stages)
     systems: dict[tuple[int, int, bool], System] = {}
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:

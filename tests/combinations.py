@@ -55,12 +55,12 @@ from xcloud.launch.one_rank import join
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.memory_transport import MemoryWorld
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
 from xcloud.rank.agreement import Verdict, table_of
-from xcloud.rank.restarts import meet_at_any_time
+from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EventReader
@@ -369,9 +369,9 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
-            meet = partial(meet_at_any_time, job, rank, run_dir)
-            meeting, verdict = join(job, table, rank, run_dir, meet)
-            transport = GlooTransport(meeting)
+            meet = partial(rendezvous_at_any_time, job, rank, run_dir)
+            rendezvous, verdict = join(job, table, rank, run_dir, meet)
+            transport = GlooTransport(rendezvous)
         process = one_rank.Process(StopSignal())
         one_rank.run_rank(job, run_dir, settings, verdict, process, transport)
 
@@ -379,9 +379,9 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _run_processes(job: Job, run_dir: Path, from_step: int) -> None:
-    meeting = run_dir / f"meeting-{from_step}"
+    rendezvous = run_dir / f"rendezvous-{from_step}"
     (run_dir / "job").write_bytes(pickle.dumps(job))
-    command = [sys.executable, "-m", "tests.combinations", str(run_dir), str(meeting)]
+    command = [sys.executable, "-m", "tests.combinations", str(run_dir), str(rendezvous)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen([*command, str(from_step), str(rank)], env=environment)
@@ -395,12 +395,12 @@ def _run_processes(job: Job, run_dir: Path, from_step: int) -> None:
     assert not any(codes), f"the ranks ended with {codes}"
 
 
-def _rank_in_a_process(run_dir: Path, meeting: Path, from_step: int, rank: int) -> None:
+def _rank_in_a_process(run_dir: Path, rendezvous: Path, from_step: int, rank: int) -> None:
     torch.set_num_threads(1)
     job: Job = pickle.loads((run_dir / "job").read_bytes())  # a test's own
     CheckpointFolder.prune = lambda *of: None  # type: ignore[method-assign]
-    store = FileStore(str(meeting), job.cluster.num_ranks)
-    transport = GlooTransport(Meeting(rank, job.cluster.num_ranks, store))
+    store = FileStore(str(rendezvous), job.cluster.num_ranks)
+    transport = GlooTransport(Rendezvous(rank, job.cluster.num_ranks, store))
     process = one_rank.Process(StopSignal())
     verdict = Verdict(from_step=from_step, attempt=1)
     one_rank.run_rank(job, run_dir, table_of({})["setting"], verdict, process, transport)

@@ -28,7 +28,7 @@ from xcloud.job.job import Job
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import (
     MAX_BYTES,
     MAX_VALUE,
@@ -57,10 +57,10 @@ def verdicts(*tables: Table, refused_with: Refused = nobody) -> list[Verdict]:
     job = cast(Job, SimpleNamespace(cluster=layout, refused_with=refused_with))
 
     def one(rank: int) -> Verdict:
-        meeting = Meeting(rank, num_ranks, store, within_s=20.0)
+        rendezvous = Rendezvous(rank, num_ranks, store, within_s=20.0)
         try:
             held = tables[rank].get("held", {})
-            return agree(job, meeting, tables[rank], held, newest_common)
+            return agree(job, rendezvous, tables[rank], held, newest_common)
         except ConfigError as error:
             return Verdict("stop", (), str(error))
 

@@ -90,7 +90,7 @@ def test_caches_of_earlier_releases_are_found(
 
 
 def test_one_rank_pretrains_and_all_ranks_get_the_same(tmp_path: Path) -> None:
-    meeting = threading.Barrier(3)
+    rendezvous = threading.Barrier(3)
     found: dict[int, Any] = {}
     said: dict[int, list[str]] = {rank: [] for rank in range(3)}
 
@@ -98,7 +98,7 @@ def test_one_rank_pretrains_and_all_ranks_get_the_same(tmp_path: Path) -> None:
         where = context(
             tmp_path,
             group_rank=rank,
-            barrier=lambda: meeting.wait(20) and None,
+            barrier=lambda: rendezvous.wait(20) and None,
             report=said[rank].append,
         )
         found[rank] = SMALL.weights("target", where).tensors

@@ -1,5 +1,5 @@
 """A carrier that the package does not have, all of it here: a TCP connection for each direction of
-each line. The cluster's config chooses it, and a run goes through it from meeting to summary."""
+each line. The cluster's config chooses it, and a whole run goes through it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from xcloud.net.link_end import (
     ReceivingEnd,
     SendingEnd,
 )
-from xcloud.net.transport import CPU, Collectives, Meeting, Transport
-from xcloud.rank.agreement import meet_here, table_of
+from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
+from xcloud.rank.agreement import rendezvous_here, table_of
 from xcloud.rank.stop_signal import StopSignal
 
 _LENGTH = struct.Struct("<Q")
@@ -41,17 +41,17 @@ carried: list[int] = []
 class Sockets:
     """The carrier, as `cluster.carrier` names it."""
 
-    def transport(self, meeting: Meeting) -> Transport:
-        return SocketTransport(meeting)
+    def transport(self, rendezvous: Rendezvous) -> Transport:
+        return SocketTransport(rendezvous)
 
 
 class SocketTransport(Transport):
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return SocketOut(self.meeting, f"{line} {self.rank}-{peer}", peer, settings)
+        return SocketOut(self.rendezvous, f"{line} {self.rank}-{peer}", peer, settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
         server = socket.create_server(("127.0.0.1", 0))
-        self.meeting.write(f"{line} {peer}-{self.rank}", str(server.getsockname()[1]))
+        self.rendezvous.write(f"{line} {peer}-{self.rank}", str(server.getsockname()[1]))
         return SocketIn(server, settings)
 
     def group(self, ranks: Any, device: torch.device = CPU) -> Collectives | None:
@@ -60,9 +60,11 @@ class SocketTransport(Transport):
 
 
 class SocketOut(SendingEnd):
-    def __init__(self, meeting: Meeting, name: str, peer: int, settings: OutSettings) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, name: str, peer: int, settings: OutSettings
+    ) -> None:
         super().__init__(settings)
-        self._port = partial(meeting.read, name, peer)
+        self._port = partial(rendezvous.read, name, peer)
         self._socket: socket.socket | None = None
 
     def _put(self, item: Outgoing) -> None:
@@ -116,8 +118,10 @@ def test_a_run_goes_through_the_carrier_that_the_config_names(
     (ours := tmp_path / "sockets").mkdir()
 
     def one(rank: int) -> None:
-        meeting, verdict = join(job, table_of({}), rank, ours, partial(meet_here, job, rank, ours))
-        transport = job.cluster.carrier.transport(meeting)
+        rendezvous, verdict = join(
+            job, table_of({}), rank, ours, partial(rendezvous_here, job, rank, ours)
+        )
+        transport = job.cluster.carrier.transport(rendezvous)
         process = one_rank.Process(StopSignal())
         one_rank.run_rank(job, ours, {}, verdict, process, transport)
 

@@ -26,7 +26,7 @@ from xcloud.job.inputs import inputs_of
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.split_point import Split
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.pretrained import kept_digest
 from xcloud.rank.agreement import agree_where_shared, compared_settings
 from xcloud.rank.task_data import shown_digest
@@ -161,7 +161,7 @@ def test_a_rank_that_reads_nothing_has_nothing_to_compare(name: str, tmp_path: P
 # --- what every cloud has: compared by contents ---
 
 
-class Lines(Meeting):
+class Lines(Rendezvous):
     """Over several processes a rank hears rank 0 and nobody else."""
 
     def read(self, name: str, rank: int) -> str:

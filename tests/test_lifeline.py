@@ -15,9 +15,10 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.gloo_groups import of_this_attempt
 from xcloud.net.link_end import PeerLife
-from xcloud.net.transport import Meeting, meeting_store
-from xcloud.rank import restarts
-from xcloud.rank.restarts import FailureDetector, Line, Word, life_of, watch
+from xcloud.net.transport import Rendezvous, rendezvous_store
+from xcloud.rank import failure_detector
+from xcloud.rank.failure_detector import FailureDetector, HeartbeatCode, HeartbeatLine
+from xcloud.rank.restarts import life_of, watch
 
 
 class Ranks:
@@ -37,10 +38,10 @@ class Ranks:
         self._sign_in(rank, self.joined[rank].watch)
         return self.joined[rank]
 
-    def come_by_hand(self, rank: int) -> Line:
+    def come_by_hand(self, rank: int) -> HeartbeatLine:
         """A rank that sends no heartbeat but those that the test gives."""
-        lines: list[Line] = []
-        self._sign_in(rank, lambda peer, store: lines.append(Line(store, 1, 30.0)))
+        lines: list[HeartbeatLine] = []
+        self._sign_in(rank, lambda peer, store: lines.append(HeartbeatLine(store, 1, 30.0)))
         wait_for(lambda: bool(lines), 20)
         return lines.pop()
 
@@ -66,8 +67,8 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(self, *args, **settings)
 
     monkeypatch.setattr(FailureDetector, "__init__", noted)
-    monkeypatch.setattr(restarts, "BEAT_S", 0.02)
-    monkeypatch.setattr(restarts, "GRACE_S", 0.1)
+    monkeypatch.setattr(failure_detector, "BEAT_S", 0.02)
+    monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
     yield
     for each in made:  # or its threads would be in torch when Python ends
         each.close()
@@ -109,7 +110,7 @@ def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
     wait_for(lambda: ranks.begun >= {2}, 20)
 
     liar.receive("rank 0")
-    liar.send(Word.ENDED, 2)
+    liar.send(HeartbeatCode.ENDED, 2)
 
     wait_for(lambda: 0 in ranks.lost, 20)
     assert str(ranks.lost[0]) == "rank 1 calls rank 2 lost"
@@ -161,10 +162,10 @@ def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> No
     wait_for(lambda: 2 in ranks.lost, 20)
     assert "rank 1 sent no heartbeat" in str(ranks.lost[2])
     line.receive("rank 0")
-    line.send(Word.ALIVE, 1)
+    line.send(HeartbeatCode.ALIVE, 1)
     wait_for(lambda: 1 not in joined[0]._lost, 20)
     line.receive("rank 0")
-    line.send(Word.LEFT, 1)
+    line.send(HeartbeatCode.LEFT, 1)
     assert not ranks.lost.keys() & {0}
 
 
@@ -198,19 +199,19 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         mine = FailureDetector(
             rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
         )
-        watch(meeting(rank), mine, layout)
+        watch(rendezvous(rank), mine, layout)
         return mine
 
-    def meeting(rank: int) -> Meeting:
-        store = meeting_store(tmp_path)
+    def rendezvous(rank: int) -> Rendezvous:
+        store = rendezvous_store(tmp_path)
         beginning = int(store.add(f"beginnings.{rank}", 1))
-        return Meeting(rank, 3, store, is_open=True, beginning=beginning)
+        return Rendezvous(rank, 3, store, is_open=True, beginning=beginning)
 
     first = begin(0)
     for _ in range(2):
         begin(1)
-        gone = meeting(2)
-        line = Line(life_of(gone.store, 2, gone.beginning), 1, 30.0)
+        gone = rendezvous(2)
+        line = HeartbeatLine(life_of(gone.store, 2, gone.beginning), 1, 30.0)
         wait_for(lambda: 1 in ranks.lost, 20)
         assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))
         del line
@@ -223,22 +224,22 @@ def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_threa
 ) -> None:
     """Whoever reaches the store may raise the number; nobody comes."""
     layout = ClusterLayout({"hub": Cloud(), "away": Cloud()}, "free")
-    store, lost = meeting_store(tmp_path), list[LinkError]()
+    store, lost = rendezvous_store(tmp_path), list[LinkError]()
     first = FailureDetector(0, "rank {}".format, 5.0, lost.append)
-    watch(Meeting(0, 2, meeting_store(tmp_path), is_open=True), first, layout)
-    other = Meeting(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
-    line = Line(life_of(other.store, 1, 1), 1, 30.0)
+    watch(Rendezvous(0, 2, rendezvous_store(tmp_path), is_open=True), first, layout)
+    other = Rendezvous(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
+    line = HeartbeatLine(life_of(other.store, 1, 1), 1, 30.0)
     live, num_greetings = first._lines[1], set[int]()
     for _ in range(20):
         store.add("beginnings.1", 1)
-        assert line.receive("rank 0") == (Word.ALIVE, 0)
-        line.send(Word.ALIVE, 1)
+        assert line.receive("rank 0") == (HeartbeatCode.ALIVE, 0)
+        line.send(HeartbeatCode.ALIVE, 1)
         threading.Event().wait(0.05)
         num_greetings.add(len(first._greetings))
         assert first._lines[1] is live and live.is_alive()
     assert max(num_greetings) == 1 and not lost
     line.receive("rank 0")
-    line.send(Word.LEFT, 1)
+    line.send(HeartbeatCode.LEFT, 1)
     first.over.set()  # it looks no more
     wait_for(lambda: not first.is_greeting(1), 30)  # nobody has come in time
     assert not lost
@@ -247,19 +248,19 @@ def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_threa
 def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(restarts, "GRACE_S", 20.0)
+    monkeypatch.setattr(failure_detector, "GRACE_S", 20.0)
     ranks = Ranks()
     hub = ranks.come(0)
     other = ranks.come_by_hand(2)
     line = ranks.come_by_hand(1)
     line.receive("rank 0")
-    assert other.receive("rank 0") == (Word.ALIVE, 0)
+    assert other.receive("rank 0") == (HeartbeatCode.ALIVE, 0)
     del line
     wait_for(lambda: 1 in hub._lost, 20)
 
-    def hear() -> tuple[Word, int]:
-        other.send(Word.ALIVE, 2)
+    def hear() -> tuple[HeartbeatCode, int]:
+        other.send(HeartbeatCode.ALIVE, 2)
         return other.receive("rank 0")
 
-    assert in_threads([hub.close, hear])[1] == (Word.ENDED, 1)
+    assert in_threads([hub.close, hear])[1] == (HeartbeatCode.ENDED, 1)
     assert not ranks.lost

@@ -91,7 +91,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import averager_for
@@ -99,8 +99,8 @@ from xcloud.pipeline.ends import Ends
 from xcloud.features.replicas.links import replica_links
 
 class OnlyLinks(GlooTransport):
-    def __init__(self, meeting):  # two ranks in one process
-        self.meeting, self.rank, self._open = meeting, meeting.rank, None
+    def __init__(self, rendezvous):  # two ranks in one process
+        self.rendezvous, self.rank, self._open = rendezvous, rendezvous.rank, None
 
 def held():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -111,7 +111,7 @@ store, together, found = HashStore(), threading.Barrier(2), []
 layout = ClusterLayout({n: Cloud(1, (0,), replica=i) for i, n in enumerate("ab")}, "free")
 
 def rank(number):
-    ends = Ends(OnlyLinks(Meeting(number, 2, store)), layout, Path())
+    ends = Ends(OnlyLinks(Rendezvous(number, 2, store)), layout, Path())
     links = replica_links(ends, layout, torch.device("cpu"))
     codec = lambda shapes: TensorCodec(shapes, lambda *_: Chain(), 1, True)
     averager = averager_for(links, SHAPES, codec)

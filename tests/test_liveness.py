@@ -30,7 +30,7 @@ from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.pipeline.control import Control, note_ages, word_of
 from xcloud.pipeline.ends import Ends
-from xcloud.rank.restarts import Silence
+from xcloud.rank.failure_detector import Silence
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 
@@ -96,7 +96,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
             ranks[0].meet()
         return str(raised.value)
 
-    ranks[1].out[0].send(MessageKey(Kind.MEETING, 1), ())
+    ranks[1].out[0].send(MessageKey(Kind.BARRIER, 1), ())
     said, _ = in_threads([wait, busy])
 
     assert "rank 2 has not come" in said and "sent no heartbeat for" in said
@@ -187,7 +187,7 @@ def test_a_message_of_a_step_is_overdue_only_once_nothing_of_a_step_has_moved_fo
 
 
 def test_a_meeting_and_a_replica_that_may_be_late_are_given_their_time_and_no_more() -> None:
-    for progress, kind in ((Progress(), Kind.MEETING), (None, Kind.AVERAGING)):
+    for progress, kind in ((Progress(), Kind.BARRIER), (None, Kind.AVERAGING)):
         end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK), progress=progress))
         if progress is not None:
             progress.note(time.monotonic() + 3600.0)
@@ -260,7 +260,7 @@ class Taker:
 
 
 @pytest.mark.parametrize("beats", [True, False])
-@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.MEETING])
+@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.BARRIER])
 def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(
     kind: Kind, beats: bool
 ) -> None:

@@ -17,7 +17,7 @@ from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.contracts.model import SPLITS
 from xcloud.experiment import Experiment
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, decode_facts
 from xcloud.rank.row_counts import load_or_be_told as load
 from xcloud.tasks.classification import FolderClassification, FolderCrossLingual
@@ -34,10 +34,10 @@ SMALL = {"tokenizer": SmallTokenizer(), "max_length": 40}
 SIDES = {f"{side}_tokenizer": SmallTokenizer() for side in ("source", "target")}
 
 
-def meetings() -> tuple[Meeting, Meeting]:
+def meetings() -> tuple[Rendezvous, Rendezvous]:
     """Of two ranks that may begin at any time, so that they can come one after the other."""
     store = HashStore()
-    return Meeting(0, 2, store, 1.0, is_open=True), Meeting(1, 2, store, 1.0, is_open=True)
+    return Rendezvous(0, 2, store, 1.0, is_open=True), Rendezvous(1, 2, store, 1.0, is_open=True)
 
 
 def experiment(task: str, *overrides: str) -> Experiment:
@@ -64,7 +64,7 @@ def test_a_rank_that_reads_nothing_opens_no_file(
 
     for split in SPLITS:
         assert other.num_samples(split) == owner.num_samples(split) > 0
-    closed = Meeting(0, 2, first.store, 1.0)
+    closed = Rendezvous(0, 2, first.store, 1.0)
     told = decode_facts(first.read("data", 0), 0)
     assert "the task's data" in told and decode_facts(first.read("data", 1), 1) == {}
     assert agree_on("data", closed, told, {1: told.keys()}) == told

@@ -14,7 +14,7 @@ from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
-from xcloud.net.transport import Meeting, meeting_store
+from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank.restarts import server_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
@@ -24,9 +24,9 @@ WINDOW = LinkWindow()
 def begun(
     rank: int, folder: Path, host: str | None = None, port: int = 0, within_s: float = 60.0
 ) -> GlooTransport:
-    store = meeting_store(folder) if host is None else server_store(rank, host, port)
+    store = rendezvous_store(folder) if host is None else server_store(rank, host, port)
     beginning = int(store.add(f"beginnings.{rank}", 1))
-    return GlooTransport(Meeting(rank, 3, store, within_s, True, beginning))
+    return GlooTransport(Rendezvous(rank, 3, store, within_s, True, beginning))
 
 
 @pytest.mark.parametrize("over", ["a file", "a server"])
@@ -49,7 +49,7 @@ def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> Non
 
     assert deliver(first, 1.0) == 1.0
     again = begun(1, tmp_path, host, port)
-    assert again.meeting.beginning == 2
+    assert again.rendezvous.beginning == 2
     assert hub.begins_again([1]) and not hub.begins_again([1])
     assert not hub.begins_again([1, 2])  # of a cloud of two ranks both must be there
     assert deliver(again, 2.0) == 2.0
@@ -82,7 +82,7 @@ def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
     begun(1, tmp_path)
     third = [begun(first_to_come, tmp_path)]
     third.append(begun(3 - first_to_come, tmp_path))
-    assert sorted((t.rank, t.meeting.beginning) for t in third) == [(1, 3), (2, 2)]
+    assert sorted((t.rank, t.rendezvous.beginning) for t in third) == [(1, 3), (2, 2)]
     assert sums(third) == [3.0, 3.0]
 
 

@@ -23,7 +23,8 @@ from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
 from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
 from xcloud.rank import restarts
-from xcloud.rank.restarts import Doorbell, FailureDetector, Line, Word, unreachable
+from xcloud.rank.failure_detector import FailureDetector, HeartbeatCode, HeartbeatLine
+from xcloud.rank.restarts import Doorbell, unreachable
 
 Address = namedtuple("Address", "family address")
 INTERFACES = {
@@ -133,13 +134,13 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
     stale = detector._lines[0]
     assert asked.wait(20)
     detector.watch(0, PrefixStore("next", store))
-    line = Line(PrefixStore("next", store), 0, 30.0)
+    line = HeartbeatLine(PrefixStore("next", store), 0, 30.0)
     released.set()
     stale.join(20)
-    line.send(Word.ALIVE, 0)
-    assert line.receive("rank 1") == (Word.ALIVE, 1)
+    line.send(HeartbeatCode.ALIVE, 0)
+    assert line.receive("rank 1") == (HeartbeatCode.ALIVE, 1)
     assert not stale.is_alive() and not lost
-    line.send(Word.LEFT, 0)
+    line.send(HeartbeatCode.LEFT, 0)
     detector._lines[0].join(20)
 
 

@@ -294,7 +294,7 @@ def test_copies_of_the_model_in_two_clouds_average_in_eight_bits(
     assert {m["kind"] for m in left} <= {
         "averaging",
         "report",
-        "meeting",
+        "barrier",
         "alive",
         "goodbye",
         "checkpoint",

@@ -16,7 +16,7 @@ from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.job import Job
-from xcloud.net.transport import Meeting, meeting_store
+from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.net.words import (
     MAX_NAME_BYTES,
     MAX_TEXT_BYTES,
@@ -31,20 +31,20 @@ from xcloud.net.words import (
 from xcloud.rank.agreement import agree
 
 
-def meeting(folder: Path, rank: int, within_s: float = 60.0, beginning: int = 0) -> Meeting:
-    store = meeting_store(folder)
-    return Meeting(rank, 3, store, within_s, is_open=beginning > 0, beginning=beginning or 1)
+def rendezvous(folder: Path, rank: int, within_s: float = 60.0, beginning: int = 0) -> Rendezvous:
+    store = rendezvous_store(folder)
+    return Rendezvous(rank, 3, store, within_s, is_open=beginning > 0, beginning=beginning or 1)
 
 
 def test_every_rank_hears_rank_0_and_rank_0_hears_every_rank(tmp_path: Path) -> None:
     def first() -> list[str]:
-        own = meeting(tmp_path, 0)
+        own = rendezvous(tmp_path, 0)
         heard = [own.read("table", rank) for rank in (2, 1)]
         own.write("verdict", "go " + " ".join(heard))
         return heard
 
     def other(rank: int) -> list[str]:
-        own = meeting(tmp_path, rank)
+        own = rendezvous(tmp_path, rank)
         own.write("table", f"of {rank} ü")
         return [own.read("verdict", 0), own.read("table", rank)]
 
@@ -56,17 +56,17 @@ def test_every_rank_hears_rank_0_and_rank_0_hears_every_rank(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["verdict", "word 0 verdict", "data", "run number", "table"])
 def test_a_text_in_the_store_is_nobody_s_word(name: str, tmp_path: Path) -> None:
     """Whoever reaches the store can write any key before the rank does whose word it would be."""
-    store = meeting_store(tmp_path)
+    store = rendezvous_store(tmp_path)
     for key in (name, f"{name}.0", f"{name}.1"):
         store.set(key, json.dumps({"kind": "go", "from_step": 100, "attempt": 7}))
 
     def first() -> list[str]:
-        own = meeting(tmp_path, 0)
+        own = rendezvous(tmp_path, 0)
         own.write(name, "mine")
         return [own.read(name, rank) for rank in (1, 2)]
 
     def other(rank: int) -> str:
-        own = meeting(tmp_path, rank)
+        own = rendezvous(tmp_path, rank)
         own.write(name, f"of {rank}")
         return own.read(name, 0)
 
@@ -79,18 +79,18 @@ def test_a_verdict_that_another_writes_into_the_store_is_not_followed(
     kind: str, tmp_path: Path
 ) -> None:
     told = {"kind": kind, "refused": [], "text": "cancelled", "from_step": 100, "attempt": 7}
-    meeting_store(tmp_path).set("verdict", json.dumps(told))
+    rendezvous_store(tmp_path).set("verdict", json.dumps(told))
     job = cast(Job, SimpleNamespace(roster=SimpleNamespace(saving=())))
     with pytest.raises(LinkTimeout, match="rank 0 has not come"):
-        agree(job, meeting(tmp_path, 1, within_s=0.5), {"setting": {}}, {}, newest_common)
+        agree(job, rendezvous(tmp_path, 1, within_s=0.5), {"setting": {}}, {}, newest_common)
 
 
 def test_a_rank_that_may_come_late_hears_what_rank_0_said_before_it_came(tmp_path: Path) -> None:
-    first = meeting(tmp_path, 0, beginning=1)
+    first = rendezvous(tmp_path, 0, beginning=1)
     first.write("verdict", "go")
     for beginning in (1, 2):
-        meeting_store(tmp_path).add("beginnings.2", 1)
-        late = meeting(tmp_path, 2, beginning=beginning)
+        rendezvous_store(tmp_path).add("beginnings.2", 1)
+        late = rendezvous(tmp_path, 2, beginning=beginning)
         assert late.read("verdict", 0) == "go"
         late.write("data", f"of beginning {beginning}")
         wait_for(lambda n=beginning: first.read("data", 2) == f"of beginning {n}", 20)
@@ -100,10 +100,10 @@ def test_a_rank_that_may_come_late_hears_what_rank_0_said_before_it_came(tmp_pat
 def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
     trouble: str, tmp_path: Path
 ) -> None:
-    first, good = meeting(tmp_path, 0), meeting(tmp_path, 2)
+    first, good = rendezvous(tmp_path, 0), rendezvous(tmp_path, 2)
 
     def misbehave() -> None:
-        line = _Line(line_of(meeting_store(tmp_path), 1, 1, is_first=False), 0, 60.0)
+        line = _Line(line_of(rendezvous_store(tmp_path), 1, 1, is_first=False), 0, 60.0)
         if trouble == "garbage":
             line._pair.isend(torch.full((70,), 0xFF, dtype=torch.uint8), 0).wait()
         messages = {
@@ -159,4 +159,4 @@ def test_what_is_no_word_is_refused_by_the_sender_s_name(buffer: torch.Tensor) -
 
 def test_only_rank_0_decides_so_nobody_asks_for_another_s_word(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        meeting(tmp_path, 1, within_s=0.1).read("table", 2)
+        rendezvous(tmp_path, 1, within_s=0.1).read("table", 2)

@@ -106,7 +106,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
-    monkeypatch.setattr(rank_process, "meet_here", lambda *all: called.append("join"))
+    monkeypatch.setattr(rank_process, "rendezvous_here", lambda *all: called.append("join"))
     monkeypatch.setattr(one_rank, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
@@ -165,7 +165,7 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(name: str, tmp_path: P
     run_dir = tmp_path / name
     run_dir.mkdir()
     job = job_from_config(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)})))
-    agreement.meet_here(job, 0, run_dir).write("here", "yes")
+    agreement.rendezvous_here(job, 0, run_dir).write("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "rendezvous" in {path.name for path in run_dir.iterdir()}

@@ -25,7 +25,7 @@ from xcloud.base.wording import check_name
 from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, Liveness, Wan
 
 if TYPE_CHECKING:
-    from xcloud.net.transport import Meeting, Transport
+    from xcloud.net.transport import Rendezvous, Transport
 
 _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 
@@ -33,9 +33,9 @@ _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 class Carrier(Protocol):
     """What carries messages between ranks."""
 
-    def transport(self, meeting: Meeting) -> Transport:
-        """Of the rank that came to this meeting. Every rank calls it, once all have agreed on what
-        they run."""
+    def transport(self, rendezvous: Rendezvous) -> Transport:
+        """Return the transport of the rank that came to this rendezvous. Every rank calls it, once
+        all have agreed on what they run."""
 
 
 @settings("cluster")

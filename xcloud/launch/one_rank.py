@@ -29,7 +29,7 @@ from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.producer import ProducerRank
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu
-from xcloud.net.transport import Meeting, Transport
+from xcloud.net.transport import Rendezvous, Transport
 from xcloud.rank.agreement import Table, Verdict, agree
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.stop_signal import StopSignal
@@ -46,8 +46,8 @@ FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
 
 
 def join(
-    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Meeting]
-) -> tuple[Meeting, Verdict]:
+    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Rendezvous]
+) -> tuple[Rendezvous, Verdict]:
     """Compare with the other ranks what is to run and which checkpoint it goes on from.
 
     table: what this rank runs.
@@ -58,8 +58,8 @@ def join(
     held = {}
     if CheckpointSteps(run_dir).steps():
         held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
-    meeting = meet()
-    return meeting, agree(job, meeting, mine=table, held=held, newest=newest_common)
+    rendezvous = meet()
+    return rendezvous, agree(job, rendezvous, mine=table, held=held, newest=newest_common)
 
 
 @singledispatch

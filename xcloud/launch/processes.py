@@ -89,7 +89,7 @@ class LocalRanks:
         was_asked = self.is_asked_to_stop
         if was_asked:
             raise RunStopped
-        self._remove_meeting_point()
+        self._remove_rendezvous()
         for stale in self.run_dir.glob("rank*.error.json"):  # a rank may die before it looks
             stale.unlink(missing_ok=True)
         self.processes = []
@@ -213,9 +213,9 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._remove_meeting_point()
+        self._remove_rendezvous()
 
-    def _remove_meeting_point(self) -> None:
+    def _remove_rendezvous(self) -> None:
         """Files by which ranks have met: of no use to others, and after a kill still there."""
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):

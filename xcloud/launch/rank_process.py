@@ -18,9 +18,9 @@ from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_
 from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
 from xcloud.launch.ranks_in_threads import run_in_threads
 from xcloud.net.gloo_link import GlooTransport
-from xcloud.net.transport import Meeting
-from xcloud.rank.agreement import Table, Verdict, meet_here, table_of
-from xcloud.rank.restarts import meet_at_any_time
+from xcloud.net.transport import Rendezvous
+from xcloud.rank.agreement import Table, Verdict, rendezvous_here, table_of
+from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import RankState
 
@@ -72,17 +72,19 @@ class RankProcess(Process):
         config, job = self.read()
         table = table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
-        meeting, verdict = join(job, table, self.rank, self.run_dir, meet=lambda: self.meet(job))
-        return self.play(job, config, table=table, meeting=meeting, verdict=verdict)
+        rendezvous, verdict = join(
+            job, table, self.rank, self.run_dir, meet=lambda: self.meet(job)
+        )
+        return self.play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
 
     def play(
-        self, job: Job, config: Any, table: Table, meeting: Meeting, verdict: Verdict
+        self, job: Job, config: Any, table: Table, rendezvous: Rendezvous, verdict: Verdict
     ) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""
         if job.cluster.num_processes < job.cluster.num_ranks:
             return run_in_threads(job, table, self.run_dir, asked=self.asked, state=self.state)
         carrier = job.cluster.carrier
-        transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)
+        transport = GlooTransport(rendezvous) if carrier is None else carrier.transport(rendezvous)
         return run_rank(
             job, self.run_dir, table["setting"], verdict=verdict, process=self, transport=transport
         )
@@ -92,9 +94,9 @@ class RankProcess(Process):
         config = configs.load(self.file)
         return config, configs.job_from_config(config)
 
-    def meet(self, job: Job) -> Meeting:
+    def meet(self, job: Job) -> Rendezvous:
         """Find the other ranks."""
-        meet = meet_at_any_time if job.roster.is_elastic else meet_here
+        meet = rendezvous_at_any_time if job.roster.is_elastic else rendezvous_here
         return meet(job, self.rank, self.run_dir)
 
     def fail(self, error: BaseException) -> int:

@@ -21,7 +21,7 @@ def run_in_threads(
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
         own = RankState(run_dir, rank) if rank else state
-        _, verdict = join(job, table, rank, run_dir, meet=lambda: transport.meeting)
+        _, verdict = join(job, table, rank, run_dir, meet=lambda: transport.rendezvous)
         is_stopped = run_rank(
             job,
             run_dir,

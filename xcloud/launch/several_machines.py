@@ -25,9 +25,10 @@ from xcloud.launch.failures import failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.net.rendezvous import Ending
-from xcloud.net.transport import Meeting
-from xcloud.rank.agreement import Verdict, rank_name
-from xcloud.rank.restarts import FailureDetector, meet_under_torchrun
+from xcloud.net.transport import Rendezvous
+from xcloud.rank.agreement import Table, Verdict, rank_name
+from xcloud.rank.failure_detector import FailureDetector
+from xcloud.rank.restarts import rendezvous_under_torchrun
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.files import CheckpointSteps
@@ -38,8 +39,11 @@ TABLE_WITHIN_S = 30.0  # of a run that has failed
 
 
 class TorchrunProcess(RankProcess):
-    """is_first_here: of the ranks of its machine. The monitor reports rank 0; in every other cloud
-    the first rank says what it does."""
+    """A rank that torchrun has started, perhaps on a machine of another owner.
+
+    is_first_here: whether it is the first of the ranks of its machine. The monitor reports rank 0;
+        in every other cloud the first rank says what it does.
+    """
 
     crosses_owners = True
 
@@ -60,15 +64,21 @@ class TorchrunProcess(RankProcess):
         _check_cloud(job, self.rank, self._cloud, configs.this_clouds_policy().me)
         return config, job
 
-    def meet(self, job: Job) -> Meeting:
+    def meet(self, job: Job) -> Rendezvous:
+        needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
         self._detector = FailureDetector(
-            self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
-            self._end_alone, partial(is_needed, job, self.rank) if job.roster.is_elastic else bool,
-        )  # fmt: skip
-        return meet_under_torchrun(job, self.rank, self.run_dir, self._detector, self._say)
+            self.rank,
+            partial(rank_name, job),
+            lost_after_s=job.cluster.liveness.lost_after_s,
+            on_lost=self._end_alone,
+            needs=needs,
+        )
+        return rendezvous_under_torchrun(
+            job, self.rank, self.run_dir, detector=self._detector, say=self._say
+        )
 
     def _say(self, text: str) -> None:
-        """One rank of a machine speaks for it."""
+        """Print a text in one rank of each machine, which speaks for it."""
         if self.is_first_here:
             say(text)
 
@@ -85,20 +95,22 @@ class TorchrunProcess(RankProcess):
             raise
         detector.leave()
 
-    def play(self, job: Job, config: Any, *agreed: Any) -> bool:
+    def play(
+        self, job: Job, config: Any, table: Table, rendezvous: Rendezvous, verdict: Verdict
+    ) -> bool:
+        """Run what all ranks have agreed on; one rank of each machine says how it goes."""
         _check_started(job)
         _check_unfinished(job, self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             say(job.headline)
-        verdict = next(each for each in agreed if isinstance(each, Verdict))
         if verdict.from_step:
             self._say(f"goes on from step {verdict.from_step}")
         if self.is_first_here and self.rank:
             self.state.listener = OwnProgress(job.max_steps, self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
-        is_stopped = super().play(job, config, *agreed)
+        is_stopped = super().play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
         if is_stopped:
             leave_ending(self.rank, Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
@@ -129,7 +141,7 @@ class TorchrunProcess(RankProcess):
         return code
 
     def _end_alone(self, error: LinkError) -> None:
-        """From another thread: the main one may wait for a rank that is gone, inside torch."""
+        """End the process from another thread: the main one may wait in torch for a lost rank."""
         code = write_failure(self.run_dir, self.rank, error)
         self.state.close(failed(error))
         self._await_table()
@@ -137,13 +149,13 @@ class TorchrunProcess(RankProcess):
         os._exit(code)
 
     def _await_table(self) -> None:
-        """Of a run that has failed, before the command that started the ranks ends."""
+        """Let the monitor finish the table of a failed run, before the starting command ends."""
         if self._monitor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._monitor.wait(TABLE_WITHIN_S)
 
     def _say_what_left(self) -> None:
-        """The first cloud's table has it."""
+        """Print what left this cloud; the first cloud has it in its table."""
         if self.rank and (table := what_left(self.run_dir)):
             self._say(table)
 
@@ -155,7 +167,8 @@ class TorchrunProcess(RankProcess):
 
 
 def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
-    """For `export` and the tracker, once all ranks have agreed to run it."""
+    """Copy the experiment to the run folder, for `export` and the tracker, once all ranks have
+    agreed to run it."""
     kept = run_dir / configs.EXPERIMENT_FILE
     with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
         if file.resolve() != kept:
@@ -163,7 +176,7 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
-    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    """Start the process that follows the events of rank 0, as no launcher watches the run."""
     drop_unfinished(run_dir)
     past = sum(1 for _ in EventReader(run_dir / EVENTS_FILE, warn=False))
     words = ["monitor", str(run_dir), "--experiment", str(file), "--parent", str(os.getpid())]
@@ -172,8 +185,8 @@ def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
 
 
 def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
-    """However long it measures, draws and stores: the run itself has ended well. Returns its exit
-    code, below 0 for a signal."""
+    """Wait for the monitor, however long it measures, draws and stores: the run has ended well.
+    Return its exit code, below 0 for a signal."""
     while True:
         try:
             return monitor.wait(note_s)
@@ -182,8 +195,12 @@ def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE
 
 
 def _check_started(job: Job) -> None:
-    """After the ranks have agreed on the file: its number of ranks is then the same in all."""
-    started, num_ranks = int(os.environ["WORLD_SIZE"]), job.cluster.num_processes
+    """Raise ConfigError unless torchrun has started as many ranks as the job has.
+
+    Called once the ranks have agreed on the file: its number of ranks is then the same in all.
+    """
+    started = int(os.environ["WORLD_SIZE"])
+    num_ranks = job.cluster.num_processes
     if started != num_ranks:
         raise ConfigError(
             f"torchrun started {started} ranks in all, but the clouds of this experiment have "
@@ -192,8 +209,11 @@ def _check_started(job: Job) -> None:
 
 
 def _check_unfinished(job: Job, run_dir: Path) -> None:
-    """torchrun starts a run that was interrupted again with the same command, so it goes on; one
-    that has come to its end must not."""
+    """Raise ConfigError for a folder with a finished run.
+
+    torchrun starts a run that was interrupted again with the same command, so that it goes on; one
+    that has come to its end must not.
+    """
     summary = read_summary(run_dir)
     if summary.get("status") == "finished" and summary.get("num_steps", 0) >= job.max_steps:
         raise ConfigError(
@@ -203,7 +223,10 @@ def _check_unfinished(job: Job, run_dir: Path) -> None:
 
 
 def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None:
-    """Refuse a rank of another cloud than --cloud says, or than this cloud's policy (me)."""
+    """Raise ConfigError for a rank of another cloud than --cloud or this cloud's policy says.
+
+    me: the cloud that the policy names.
+    """
     if me is not None and cloud not in (None, me):
         raise ConfigError(f"--cloud is {cloud!r}, but the policy of this cloud says me: {me}")
     cloud = cloud or me

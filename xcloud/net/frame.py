@@ -83,7 +83,7 @@ class Kind(IntEnum):
     AUTOPILOT = 6  # what ranks measured, and what rank 0 chose
     GOODBYE = 7
     START = 8  # what a stage passes to the next one, once, before the first step
-    MEETING = 9  # a rank has reached a barrier; rank 0 answers when all have
+    BARRIER = 9  # a rank has reached a barrier; rank 0 answers when all have
     ALIVE = 10  # a heartbeat of a rank that is busy outside a step
     AVERAGING = 11  # gradients or weight changes, between replicas of the pipeline
     # One-way jobs: a producer's batch, its "ready", the consumer's order for batches, and its
@@ -103,7 +103,7 @@ class Kind(IntEnum):
 OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AUTOPILOT, Kind.AVERAGING)
 """Kinds that ranks wait for inside an update, each with a deadline."""
 
-_SMALL = (Kind.NORM, Kind.REPORT, Kind.AUTOPILOT, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
+_SMALL = (Kind.NORM, Kind.REPORT, Kind.AUTOPILOT, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
 _TRAFFIC = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",
     Kind.GRADIENT: "backward",

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import ConfigError
 from xcloud.net.rendezvous import FOREVER, count_of, of_this_attempt
-from xcloud.net.transport import CPU, Collectives, Meeting, machine_id
+from xcloud.net.transport import CPU, Collectives, Rendezvous, machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,8 +109,8 @@ class GlooCollectives(GroupCollectives):
 class OpenGroups:
     """Of ranks that may begin at any time, also again."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0
         self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
@@ -118,18 +118,18 @@ class OpenGroups:
     def join(self, ranks: Sequence[int]) -> Collectives | None:
         """Of ranks that end and begin together; over gloo on GPUs too."""
         self._num_groups += 1
-        meeting, key = self.meeting, tuple(ranks)
-        if len(ranks) == 1 or meeting.rank not in ranks:
+        rendezvous, key = self.rendezvous, tuple(ranks)
+        if len(ranks) == 1 or rendezvous.rank not in ranks:
             return None
         if key not in self._parts:
-            own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", meeting.store)
-            self._parts[key] = of_this_attempt(own, meeting.rank, ranks, meeting.within_s)
+            own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", rendezvous.store)
+            self._parts[key] = of_this_attempt(own, rendezvous.rank, ranks, rendezvous.within_s)
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        return GroupCollectives.met_in(store, meeting.rank, ranks)
+        return GroupCollectives.met_in(store, rendezvous.rank, ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""
-        store = self.meeting.store
+        store = self.rendezvous.store
         newest = {peer: count_of(store, f"beginnings.{peer}") for peer in ranks}
         if any(count <= self.times(peer) for peer, count in newest.items()):
             return False
@@ -138,5 +138,5 @@ class OpenGroups:
 
     def times(self, rank: int) -> int:
         """How often it has begun, as far as this rank's links are concerned."""
-        own = rank == self.meeting.rank
-        return self.meeting.beginning if own else self._known.get(rank, 1)
+        own = rank == self.rendezvous.rank
+        return self.rendezvous.beginning if own else self._known.get(rank, 1)

@@ -36,7 +36,7 @@ from xcloud.net.link_end import (
     await_peer,
 )
 from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
-from xcloud.net.transport import CPU, Collectives, Meeting, Transport
+from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
 _TAGS = 1 << 30
 
@@ -179,14 +179,17 @@ class GlooInLink(ReceivingEnd):
 class GlooTransport(Transport):
     """A process group of two for each direction of a link; those of `group` are torch's."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__(meeting)
-        self._open = OpenGroups(meeting) if meeting.is_open else None
-        if self._open is None and meeting.num_ranks > 1 and not dist.is_initialized():
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__(rendezvous)
+        self._open = OpenGroups(rendezvous) if rendezvous.is_open else None
+        if self._open is None and rendezvous.num_ranks > 1 and not dist.is_initialized():
             dist.init_process_group(
-                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                "gloo",
+                store=rendezvous.store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.num_ranks,
                 timeout=timedelta(seconds=JOIN_WITHIN_S),
-            )  # fmt: skip
+            )
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         return GlooOutLink(self._pair(line, self.rank, peer), settings)
@@ -209,4 +212,4 @@ class GlooTransport(Transport):
         ranks = f"{sender}-{receiver}"
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
-        return Pair.claimed(self.meeting.store, line, ranks, int(self.rank == receiver))
+        return Pair.claimed(self.rendezvous.store, line, ranks, int(self.rank == receiver))

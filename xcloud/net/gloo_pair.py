@@ -39,8 +39,8 @@ class Pair:
         of the name would find the addresses of the earlier one, and hang."""
         if store.add(f"{line} {ranks} place {place}", 1) > 1:
             raise ConfigError(
-                f"there is a line {line!r} between ranks {ranks} already; one meeting makes each "
-                "line once: give another system of links a part of the store of its own "
+                f"there is a line {line!r} between ranks {ranks} already; one rendezvous makes "
+                "each line once: give another system of links a part of the store of its own "
                 "(PrefixStore)"
             )
         return cls(store, line, ranks, place)

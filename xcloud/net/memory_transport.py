@@ -28,7 +28,7 @@ from xcloud.net.link_end import (
     ReceivingEnd,
     SendingEnd,
 )
-from xcloud.net.transport import CPU, Collectives, Meeting, Transport
+from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=60)
@@ -61,7 +61,7 @@ def in_threads(num_ranks: int, work: Callable[[MemoryTransport], T]) -> list[T]:
 
 class MemoryTransport(Transport):
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        super().__init__(Meeting(rank, world.num_ranks, world.store))
+        super().__init__(Rendezvous(rank, world.num_ranks, world.store))
         self._world, self.computing = world, world.computing
         self._num_groups = 0
 
@@ -77,7 +77,7 @@ class MemoryTransport(Transport):
         self._num_groups += 1
         if len(ranks) == 1 or self.rank not in ranks:
             return None
-        store = PrefixStore(f"group {self._num_groups}", self.meeting.store)
+        store = PrefixStore(f"group {self._num_groups}", self.rendezvous.store)
         return GroupCollectives.met_in(store, self.rank, ranks, PATIENCE)
 
 

@@ -46,7 +46,7 @@ def num_cores() -> int:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a job meet before they have links.
 
     store: in which all of them find each other. within_s: how long ranks that have not come are
@@ -80,7 +80,7 @@ class Meeting:
         return self.words.hear(name, rank)
 
 
-def meeting_store(run_dir: Path) -> Store:
+def rendezvous_store(run_dir: Path) -> Store:
     """Of all ranks of one machine, in a file of the run folder."""
     # Not by its URL, which would end at a '#' or '?' in the path.
     store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
@@ -113,8 +113,8 @@ class Transport(ABC):
     computing: AbstractContextManager[object] = nullcontext()
     """Held by the one rank that computes, where ranks share a process and must take turns."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.rank = meeting, meeting.rank
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous, self.rank = rendezvous, rendezvous.rank
 
     @abstractmethod
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
@@ -135,11 +135,11 @@ class Transport(ABC):
     def run_number(self) -> int:
         """The same in all ranks, and not that of an earlier run."""
         if self.rank == 0:
-            self.meeting.write("run number", str(time.time_ns()))
-        return int(self.meeting.read("run number", 0))
+            self.rendezvous.write("run number", str(time.time_ns()))
+        return int(self.rendezvous.read("run number", 0))
 
     def machines(self) -> set[int]:
         """Return `machine_id` of this rank and of rank 0: of two, some rank is elsewhere."""
         if self.rank == 0:
-            self.meeting.write("machine", str(machine_id()))
-        return {machine_id(), int(self.meeting.read("machine", 0))}
+            self.rendezvous.write("machine", str(machine_id()))
+        return {machine_id(), int(self.rendezvous.read("machine", 0))}

@@ -156,7 +156,7 @@ class Control:
         gives none, LinkClosed naming one that is gone.
         """
         self._num_meetings += 1
-        key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
+        key, started_s = MessageKey(Kind.BARRIER, self._num_meetings), time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
         missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)

@@ -86,7 +86,7 @@ class Wiring(StatefulTree):
         """What the channels carry from step to step; links and counters begin anew."""
         return {MEMORY: self.boundaries.channels}
 
-    def expect_signs_of_life(self) -> None:
+    def start_failure_detection(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
         links are emulated, which hold messages back, or where clouds may leave and come back."""
         if not self.is_elastic and not self.ends.is_emulated:

@@ -30,7 +30,7 @@ import xcloud
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import code_digests, commit, file_digest
 from xcloud.job.job import Job
-from xcloud.net.transport import Meeting, meeting_store
+from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.tasks.tokenizer import Tokenizer
 
 Table = Mapping[str, Mapping[str, str]]
@@ -91,35 +91,35 @@ class Verdict:
 _VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
 
 
-def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
+def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     """On one machine, where ranks begin once."""
     num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
-    store = meeting_store(run_dir) if num_ranks > 1 else HashStore()
-    return Meeting(rank, num_ranks, store, within_s)
+    store = rendezvous_store(run_dir) if num_ranks > 1 else HashStore()
+    return Rendezvous(rank, num_ranks, store, within_s)
 
 
-def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -> Verdict:
+def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: Newest) -> Verdict:
     """Compare with all ranks; where ranks may begin at any time, with those that save, and the
     others with rank 0. Every rank calls it first.
 
     mine: what this rank runs (table_of). Raises ConfigError in every rank that cannot go
     on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
-    rank, compared = meeting.rank, {*range(meeting.num_ranks)}
-    if meeting.is_open:
+    rank, compared = rendezvous.rank, {*range(rendezvous.num_ranks)}
+    if rendezvous.is_open:
         compared = {*job.roster.saving}
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
-        meeting.write("table", encode_table(mine))
+        rendezvous.write("table", encode_table(mine))
     if rank == 0:
-        told = _Comparison(job, meeting, mine, compared - {0}).verdict(newest)
+        told = _Comparison(job, rendezvous, mine, compared - {0}).verdict(newest)
         told = replace(told, text=_printable(told.text), attempt=time.time_ns())
-        meeting.write("verdict", json.dumps(asdict(told)))
+        rendezvous.write("verdict", json.dumps(asdict(told)))
     elif rank not in compared:
-        own = _Comparison(job, meeting, mine, {0}).judge()
+        own = _Comparison(job, rendezvous, mine, {0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
-    verdict = decode_verdict(meeting.read("verdict", 0))
+    verdict = decode_verdict(rendezvous.read("verdict", 0))
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return verdict
@@ -127,7 +127,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
 
 def agree_on(
     what: str,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     facts: Mapping[str, str],
     left_out: Mapping[int, Collection[str]] = {},
 ) -> Mapping[str, str]:
@@ -137,15 +137,15 @@ def agree_on(
     Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
     may begin at any time.
     """
-    meeting.write(what, json.dumps(dict(facts)))
-    theirs, others = facts, range(0 if meeting.is_open else meeting.num_ranks)
-    for peer in others[1:] if meeting.rank == 0 else [0]:
-        theirs = decode_facts(meeting.read(what, peer), peer)
-        compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
-    return facts if meeting.rank == 0 else theirs
+    rendezvous.write(what, json.dumps(dict(facts)))
+    theirs, others = facts, range(0 if rendezvous.is_open else rendezvous.num_ranks)
+    for peer in others[1:] if rendezvous.rank == 0 else [0]:
+        theirs = decode_facts(rendezvous.read(what, peer), peer)
+        compare_facts(facts, theirs, peer, left_out.get(max(peer, rendezvous.rank), ()))
+    return facts if rendezvous.rank == 0 else theirs
 
 
-def agree_where_shared(meeting: Meeting, facts: Mapping[str, str]) -> None:
+def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None:
     """Compare what several ranks have built a part of, each from its own copy: what two of them
     have must be equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
     what the first rank that has a thing has of it.
@@ -153,17 +153,17 @@ def agree_where_shared(meeting: Meeting, facts: Mapping[str, str]) -> None:
     facts: digests of base models and public texts, by a name for messages. Raises ConfigError in
     the rank that differs, and in rank 0.
     """
-    meeting.write("shared", json.dumps(dict(facts)))
-    if meeting.rank != 0:
-        first = decode_facts(meeting.read("what is shared", 0), 0)
+    rendezvous.write("shared", json.dumps(dict(facts)))
+    if rendezvous.rank != 0:
+        first = decode_facts(rendezvous.read("what is shared", 0), 0)
         return _compare_shared(facts, first, "another rank")
     first, odd = dict(facts), dict[int, dict[str, str]]()
-    for peer in range(1, meeting.num_ranks):
-        theirs = decode_facts(meeting.read("shared", peer), peer)
+    for peer in range(1, rendezvous.num_ranks):
+        theirs = decode_facts(rendezvous.read("shared", peer), peer)
         if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
             odd[peer] = theirs
         first = {**theirs, **first}
-    meeting.write("what is shared", json.dumps(first))
+    rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
         _compare_shared(first, theirs, f"rank {peer}")
 
@@ -204,16 +204,18 @@ def compare_facts(
 class _Comparison:
     """Of what this rank runs with what `peers` run, of which rank 0 is one if it is not this."""
 
-    def __init__(self, job: Job, meeting: Meeting, mine: Table, peers: Iterable[int]) -> None:
+    def __init__(
+        self, job: Job, rendezvous: Rendezvous, mine: Table, peers: Iterable[int]
+    ) -> None:
         self._job, self._name_of = job, partial(rank_name, job)
-        self._tables: dict[int, Table] = {meeting.rank: mine}
+        self._tables: dict[int, Table] = {rendezvous.rank: mine}
         self._unread: dict[int, str] = {}
         for peer in sorted(peers):
-            text = meeting.read("table", peer)
+            text = rendezvous.read("table", peer)
             try:
                 self._tables[peer] = decode_table(text, self._name_of(peer))
             except FrameError as error:
-                if meeting.rank != 0:
+                if rendezvous.rank != 0:
                     raise
                 self._unread[peer] = str(error)  # the other ranks must be told too
 

@@ -10,26 +10,26 @@ from dataclasses import replace
 from xcloud.base.errors import FrameError
 from xcloud.contracts.model import SPLITS, Split, Task, TaskData
 from xcloud.experiment import Experiment
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, compare_facts
 from xcloud.rank.task_data import DATA, SAMPLES, load
 
 UNREAD = "the task's settings and sizes"
 
 
-def load_or_be_told(job: Experiment, meeting: Meeting) -> TaskData:
+def load_or_be_told(job: Experiment, rendezvous: Rendezvous) -> TaskData:
     """As `load`, where some ranks may read no field. Raises FrameError too, for no sizes."""
     task = job.task
     unseeing = [rank for rank in range(job.cluster.num_ranks) if not job.fields_of(rank)]
     # `sizes` is a task's row counts; None where it has them and they are not set.
     if not unseeing or 0 in unseeing or getattr(task, "sizes", ()) is not None:
-        return load(job, meeting)
+        return load(job, rendezvous)
     left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values()))
-    if meeting.rank not in unseeing:
+    if rendezvous.rank not in unseeing:
         return load(
-            job, meeting, lambda data: {UNREAD: _unread(job, data).fingerprint()}, left_out
+            job, rendezvous, lambda data: {UNREAD: _unread(job, data).fingerprint()}, left_out
         )
-    theirs = agree_on("data", meeting, {}, left_out)
+    theirs = agree_on("data", rendezvous, {}, left_out)
     data = _with_sizes(task, _sizes_in(theirs)).load(frozenset(), job.seed)
     compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
     return data

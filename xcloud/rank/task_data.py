@@ -29,7 +29,7 @@ from xcloud.contracts.model import (
 )
 from xcloud.experiment import Experiment
 from xcloud.job.config import this_clouds_policy
-from xcloud.net.transport import Meeting
+from xcloud.net.transport import Rendezvous
 from xcloud.pipeline.batch_plan import on_device
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import RankGroup
@@ -48,7 +48,7 @@ SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 def load(
     experiment: Experiment,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     more: Callable[[TaskData], Mapping[str, str]] = lambda data: {},
     left_out: Mapping[int, Collection[str]] = {},
 ) -> TaskData:
@@ -57,7 +57,7 @@ def load(
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
-    fields = experiment.fields_of(meeting.rank)
+    fields = experiment.fields_of(rendezvous.rank)
     data = experiment.task.load(fields, experiment.seed)
     _check_fields(data, fields)
     for defence in filter(None, experiment.security.defences.values()):
@@ -67,7 +67,7 @@ def load(
             defence.check_labels("tokens", 1)
     # Sizes are compared first: they say more than a digest.
     facts = {SAMPLES[split]: str(data.num_samples(split)) for split in SPLITS}
-    agree_on("data", meeting, {**facts, DATA: data.fingerprint(), **more(data)}, left_out)
+    agree_on("data", rendezvous, {**facts, DATA: data.fingerprint(), **more(data)}, left_out)
     return data
 
 

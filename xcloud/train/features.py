@@ -62,7 +62,7 @@ class Features:
             self._sharders = sharders(held, context.device, self.reporter.note)
 
     def load(self) -> TaskData:
-        data = load_or_be_told(self.job, self.context.transport.meeting)
+        data = load_or_be_told(self.job, self.context.transport.rendezvous)
         check_facts(self.context, {"data": data.own_digests()})
         self._memory = MemoryMeter(self.context.device)  # there is no model yet
         return data
@@ -93,15 +93,15 @@ class Features:
     def meet(self, stages: Mapping[int, Stage], data: TaskData) -> dict[str, str]:
         """Wait for all ranks: another cloud may build its stages longer than a message may take.
         Compare what they were built from. Return its digests."""
-        meeting, bases = self.context.transport.meeting, dict[str, str]()
+        rendezvous, bases = self.context.transport.rendezvous, dict[str, str]()
         for stage in stages.values():
             bases |= stage.architecture.get(BASES, {})
         shared = {**bases, **data.shared_digests()}
         if self.job.roster.is_elastic:  # every replica holds all of it
-            agree_on("parameters", meeting, {**parameters_fact(stages), **shared})
+            agree_on("parameters", rendezvous, {**parameters_fact(stages), **shared})
         else:
             self.wiring.meet()
-            agree_where_shared(meeting, shared)
+            agree_where_shared(rendezvous, shared)
         return bases
 
     def hand_over(self, pipeline: Pipeline) -> None:
@@ -207,5 +207,10 @@ class Features:
 
     def enter(self, trainer: Trainer) -> None:
         if self.job.roster.is_elastic:
-            meeting, from_step = self.context.transport.meeting, self.context.verdict.from_step
-            enter_late(self.job, meeting, self.context.run_dir, trainer, from_step)
+            enter_late(
+                self.job,
+                self.context.transport.rendezvous,
+                self.context.run_dir,
+                trainer=trainer,
+                from_step=self.context.verdict.from_step,
+            )

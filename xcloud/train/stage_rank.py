@@ -94,7 +94,7 @@ class StageRank(Role[Experiment]):
         hooks = features.hooks(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)
         meter.forget()
-        wiring.expect_signs_of_life()
+        wiring.start_failure_detection()
         self.reporter.event("phase", now=True, name="training")
         features.enter(trainer)
         return trainer, hooks, evaluator
