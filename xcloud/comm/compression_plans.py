@@ -24,8 +24,9 @@ _ROWS = re.compile(r"\[\d+:\d+\]$")
 
 @settings("compression.averaging")
 class PerTensor(TensorChoice):
-    """`default`, except for some.
+    """One compressor for most tensors, and others for some.
 
+    default: for whatever none of the others is for.
     vectors: norms and biases, and whatever has one axis or none; they are few values of much
         effect. embeddings: tables of words and positions and the head over the vocabulary, by the
         name; a step changes few of their rows. names: regular expressions to be found in a
@@ -78,7 +79,11 @@ class PerTensor(TensorChoice):
 
 @settings("Phase")
 class Phase:
-    """until_step: the last step of this phase; None for the last phase."""
+    """A phase of training, with its compression.
+
+    until_step: the last step of this phase; None for the last phase.
+    compression: of this phase.
+    """
 
     until_step: NotNegative | None
     compression: Compression
@@ -138,6 +143,9 @@ class PerBoundary(CompressionPlan):
 
     For models whose boundaries carry different things: sending 15 % of a gradient's rows suits a
     boundary with one row per token, not one with a row per sample.
+
+    default: what all other boundaries have.
+    boundaries: as boundary_N, with N the stage before it, what that one has.
     """
 
     def __init__(self, default: Compression | Phased, **boundaries: Compression | Phased) -> None:

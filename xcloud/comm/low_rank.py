@@ -116,6 +116,9 @@ class Svd(WarmFactors):
 
     Wire, for [R, D]: left [R, r], right [r, D], in the tensor's dtype: more than the tensor above
     a rate of about 0.5 for a square matrix, 0.73 for 2048 x 768. That is not checked.
+    rate: rank of the factors, as a share of the smaller side of the matrix.
+    method: how V is found, as above.
+    iterations: rounds of the subspace method.
     """
 
     rate: Rate
@@ -196,6 +199,7 @@ class PowerSgd(WarmFactors):
     that it gives the same bits on any processor, unlike a matrix product.
 
     Wire, for [R, D]: P [R, r] and Q^T [r, D] in the tensor's dtype, r = min(rank, R, D).
+    rank: columns of P and Q.
     """
 
     rank: Positive = 4

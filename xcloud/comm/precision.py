@@ -45,6 +45,8 @@ class Cast(Compressor):
     NaN stays NaN; an inf stays inf (and, in float16, makes inf of what exceeds 65504).
 
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].
+
+    dtype: of the values on the wire.
     """
 
     family: ClassVar[Family] = "precision"
@@ -119,6 +121,9 @@ class BlockInt(Draws):
     Wire, for N values: codes uint8 [packed_bytes(N, bits)] (bits/8 bytes each), scales int16 [M].
     Arithmetic is float32. An all-zero block, or one below 2**-119, decodes to zeros. A NaN or
     inf makes values of its own block NaN (or inf), so that divergence stays visible.
+    bits: of a value.
+    block: neighbouring values with one scale.
+    seed: of stochastic rounding, combined with the channel's.
     """
 
     family: ClassVar[Family] = "precision"

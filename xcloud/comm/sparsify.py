@@ -98,6 +98,7 @@ class TopK(_Sparse):
 
     Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
     largest, so that divergence stays visible. A position takes 9 bits at rate 0.01, 5.3 at 0.1.
+    rate: share of the values, of TopRows of the rows, that is sent.
     """
 
     rate: Rate
@@ -145,12 +146,14 @@ class RandomK(Draws, _Sparse):
     this is worse than sending nothing (relative error sqrt(N/k - 1), otherwise sqrt(1 - k/N)),
     and error feedback diverges with it. Use it only where gradients of many senders are averaged.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
+    rate: share of the values that is sent.
+    seed: of the positions that are drawn, combined with the channel's.
     """
 
     _sends_largest = False
 
     rate: Rate
-    seed: Seed = 0  # combined with the channel's
+    seed: Seed = 0
     unbiased: bool = False
 
     @property
@@ -182,11 +185,14 @@ class RandomTopK(Draws, _Sparse):
     What is drawn costs a seed only, and a position among m fewer bits than one among N; the search
     for the largest is over m values. With feedback, what was not drawn has its turn later.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
+    random: share of the values that is drawn.
+    top: share of these that is sent.
+    seed: of the positions that are drawn, combined with the channel's.
     """
 
     random: Rate
     top: Rate
-    seed: Seed = 0  # combined with the channel's
+    seed: Seed = 0
 
     @property
     def label(self) -> str:

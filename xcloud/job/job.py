@@ -92,6 +92,8 @@ def _checked_sweep(name: str) -> str:
 class Names:
     """What a run is called by.
 
+    name: of the run, in its folder, tables and the tracker.
+    seed: of everything random but what says that it has a seed of its own.
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
     sweep: a name that runs share which belong together.
     label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
@@ -132,6 +134,10 @@ class AutopilotSettings(Protocol):
 class Job(Names, ABC):
     """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
 
+    cluster: who stands where, and what joins them.
+    training: how many updates are made, of what, and how.
+    tracker: where figures go besides the run folder.
+    launch: how its processes are started and restarted.
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (planner/planning.py); null in whatever is run.
     autopilot: what may change while it runs (features/autopilot/pilot.py); null: nothing.
@@ -231,8 +237,18 @@ class Job(Names, ABC):
 
 @settings(kw_only=True)
 class PipelineJob(Job):
-    """What runs where and how it trains. cluster: once built, with the replicas that the strategy
-    makes. hooks: of every rank, around an update, besides those that the settings ask for."""
+    """What runs where and how it trains.
+
+    task: what is learned, and from which texts.
+    model: the network, and how it is cut into stages.
+    cluster: who stands where, and what joins them; once built, with the replicas that the strategy
+        makes.
+    schedule: in which order micro-batches go through the stages.
+    compression: what messages between clouds are compressed by.
+    security: which cloud may hold which text, and how the others are protected from it.
+    strategy: how replicas of the pipeline learn from each other.
+    hooks: of every rank, around an update, besides those that the settings ask for.
+    """
 
     task: SkipValidation[Task]
     model: SkipValidation[SplitModel]

@@ -105,6 +105,7 @@ class AbNet(EncoderDecoder):
     dropout: share of features that is zeroed in the adapters in training.
     backbone_dropout: the same in the frozen networks (0.1 in AB-Net's code).
     label_smoothing: share of the target's probability that is spread over the vocabulary.
+    decoding: how translations are searched for.
     train_head: train the output head's transform and bias. A head missing from the checkpoint is
         always trained; the tied embedding never is.
     word_adapters: add to the frozen vectors of source words and of words to be predicted a trained

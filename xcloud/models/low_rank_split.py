@@ -55,6 +55,7 @@ class LowRankSplit(TextModel):
     pooling: a sample's row is that of its first token, or the mean over its tokens.
     dropout: in the backbone and before the classifier. attention_dropout: 0 keeps attention on
         the fused kernel; BERT uses 0.1. max_answer_tokens: of a predicted span.
+    split: where the encoder is cut, and how its rows are reduced there.
     """
 
     backbone: PretrainedBackbone | PublicBackbone

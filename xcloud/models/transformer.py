@@ -339,6 +339,7 @@ class Transformer(EncoderDecoder):
     feed_forward: features inside a block's feed-forward network.
     dropout: share of features that is zeroed in training.
     label_smoothing: share of the target's probability that is spread over the vocabulary.
+    decoding: how translations are searched for.
     """
 
     hidden: Positive = 512

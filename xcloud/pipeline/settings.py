@@ -134,6 +134,8 @@ class Training(Updates):
     activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
     behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at
     each boundary), which then cross in the first epoch only. 0 = none.
+    optimizer: its learning rate, decay and bounds.
+    checkpoint: when the run saves what it can go on from.
     """
 
     evaluate_every: NotNegative = 0

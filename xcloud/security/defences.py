@@ -82,6 +82,8 @@ class GaussianNoise(Defence):
 
     unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
         gives no formal guarantee.
+    clip: the norm that a row is clipped to.
+    sigma: standard deviation of the noise, in units of the clipped norm; 0 = none.
     """
 
     clip: PositiveFloat

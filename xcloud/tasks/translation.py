@@ -44,6 +44,7 @@ class Translation(SourceTask):
         that sees this side reads its file. Lines that are also in dev or test are left out.
     max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
         empty ones are kept, so that every cloud knows which samples exist.
+    source_tokenizer, target_tokenizer: of each side.
     """
 
     fields = FIELDS

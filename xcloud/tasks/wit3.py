@@ -33,10 +33,11 @@ class Wit3Translation(InFolder, Translation):
         IWSLT14.TED.dev2010.es-en.es.xml, …tst2010…  <seg id="1"> text </seg>, bare & allowed
     Later releases (IWSLT15.TED.…, TEDX) have the same format.
 
+    fairseq's preparation takes every 23rd training row as dev and dev2010 + tst2010..2012 as test,
+    so its BLEU is not comparable. The tokenizers are those of the recipe's pretrained models.
+
     dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
-    held out of train. fairseq's preparation takes every 23rd training row as dev and dev2010 +
-    tst2010..2012 as test, so its BLEU is not comparable. Tokenizers: of the recipe's pretrained
-    models.
+        held out of train.
     """
 
     source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")

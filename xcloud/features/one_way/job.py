@@ -51,9 +51,13 @@ class OneWayTraining:
 
 @settings(kw_only=True)
 class OneWayExperiment(Job):
-    """Who feeds whom, how it trains and what is written down. follow_up: overrides of an
-    experiment that runs when this one has finished, on what it left, in its run folder; none if
-    empty. Points of a sweep have none."""
+    """Who feeds whom, how it trains and what is written down.
+
+    model: generators and what they feed.
+    feed: how the consumer takes batches from its producers.
+    follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
+        its run folder; none if empty. Points of a sweep have none.
+    """
 
     model: SkipValidation[OneWayModel]
     cluster: OneWayLayout

@@ -90,6 +90,7 @@ class TrimmedMean(Robust):
 
     Source: Yin et al., arXiv:1803.01498. Tolerates that many bad ones. Variance on Gaussian noise,
     one of either left out: 1.35 times that of the mean for 3 replicas, 1.14 for 5.
+    share: of the replicas, left out at each end.
     """
 
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.2
@@ -107,7 +108,7 @@ class TrimmedMean(Robust):
         return merged
 
 
-@dataclass(frozen=True)
+@settings("Median")
 class Median(TrimmedMean):
     """The median of each value; of an even number of replicas the mean of the middle two.
 
@@ -127,6 +128,7 @@ class NormBound(Robust):
     replica of weight w moves the result by up to factor * w / sum(w) median norms in every merge.
     No variance and no bias as long as honest norms lie within the bound. The norm is of all
     tensors that are merged together: of one share, where the ranks of a cloud carry shares.
+    factor: the highest norm that counts in full, in median norms.
     """
 
     factor: Annotated[float, Field(ge=1)] = 2.0
