@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
-from xcloud.base.overrides import as_override, parsed, readable, unreadable, with_home
+from xcloud.base.overrides import as_override, parsed, readable, unreadable, with_home, with_plus
 from xcloud.base.project import conf_dir
 from xcloud.job import config as configs
 from xcloud.job import given as job_given
@@ -138,3 +138,11 @@ def test_no_module_writes_an_override_by_json() -> None:
     source = Path(job_given.__file__).read_text("utf-8")
     assert not re.search(r"=\{json\.dumps", source)
     assert value_of(as_override("a", "é")) == "é" != value_of(f"a={json.dumps('é')}")
+
+
+def test_a_plus_stands_before_optional_keys_only() -> None:
+    """Not before what has one, is deleted, or is set by a file."""
+    words = ["a.new=1", "+a.new=1", "++a.new=1", "~a.new", "a.old=2", "a.new='x, y'", "a.new=1,2"]
+    assert with_plus(words, {"a.new"}.__contains__) == [
+        "+a.new=1", "+a.new=1", "++a.new=1", "~a.new", "a.old=2", "+a.new='x, y'", "+a.new=1,2",
+    ]  # fmt: skip

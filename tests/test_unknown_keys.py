@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.config import check_keys
+from xcloud.job.given import composed as composed_words
 from xcloud.job.given import explained, hints, with_overrides
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -45,19 +47,51 @@ def test_a_key_of_another_part_of_the_config_is_found() -> None:
     assert "did you mean 'training.max_steps'?" in hint("max_step=3")
 
 
-def test_optional_keys_are_listed_with_their_plus() -> None:
-    said = hint("cluster.clouds.owner.slowdown=3")
-    assert said.endswith("write +cluster.clouds.owner.slowdown=VALUE")
-    assert "+slowdown" in hint("cluster.clouds.owner.slowdwn=3")
+def test_optional_keys_are_listed() -> None:
+    assert "did you mean 'slowdown'" in hint("cluster.clouds.owner.slowdwn=3")
 
 
-def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) -> None:
+def test_a_key_below_an_optional_one_needs_a_plus() -> None:
+    """A class names its settings, and not what a user calls the entries of a mapping."""
+    assert hint("hooks.mine._target_=X").endswith("write +hooks.mine._target_=VALUE")
+
+
+# Of classes, beside what the YAML of each sets.
+OPTIONAL = {
+    "task.num_dev": 10,
+    "cluster.clouds.cloud_b.slowdown": 2.0,
+    "training.optimizer.eps": 1e-6,
+    "compression.backward.int8.block": 32,
+}
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_an_optional_key_is_set_with_a_plus_and_without(key: str, plus: str) -> None:
+    config = composed_words(["+exp=abnet_iwslt", f"{plus}{key}={OPTIONAL[key]}"], CONF)
+    assert OmegaConf.select(config, key) == OPTIONAL[key]
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_a_run_that_goes_on_takes_an_optional_key(tmp_path: Path, plus: str) -> None:
     configs.write(composed("+exp=abnet_iwslt"), tmp_path / "experiment.yaml")
-    slower = "cluster.clouds.cloud_b.slowdown=2.0"
-    with pytest.raises(ConfigError, match=r"optional and not set yet: write \+cluster\.clouds"):
-        with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
-    config = with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
+    slower = f"{plus}cluster.clouds.cloud_b.slowdown=2.0"
+    config = with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
     assert configs.job_from_config(config).cluster.clouds["cloud_b"].slowdown == 2.0
+
+
+def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:
+    words = ["+exp=abnet_iwslt", "task.num_dev=10", "task.num_dv=10"]
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'task\.num_dv'; did you mean"
+    ) as error:
+        composed_words(words, CONF)
+    assert "\n" not in str(error.value)
+
+
+def test_names_that_a_class_takes_as_any_are_no_settings() -> None:
+    """compression.forward is a chain of members, each by a name of its own."""
+    assert "Allowed here" not in hint("compression.forward.members=3")
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,10 @@ def main(words: Sequence[str]) -> None:
         sys.exit()
     flags = [word for word in words if word in MULTIRUN_FLAGS]
     others = [word for word in words if word not in MULTIRUN_FLAGS]
-    # argparse knows them at either end only
-    sys.argv[1:] = [*flags, *(w if w.startswith("-") else with_home(w) for w in others)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
     try:
-        run_composed()
+        # argparse knows flags at either end only
+        run_words(flags, [word if word.startswith("-") else with_home(word) for word in others])
     except (HydraException, OmegaConfBaseException) as error:
         if composed:
             raise
@@ -66,6 +65,23 @@ def main(words: Sequence[str]) -> None:
     except KeyboardInterrupt:  # before a run began, or after a sweep's last
         say("xcloud: interrupted; nothing was running", error=True)
         sys.exit(130)
+
+
+def run_words(flags: Sequence[str], words: Sequence[str]) -> None:
+    """Run what Hydra composes from flags and words; optional settings need no plus."""
+    sys.argv[1:] = [*flags, *words]
+    try:
+        run_composed()
+    except (HydraException, OmegaConfBaseException):
+        if composed:
+            raise
+        from xcloud.job.given import completed
+
+        with_plus = completed(words, conf_dir())
+        if with_plus == [*words]:
+            raise
+        sys.argv[1:] = [*flags, *with_plus]
+        run_composed()
 
 
 @contextmanager

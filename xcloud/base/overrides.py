@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -57,6 +57,24 @@ def parsed(words: Sequence[str]) -> list[Override]:
     """Parse overrides, with the user's folder for `~`. Raises HydraException."""
     found: list[Override] = OverridesParser.create().parse_overrides([*map(with_home, words)])
     return found
+
+
+def with_plus(words: Sequence[str], is_optional: Callable[[str], bool]) -> list[str]:
+    """Return overrides with a + before each that sets an optional key, one that Hydra takes with a
+    plus only. Raises HydraException for what cannot be read.
+
+    is_optional: whether the class of a key's node has this setting and the config does not.
+    """
+    return [
+        f"+{word}" if _sets(override) and is_optional(override.key_or_group) else word
+        for word, override in zip(words, parsed(words), strict=True)
+    ]
+
+
+def _sets(override: Override) -> bool:
+    """Return whether an override is written without + and ~, and for no package."""
+    is_plain = not (override.is_add() or override.is_force_add() or override.is_delete())
+    return is_plain and override.package is None
 
 
 def unreadable(words: Sequence[str], is_sweep: bool = False) -> list[str]:

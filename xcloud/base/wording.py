@@ -158,16 +158,16 @@ WISHED = {
 }
 
 
-def unknown_key(
-    path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
-) -> str:
-    """The line that names the nearest of those that are known, and all of them. elsewhere: a
-    setting of another part that may be meant if none of these is."""
+def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "") -> str:
+    """Return the line that names the nearest of the known settings, and all of them.
+
+    elsewhere: a setting of another part that may be meant if none of these is.
+    """
     where = f"{path}.{name}" if path else name
     if name in WISHED:
         return f"unknown setting {where!r}: {WISHED[name]}"
-    there = ", ".join([*known, *(f"+{one}" for one in optional)])
-    said = meant(name, [*known, *optional])
+    there = ", ".join(known)
+    said = meant(name, known)
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
     return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")

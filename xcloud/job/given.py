@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.overrides import as_override, parsed, unreadable, with_home
+from xcloud.base.overrides import as_override, parsed, unreadable, with_home, with_plus
 from xcloud.base.run_folder import check_is_folder
 from xcloud.base.wording import meant, unknown_key
 from xcloud.contracts.one_way import OneWayModel
@@ -128,8 +128,9 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
                 if _is_group(word):
                     chosen = compose("config", overrides=[str(word.input_line)])
                     value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif not word.is_add() and OmegaConf.select(config, key, default=hint) is hint:
-                    raise ConfigError(next(hint(config, key)))
+                elif not (word.is_add() or is_optional(config, key)):
+                    for line in hint(config, key):
+                        raise ConfigError(line)
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(in_one_line(error)) from error
@@ -153,9 +154,42 @@ def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
     word that is wrong."""
     try:
         with _composing(conf_dir):
-            return compose("config", overrides=[*map(with_home, words)])
+            return _compose([*map(with_home, words)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("\n".join(explained(error, words, conf_dir))) from error
+
+
+def _compose(words: Sequence[str]) -> DictConfig:
+    """Compose a config, within `_composing`; optional settings need no plus. Raises as Hydra."""
+    try:
+        return compose("config", overrides=[*words])
+    except (HydraException, OmegaConfBaseException):
+        completed = _with_plus(words)
+        if completed == [*words]:
+            raise
+        return compose("config", overrides=completed)
+
+
+def completed(words: Sequence[str], conf_dir: Path) -> list[str]:
+    """Return the words of a command line as Hydra takes them: with a + before each setting that a
+    class has and no chosen file names. Those of groups that cannot be composed are returned as
+    they are."""
+    try:
+        with _composing(conf_dir):
+            return _with_plus(words)
+    except (HydraException, OmegaConfBaseException):
+        return [*words]
+
+
+def _with_plus(words: Sequence[str]) -> list[str]:
+    config = _chosen(parsed(words))
+    return with_plus(words, lambda key: is_optional(config, key))
+
+
+def _chosen(overrides: Sequence[Override]) -> DictConfig:
+    """Compose what overrides choose from groups and add, without the settings they change."""
+    chosen = [o for o in overrides if _is_group(o) or o.is_add()]
+    return compose("config", overrides=[str(o.input_line) for o in chosen])
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
@@ -209,18 +243,43 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
     """
     try:
         with _composing(conf_dir):
-            found = [(override, _is_group(override)) for override in parsed(overrides)]
+            found = parsed(overrides)
             keys = [
                 override.get_key_element()
-                for override, is_group in found
-                if not (is_group or override.is_add() or override.is_delete())
+                for override in found
+                if not (_is_group(override) or override.is_add() or override.is_delete())
                 and not override.is_sweep_override()
             ]
-            chosen = [str(o.input_line) for o, is_group in found if is_group or o.is_add()]
-            config = compose("config", overrides=chosen)
+            config = _chosen(found)
     except (HydraException, OmegaConfBaseException):
         return []
-    return [line for key in keys if not key.startswith("hydra.") for line in hint(config, key)]
+    return [
+        line
+        for key in keys
+        if not (key.startswith("hydra.") or is_optional(config, key))
+        for line in hint(config, key)
+    ]
+
+
+def is_optional(config: DictConfig, key: str) -> bool:
+    """Return whether a key can be added: its node is there, and the node's class has a setting of
+    that name which the config does not set."""
+    path, _, name = key.rpartition(".")
+    node: object = config
+    for part in filter(None, path.split(".")):
+        if not isinstance(node, DictConfig) or part not in node.keys():
+            return False
+        node = node._get_node(part)
+    return isinstance(node, DictConfig) and name not in node.keys() and name in _settings(node)
+
+
+def _settings(node: DictConfig) -> list[str]:
+    """Return the names of the settings that the class of a node has."""
+    target = node.get("_target_")
+    if not target:
+        return []
+    parameters = inspect.signature(resolve_name(target)).parameters.values()
+    return [entry.name for entry in parameters if entry.kind is not entry.VAR_KEYWORD]
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
@@ -232,16 +291,14 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
             return
         if part not in node.keys():  # "in" is False for what has no value yet
             beside = [str(name) for name in node if name != "_target_"]
-            target = node.get("_target_")
-            known = inspect.signature(resolve_name(target)).parameters if target else ()
-            optional = [name for name in known if name not in beside]
+            optional = [name for name in _settings(node) if name not in beside]
             if part in optional:
                 where = ".".join(parts[: depth + 1])
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
             else:
                 path, like = ".".join(parts[:depth]), _elsewhere(config, key)
                 own = "; with profile=files it is the folder of your corpus" * (key == "task.path")
-                yield unknown_key(path, part, beside, optional, like) + own
+                yield unknown_key(path, part, [*beside, *optional], like) + own
             return
         node = node._get_node(part)
 
@@ -297,7 +354,7 @@ def compose_follow_up(
             if policy is not None:
                 _check_words(named)
             own_words = map(with_home, experiment.follow_up)
-            following = compose("config", overrides=[*given, *own_words])
+            following = _compose([*given, *own_words])
         OmegaConf.set_struct(following, False)
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             following.tracker = config.tracker

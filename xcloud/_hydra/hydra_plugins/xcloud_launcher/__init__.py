@@ -84,11 +84,19 @@ class SweepLauncher(Launcher):
         return [JobReturn(status=JobStatus.COMPLETED)] * len(asked)
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The config of a point. Raises ConfigError with one line."""
+        """Return the config of a point. Raises ConfigError with one line."""
         from xcloud.base.errors import ConfigError
-        from xcloud.job.given import in_one_line
+        from xcloud.base.project import conf_dir
+        from xcloud.job.given import completed, in_one_line
 
+        load = self.context.config_loader.load_sweep_config
         try:
-            return self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            return load(self.config, list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            with_plus = completed(overrides, conf_dir())
+            if with_plus == [*overrides]:
+                raise ConfigError(in_one_line(error)) from error
+        try:
+            return load(self.config, with_plus)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(in_one_line(error)) from error
