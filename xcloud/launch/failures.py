@@ -56,7 +56,12 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     expected = isinstance(error, XcloudError)
     message = (text if expected else f"{type(error).__name__}: {text}").strip()
     lines = traceback.format_exception(error)
-    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    failure: dict[str, object] = {
+        "kind": type(error).__name__,
+        "message": message,
+        "peer_lost": peer_lost,
+        "expected": expected,
+    }
     # An error of a corpus may quote it, and what nobody expected may say anything.
     failure["may_quote"] = isinstance(error, DataError) or not expected
     if first := failure_of(run_dir, rank):

@@ -62,7 +62,10 @@ def _declared(node: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], 
     """Return where the settings of a constructor lead by name, the settings with the defaults of
     those left out, and whether the constructor is not xcloud's."""
     module, _, name = node["_target_"].rpartition(".")
-    made = getattr(importlib.import_module(module), name)
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except Exception:  # nothing is known of its settings; building it says what is wrong
+        return {}, dict(node), True
     settings: dict[str, Any] = {}
     if dataclasses.is_dataclass(made):
         for field in dataclasses.fields(made):

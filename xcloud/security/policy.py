@@ -221,6 +221,13 @@ class Policy:
                 if num_ranks > self.max_ranks:
                     allowed = f"{self.max_ranks} ranks in all"
                     raise _refusal(where, value, allowed, f"max_ranks: {num_ranks}")
+        for lead in leads_of(settings):
+            if lead.to == "command":
+                raise ConfigError(
+                    f"{lead.where} is {lead.value!r}, but no experiment file may name a command "
+                    "that this machine runs, and no policy allows it: take it out of the file, "
+                    "and give one of your own on the command line"
+                )
 
     def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
         """The same, and what running it would read, write or contact, and with whom."""

@@ -243,7 +243,9 @@ def write_record(
 def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
     """Return what a tracker shows first of a run, as Markdown: its command, where its record lies,
     its code and its closing table."""
-    command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+    # A command of the user's may name a secret address.
+    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("launch.on_event=")]
+    command = shlex.join([Path(sys.argv[0]).name or "python", *words])
     if Path(sys.argv[0]).name == "run.py":
         command = f"python {command}"
     lines = [

@@ -1,4 +1,5 @@
-"""Follow a run from outside its ranks: progress line, tracker, and at the end its record.
+"""Follow a run from outside its ranks: progress line, tracker, calls of the user's command, and at
+the end its record.
 
 On one machine the process that started the ranks does this; on several it is a process of its own
 (following.py). Both read its events. Nothing here can stop the training.
@@ -24,30 +25,41 @@ from xcloud.record.events import (
 from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.show.display import ProgressLine, write_record
+from xcloud.show.notices import Notices
 from xcloud.tracking.tracker import Recording, TrackedRun
 
 log = logging.getLogger(__name__)
 
 
 class Attempt:
-    """What the ranks have said of themselves since they were last started.
+    """An attempt at a run: what the ranks have said of themselves since they were last started.
 
-    is_stopped: ended before its time, as it was asked to. stop_asked_of: the rank, other than 0,
-    that was asked. has_step: any rank has made one. trains: the ranks have the state that they
-    resume from. reports: any rank has reported, which they do once all have met.
+    is_stopped: it ended before its time, as it was asked to.
+    stop_asked_of: the rank, other than 0, that was asked.
+    has_step: any rank has made one.
+    trains: the ranks have the state that they resume from.
+    reports: any rank has reported, which they do once all have met.
+    stops_count: a rank that says it has stopped has stopped in this attempt.
     """
 
     def __init__(self) -> None:
         self.finished_ranks: set[int] = set()
-        self.is_stopped = self.trains = self.reports = self.has_step = False
+        self.is_stopped = False
+        self.trains = False
+        self.reports = False
+        self.has_step = False
         self.stop_asked_of: int | None = None
         self.stops_count = True
 
     def take(self, event: Event) -> None:
+        """Note what an event says of the attempt."""
         kind = event["event"]
         if kind == "resume":
-            self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
-            self.trains = self.has_step = False
+            self.finished_ranks = set()
+            self.is_stopped = False
+            self.stops_count = True
+            self.trains = False
+            self.has_step = False
             self.stop_asked_of = None
         elif kind == "phase":
             self.trains |= event.get("name") == "training"
@@ -61,17 +73,28 @@ class Attempt:
 
 
 class Monitor:
-    """`start()`, `poll()` often, `finish()` once."""
+    """The follower of a run: `start()` it, `poll()` it often, `finish()` it once."""
 
     def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
-        self.experiment, self.attempt, self.num_malformed = experiment, Attempt(), 0
+        self.experiment = experiment
+        self.attempt = Attempt()
+        self.num_malformed = 0
         self._statistics = experiment.statistics()
         tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
         # A collector of its own: it may fall behind while its store is down.
-        steps, most = experiment.statistics().collector, experiment.max_steps
-        self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
+        self.run = TrackedRun(
+            experiment.run_name,
+            params,
+            tags=tags,
+            run_dir=run_dir,
+            steps=experiment.statistics().collector,
+            num_steps=experiment.max_steps,
+        )
+        about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
+        self._notices = Notices(experiment.launch.on_event, about)
+        self._has_told_of_divergence = False  # in this attempt
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self.past: int | None = None  # events of earlier attempts; None: all that are there
         self._progress: ProgressLine | None = None
@@ -93,7 +116,8 @@ class Monitor:
             self._take(event)
             if not self.attempt.stops_count:  # it is of an earlier attempt
                 self.attempt.has_step = False
-        self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
+        self._progress = ProgressLine(self.experiment.max_steps)
+        self.attempt.stops_count = True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
         has_record = (self.run.run_dir / SUMMARY_FILE).exists()
@@ -108,7 +132,7 @@ class Monitor:
         self.keep(self.run.run_dir / EXPERIMENT_FILE)
 
     def keep(self, file: Path) -> None:
-        """Of the run's folder, in the tracker's record too."""
+        """Give a file of the run's folder to the tracker's record, too."""
         self._recording.artifact(file)
 
     def poll(self) -> bool:
@@ -122,15 +146,17 @@ class Monitor:
         return self.attempt.reports
 
     def next_attempt(self) -> None:
-        """The ranks are started again, and have not met yet."""
+        """Note that the ranks are started again, and have not met yet."""
         self.poll()
         self.attempt.reports = False
+        self._has_told_of_divergence = False
 
     def _take(self, event: Event) -> None:
         try:
             self.attempt.take(event)
             totals = self._statistics.feed(event)
             if self._progress is not None:
+                self._tell(event)
                 self._progress.show(self._with_more(event))
                 if totals is not None:
                     self._progress.update(totals)
@@ -142,9 +168,30 @@ class Monitor:
             if self.num_malformed == 1:
                 log.warning("skipped a malformed event (%r): %.200r", error, event)
 
+    def _tell(self, event: Event) -> None:
+        """Call the user's command for what an event says of the whole run."""
+        kind = event["event"]
+        if kind == "skipped_update" and not self._has_told_of_divergence:
+            self._has_told_of_divergence = True
+            self._notices.tell("diverged", step=event["step"])
+        elif kind == "absence" and event["what"] == "left":
+            self._notices.tell("cloud_lost", cloud=event["absent"], step=event["step"])
+        elif kind == "producer" and event["state"] == "dead":
+            self._notices.tell("cloud_lost", cloud=event["producer"], step=event["step"])
+        elif kind == "resume":
+            self._has_told_of_divergence = False
+            self._notices.tell("resumed", step=event["step"])
+
+    def _tell_end(self, status: str, cause: str | None) -> None:
+        failures = [read_json(path) for path in self.run.run_dir.glob("rank*.error.json")]
+        if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
+            self._notices.tell("diverged", step=self._statistics.num_steps, cause=cause)
+        self._notices.tell("ended", status=status, step=self._statistics.num_steps, cause=cause)
+        self._notices.close()
+
     def _with_more(self, event: Event) -> Event:
-        """What is shown, and never in the event: a report may leave the cloud that the samples
-        belong to."""
+        """Return an event with what is shown of it, and never in it: a report may leave the cloud
+        that the samples belong to."""
         if event["event"] == "resume":
             return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
         if event["event"] == "quality" and self.experiment.sweep is None:  # its files have them
@@ -154,13 +201,14 @@ class Monitor:
         return event
 
     def lost_lines(self) -> int:
-        """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
+        """Return how many event lines were lost. Ranks whose "finish" was lost have finished."""
         lost = read_json(self.run.run_dir / LOST_LINES_FILE)
         self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
         return int(lost.get("lines", 0))
 
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
-        """Write summary.json, end the tracker's run, print the table; return the summary.
+        """Write summary.json, end the tracker's run, print the table and call the user's command;
+        return the summary.
 
         An attempt that never came to train leaves a finished run's record, and returns that.
         cause: why it ended before its time. is_stopped: as it was asked to.
@@ -169,11 +217,22 @@ class Monitor:
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.close()
+        if cause is None:
+            status = "finished"
+        else:
+            status = "stopped" if is_stopped else "failed"
         if self._keeps_earlier:
+            self._tell_end(status, cause)
             return read_summary(self.run.run_dir)
-        status = "finished" if cause is None else "stopped" if is_stopped else "failed"
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed,
                  "has_step": self.attempt.has_step}  # fmt: skip
-        run_dir, recording = self.run.run_dir, self._recording
-        return write_record(self.experiment, run_dir, self._statistics, recording, facts)
+        summary = write_record(
+            self.experiment,
+            self.run.run_dir,
+            run=self._statistics,
+            recording=self._recording,
+            facts=facts,
+        )
+        self._tell_end(status, cause)
+        return summary

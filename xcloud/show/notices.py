@@ -1,0 +1,110 @@
+"""Run a command of the user's when a run diverges, loses a cloud, resumes or ends
+(`launch.on_event`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+LIMIT_S = 10.0  # for a call of the command, and for those that are open when the run has ended
+POLL_S = 0.1
+MAX_WAITING = 16  # events; where the command is slower than they come, further ones are dropped
+
+log = logging.getLogger(__name__)
+
+
+class Notices:
+    """A queue of events and a thread that calls the command for one after another.
+
+    The event is JSON on the command's standard input and never part of its words, which no shell
+    reads. A command that fails, hangs or cannot be started costs a warning, and never the run.
+
+    command: words as in a shell; None: nothing is called.
+    about: what every event says of the run.
+    """
+
+    def __init__(self, command: str | None, about: Mapping[str, str]) -> None:
+        self._command = command
+        self._about = about
+        self._waiting: queue.Queue[dict[str, Any]] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._is_closed = threading.Event()
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Have the command called with this event. Return at once."""
+        if self._command is None:
+            return
+        told = {"event": event, "time": round(time.time(), 3), **self._about, **facts}
+        try:
+            self._waiting.put_nowait(told)
+        except queue.Full:
+            log.warning("launch.on_event is slower than events come: %s was dropped", event)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="on_event", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the command has been called for all events, for LIMIT_S at most. What it has
+        not done by then is not done; nothing of it is left running."""
+        if self._thread is None:
+            return
+        give_up_at_s = time.monotonic() + LIMIT_S
+        while self._waiting.unfinished_tasks and time.monotonic() < give_up_at_s:
+            time.sleep(0.01)
+        self._is_closed.set()
+        if num := self._waiting.unfinished_tasks:
+            log.warning("launch.on_event was not done within %g s: %d events", LIMIT_S, num)
+            self._thread.join(LIMIT_S)
+
+    def _work(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                told = self._waiting.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            try:
+                self._run(told)
+            except (OSError, ValueError) as error:
+                log.warning("launch.on_event (%s): %s", told["event"], error)
+            finally:
+                self._waiting.task_done()
+
+    def _run(self, told: Mapping[str, Any]) -> None:
+        """Run the command in a session of its own: Ctrl+C is for the run, and its time limit ends
+        what it has started, too."""
+        process = subprocess.Popen(
+            shlex.split(self._command or ""),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        end_at_s = time.monotonic() + LIMIT_S
+        given: bytes | None = json.dumps(told).encode()
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(given, timeout=POLL_S)
+            given = None
+            if self._is_closed.is_set() or time.monotonic() > end_at_s:
+                break
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            log.warning("launch.on_event (%s) took too long and was ended", told["event"])
+        elif process.returncode:
+            log.warning(
+                "launch.on_event (%s) ended with code %d", told["event"], process.returncode
+            )
