@@ -77,7 +77,7 @@ class SocketOut(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._say_goodbye()
+            self._send_goodbyes()
             assert self._socket is not None
             self._socket.close()
 

@@ -183,7 +183,9 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
     incoming.close(1.0)
 
     out, incoming = linked(OutSettings(NAMES[0], 99), InSettings(NAMES[1], 99, life=lives[2]))
-    with pytest.raises(LinkTimeout, match="rank 0 of cloud 'x' did not say goodbye and sent no"):
+    with pytest.raises(
+        LinkTimeout, match="rank 0 of cloud 'x' did not close its link and sent no"
+    ):
         incoming.close(1.0)
     close(out, incoming)
 

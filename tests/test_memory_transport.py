@@ -85,7 +85,7 @@ def test_a_peer_that_never_says_goodbye_is_a_timeout() -> None:
     life = PeerLife(Liveness(0.01, 0.05))
     incoming = MemoryWorld().transport(1).incoming("x", 0, InSettings("rank 0", 200, life=life))
 
-    with pytest.raises(LinkTimeout, match="rank 0 did not say goodbye"):
+    with pytest.raises(LinkTimeout, match="rank 0 did not close its link"):
         incoming.close(0.05)
 
 

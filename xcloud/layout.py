@@ -31,7 +31,7 @@ _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 
 
 class Carrier(Protocol):
-    """What carries messages between ranks."""
+    """The carrier of messages between ranks."""
 
     def transport(self, rendezvous: Rendezvous) -> Transport:
         """Return the transport of the rank that came to this rendezvous. Every rank calls it, once
@@ -70,7 +70,10 @@ class Layout(ABC):
             check_name("a cloud in cluster.clouds", name, spoken=True)
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """pairs: of clouds between which there is a link."""
+        """Raise ConfigError unless every key of `links` names one pair of clouds.
+
+        pairs: of clouds between which there is a link.
+        """
         pairs = sorted({(min(pair), max(pair)) for pair in pairs})
         for key in self.links:
             meant = [(a, b) for a, b in pairs if key in (f"{a}-{b}", f"{b}-{a}")]
@@ -90,12 +93,13 @@ class Layout(ABC):
 
     @property
     def num_processes(self) -> int:
-        """That hold the ranks: one each, or one for all of them."""
+        """The number of processes that hold the ranks: one each, or one for all of them."""
         return self.num_ranks
 
     @cached_property
     def _ranks_in(self) -> dict[str, tuple[int, ...]]:
-        found, first = dict[str, tuple[int, ...]](), 0
+        found = dict[str, tuple[int, ...]]()
+        first = 0
         for name, cloud in self.clouds.items():
             found[name] = tuple(range(first, first + cloud.num_ranks))
             first += cloud.num_ranks
@@ -118,26 +122,26 @@ class Layout(ABC):
 
     @abstractmethod
     def placement(self, rank: int) -> Any:
-        """Where it stands: its `cloud`, and what else the kind of layout says."""
+        """Return where a rank stands: its `cloud`, and what else the kind of layout says."""
 
     def wan_of(self, here: str, there: str) -> Wan:
-        """What joins two clouds."""
+        """Return the line between two clouds."""
         wan = self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
         return _NAMED[wan] if isinstance(wan, str) else wan
 
     def wan_between(self, rank: int, peer: int) -> Wan | None:
-        """What joins two ranks; None if they are in one cloud."""
+        """Return the line between two ranks; None if they are in one cloud."""
         here, there = self.cloud_of(rank), self.cloud_of(peer)
         return None if here == there or not self.crosses_clouds else self.wan_of(here, there)
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
-        """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""
+        """Return how long `rank` waits for `num_bytes` from `peer` before calling it silent."""
         wan = self.wan_between(rank, peer)
         limit_s = wan.overdue_s(num_bytes) if wan is not None else None
         return self.liveness.overdue_after_s if limit_s is None else limit_s
 
     def overdue_advice(self, rank: int, peer: int) -> str:
-        """Which setting makes `rank` wait longer for `peer`."""
+        """Return which setting makes `rank` wait longer for `peer`, as a sentence."""
         wan = self.wan_between(rank, peer) or REAL
         return f"To wait longer raise {wan.patience_settings}."
 
@@ -149,7 +153,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def _described(self) -> str:
-        """The clouds and what each does."""
+        """The clouds and what each does, in words."""
 
     def describe_link(self) -> str:
         if not self.crosses_clouds:
@@ -165,8 +169,8 @@ def num_ranks_in_words(count: int) -> str:
 
 @settings("cloud")
 class Cloud:
-    """One cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the
-    ranks are assigned to the stages in order (first the ranks of the first stage).
+    """A cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the ranks
+    are assigned to the stages in order (first the ranks of the first stage).
 
     stages: numbers of the stages that live here; None = the cloud's own position in its replica.
     device: "auto" takes a GPU where there is one.
@@ -195,7 +199,7 @@ class Cloud:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank stands."""
+    """The cloud, stages and replica of a rank."""
 
     rank: int
     cloud: str
@@ -205,7 +209,7 @@ class Placement:
 
 @settings("cluster")
 class ClusterLayout(Layout):
-    """Clouds that hold the stages of a pipeline, each stage once in every replica."""
+    """The clouds that hold the stages of a pipeline, each stage once in every replica."""
 
     clouds: Mapping[str, Cloud]
 
@@ -247,15 +251,16 @@ class ClusterLayout(Layout):
 
     def placement(self, rank: int) -> Placement:
         name = self.cloud_of(rank)
-        cloud, ranks = self.clouds[name], self.ranks_in(name)
+        cloud = self.clouds[name]
+        ranks = self.ranks_in(name)
         stages = tuple(cloud.stages or ())
         if cloud.one_stage_per_rank:
             per_stage = cloud.num_ranks // len(stages)
             stages = (stages[(rank - ranks[0]) // per_stage],)
-        return Placement(rank, name, stages, cloud.replica)
+        return Placement(rank, name, stages=stages, replica=cloud.replica)
 
     def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
-        """Ranks that hold this stage in one replica, in order."""
+        """Return the ranks that hold this stage in one replica, in order."""
         return self._ranks_of.get((stage, replica), ())
 
     @cached_property
@@ -267,18 +272,19 @@ class ClusterLayout(Layout):
         return found
 
     def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold this stage, by replica: all of them train the same weights."""
+        """Return the ranks that hold this stage, by replica: all of them train the same
+        weights."""
         return tuple(self.ranks_of(stage, replica) for replica in range(self.num_replicas))
 
     def owner(self, stage: int, micro_batch: int) -> int:
-        """The rank that computes this micro-batch of this stage."""
+        """Return the rank that computes this micro-batch of this stage."""
         turn, replica = divmod(micro_batch, self.num_replicas)
         ranks = self.ranks_of(stage, replica)
         return ranks[turn % len(ranks)]
 
     def turn(self, stage: int, rank: int) -> tuple[int, int]:
-        """(first, period): of this stage, micro-batches first, first + period, ... are computed
-        by `rank`, which holds it."""
+        """Return (first, period): of this stage, `rank`, which holds it, computes the
+        micro-batches first, first + period, ..."""
         replica = self.placement(rank).replica
         ranks = self.ranks_of(stage, replica)
         return replica + self.num_replicas * ranks.index(rank), self.num_replicas * len(ranks)
@@ -287,7 +293,7 @@ class ClusterLayout(Layout):
         return self.cloud_of(self.ranks_of(stage, replica)[0])
 
     def leaves_cloud(self, stage: int) -> bool:
-        """Whether the boundary after `stage` joins two clouds in any replica."""
+        """Return whether the boundary after `stage` joins two clouds in any replica."""
         return any(
             self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
             for replica in range(self.num_replicas)
@@ -295,34 +301,35 @@ class ClusterLayout(Layout):
 
     @property
     def lanes_in_step(self) -> int:
-        """Micro-batches must come in multiples of this, where ranks compute in step."""
+        """The number that micro-batches must be a multiple of, where ranks compute in step."""
         sharded = [cloud for cloud in self.clouds.values() if cloud.shard]
         held = [self.ranks_of(stage, c.replica) for c in sharded for stage in c.stages or ()]
         return math.lcm(*map(len, held))
 
     def rank_period(self, stage: int) -> int:
-        """Micro-batches i and i + rank_period meet the same ranks on both sides of the boundary
-        after `stage`."""
+        """Return the period with which micro-batches meet the same ranks on both sides of the
+        boundary after `stage`: i and i + rank_period do."""
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
     @cached_property
     def num_lanes(self) -> int:
-        """Micro-batches that a stage computes side by side: i and i + num_lanes meet the same rank
-        in every stage, so each residue is a pipeline of its own."""
+        """The number of micro-batches that a stage computes side by side: i and i + num_lanes meet
+        the same rank in every stage, so each residue is a pipeline of its own."""
         held = (len(r) for stage in range(self.num_stages) for r in self.replicas_of(stage))
         return self.num_replicas * math.lcm(*held)
 
     def leader_of(self, replica: int = 0) -> tuple[int, ...]:
-        """The first rank of every stage of a replica, by stage."""
+        """Return the first rank of every stage of a replica, by stage."""
         return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))
 
     def leaders(self, replica: int = 0) -> tuple[int, ...]:
-        """Those ranks, each once: they speak for their stages across clouds."""
+        """Return the first ranks of a replica's stages, each once: they speak for their stages
+        across clouds."""
         return tuple(sorted({*self.leader_of(replica)}))
 
     def min_micro_batches(self) -> int:
-        """Fewer micro-batches than this leave a rank without work."""
+        """Return the number of micro-batches below which a rank has no work."""
         return max(
             (len(ranks) - 1) * self.num_replicas + replica + 1
             for stage in range(self.num_stages)

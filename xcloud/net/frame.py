@@ -27,7 +27,7 @@ from xcloud.base.errors import ConfigError, FrameError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is needed to count a tensor's bytes or to receive it."""
+    """The shape and type of a tensor: enough to count its bytes or to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorSpec:
 
 MAGIC = b"XCLD"
 VERSION = 1
-_MOST = 2**32 - 1  # of one axis, by the layout above
+_MAX_AXIS = 2**32 - 1  # of one axis, by the layout above
 _HEADER = struct.Struct("<4sBBBBIIIIQd")
 _CRC_OFFSET = 20
 _DELIVER_OFFSET = 32
@@ -72,8 +72,8 @@ _CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Kind(IntEnum):
-    """What a frame is for. Training and evaluation activations differ, so that a rank that is out
-    of step never mistakes one for the other."""
+    """The purpose of a frame. Training and evaluation activations differ, so that a rank that is
+    out of step never mistakes one for the other."""
 
     ACTIVATION = 1
     GRADIENT = 2
@@ -112,7 +112,7 @@ _TRAFFIC = dict.fromkeys(_SMALL, "other") | {
 
 
 class MessageKey(NamedTuple):
-    """Identifies a message; the receiver knows which one to expect."""
+    """The identity of a message; the receiver knows which one to expect."""
 
     kind: Kind
     step: int = 0
@@ -123,6 +123,8 @@ class MessageKey(NamedTuple):
 
 
 class Frame(NamedTuple):
+    """A message as it was received."""
+
     key: MessageKey
     parts: tuple[Tensor, ...]
     sequence: int
@@ -131,12 +133,15 @@ class Frame(NamedTuple):
 
 
 def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
-    """Bytes of a frame that carries these parts, header included. Raises ConfigError for parts
-    whose sizes it cannot hold."""
+    """Return the bytes of a frame that carries these parts, header included.
+
+    Raises ConfigError for parts whose sizes it cannot hold.
+    """
     longest = max((size for spec in specs for size in spec.shape), default=0)
-    if longest > _MOST:
+    if longest > _MAX_AXIS:
         raise ConfigError(
-            f"a message would carry {longest:,} values in one part; the most is {_MOST:,}. Spread "
+            f"a message would carry {longest:,} values in one part; the most is "
+            f"{_MAX_AXIS:,}. Spread "
             "them over more ranks of a cloud (cluster.clouds.NAME.num_ranks), or merge in parts "
             "(strategy=streaming strategy.averaging.fragments=N)"
         )
@@ -160,7 +165,8 @@ def message_buffer(num_bytes: int) -> Tensor:
 
 
 def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> Tensor:
-    """uint8 [frame_bytes] on the CPU. The parts may be on any device and are copied once."""
+    """Return uint8 [frame_bytes] on the CPU. The parts may be on any device and are copied
+    once."""
     specs = tuple(TensorSpec.of(part) for part in parts)
     frame = message_buffer(frame_bytes(specs))
     payload_bytes = sum(spec.num_bytes for spec in specs)
@@ -181,7 +187,7 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a uint8 CPU tensor, writable."""
+    """Return the memory of a uint8 CPU tensor, writable."""
     return memoryview(cast(Any, tensor.numpy()))
 
 
@@ -213,7 +219,8 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
             "xcloud in all clouds"
         )
     try:
-        offset, specs = _HEADER.size, []
+        offset = _HEADER.size
+        specs = []
         for _ in range(num_parts):
             code, axes = struct.unpack_from("<BB", view, offset)
             shape = struct.unpack_from(f"<{axes}I", view, offset + 2)

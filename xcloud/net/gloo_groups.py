@@ -23,19 +23,23 @@ if TYPE_CHECKING:
 
 
 class GroupCollectives:
-    """Over a process group of these ranks, which `join` makes at its first use. (Torch's
+    """The collectives of a process group, which `join` makes at its first use. (Torch's
     annotations know few of its methods.)"""
 
     def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
-        self._joined, self._ranks = cache(join), list(ranks)
+        self._joined = cache(join)
+        self._ranks = list(ranks)
 
     @classmethod
     def met_in(
         cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
     ) -> GroupCollectives:
-        """store: a part that nothing else uses."""
-        place, size = list(ranks).index(rank), len(ranks)
-        return cls(lambda: dist.ProcessGroupGloo(store, place, size, timeout), ranks)
+        """Return the collectives of ranks that meet in a store.
+
+        store: a part that nothing else uses.
+        """
+        place = list(ranks).index(rank)
+        return cls(lambda: dist.ProcessGroupGloo(store, place, len(ranks), timeout), ranks)
 
     @property
     def _group(self) -> Any:
@@ -71,8 +75,9 @@ class GroupCollectives:
 
 
 class GlooCollectives(GroupCollectives):
-    """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
-    knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
+    """The collectives of a cloud: over gloo, or for tensors on GPUs over NCCL, where each of the
+    ranks has a GPU of its own. NCCL knows no two ranks on one GPU: these go over gloo, through the
+    memory of the host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
         super().__init__(lambda: group, dist.get_process_group_ranks(group))
@@ -84,7 +89,7 @@ class GlooCollectives(GroupCollectives):
             )
 
     def _has_a_gpu_each(self, device: torch.device) -> bool:
-        """Asked in all of these ranks."""
+        """Return whether each rank has a GPU of its own. All of these ranks ask."""
         places = self.gather(torch.tensor([machine_id(), device.index or 0]))
         return len({tuple(place.tolist()) for place in places}) == len(places)
 
@@ -92,7 +97,10 @@ class GlooCollectives(GroupCollectives):
         return self._nccl if self._nccl is not None and values.is_cuda else self._group
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
+        """Return these ranks as torch shards over them: by gloo on CPUs, by NCCL on GPUs.
+
+        Raises ConfigError where two ranks have one GPU.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
         if device.type != "cuda":
@@ -107,7 +115,7 @@ class GlooCollectives(GroupCollectives):
 
 
 class OpenGroups:
-    """Of ranks that may begin at any time, also again."""
+    """The groups of ranks that may begin at any time, also again."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
@@ -116,9 +124,10 @@ class OpenGroups:
         self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
 
     def join(self, ranks: Sequence[int]) -> Collectives | None:
-        """Of ranks that end and begin together; over gloo on GPUs too."""
+        """Join ranks that end and begin together; over gloo on GPUs too."""
         self._num_groups += 1
-        rendezvous, key = self.rendezvous, tuple(ranks)
+        rendezvous = self.rendezvous
+        key = tuple(ranks)
         if len(ranks) == 1 or rendezvous.rank not in ranks:
             return None
         if key not in self._parts:
@@ -137,6 +146,6 @@ class OpenGroups:
         return True
 
     def times(self, rank: int) -> int:
-        """How often it has begun, as far as this rank's links are concerned."""
+        """Return how often a rank has begun, as far as this rank's links are concerned."""
         own = rank == self.rendezvous.rank
         return self.rendezvous.beginning if own else self._known.get(rank, 1)

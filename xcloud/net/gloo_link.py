@@ -48,18 +48,18 @@ class GlooOutLink(SendingEnd):
         super().__init__(settings)
         self._pair = pair
         self._failure: LinkError | None = None
-        clock, window = settings.clock, settings.window
+        clock = settings.clock
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
-        self._posted = PostedReceives(window.num_posted, latency_at)
+        self._posted = PostedReceives(settings.window.num_posted, latency_at)
         self._queue: ByteQueue[Outgoing | None] = ByteQueue(
-            window.max_queued_bytes, settings.queued
+            settings.window.max_queued_bytes, settings.queued
         )
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._say_goodbye()
+            self._send_goodbyes()
             self._put(None)
         await_peer(self._has_ended, self._settings, timeout_s, "did not take the last messages")
         if self._failure is not None:
@@ -74,21 +74,25 @@ class GlooOutLink(SendingEnd):
         return not self._thread.is_alive()
 
     def _put(self, item: Outgoing | None) -> None:
-        started_s, settings, life = time.monotonic(), self._settings, self._settings.life
+        started_s = time.monotonic()
+        settings = self._settings
+        life = settings.life
         num_bytes = 0 if item is None else item.frame.numel()
         room_bytes = None if item is None else settings.room_bytes(item.key.kind)
 
         def put(timeout_s: float) -> bool:
             if self._failure is not None:
                 raise self._failure
-            return self._queue.put(item, num_bytes, timeout_s, room_bytes)
+            return self._queue.put(item, num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
 
         if put(0.0):
             return
         of_a_step = item is not None and item.key.kind in OF_A_STEP
         progress = settings.progress if of_a_step else None
         with settings.blocked():
-            has_room = life.wait(put, settings.overdue_s, life.beats and of_a_step, progress)
+            has_room = life.wait(
+                put, settings.overdue_s, in_step=life.beats and of_a_step, progress=progress
+            )
         if not has_room:
             raise LinkTimeout(
                 f"{self.peer_name} has taken none of the waiting messages for "
@@ -104,7 +108,9 @@ class GlooOutLink(SendingEnd):
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
                 seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
-                self.record.sending(key, sequence, frame.numel(), queued_at_s, slot)
+                self.record.sending(
+                    key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=slot
+                )
                 if slot is not None:
                     settings.note_progress(key.kind, slot.deliver_at_s)
                 self._pair.isend(frame, sequence % _TAGS).wait()
@@ -120,8 +126,10 @@ class GlooOutLink(SendingEnd):
             self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
 
     def _take_line(self, item: Outgoing) -> Reservation | None:
-        """The message's time on the emulated line; None without one. Waits until the receive for
-        it is known to be posted: others may use the line meanwhile."""
+        """Return the message's time on the emulated line; None without one.
+
+        Waits until the receive for it is known to be posted: others may use the line meanwhile.
+        """
         if (clock := self._settings.clock) is None:
             return None
         ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
@@ -145,7 +153,8 @@ class GlooInLink(ReceivingEnd):
 
     def _run(self) -> None:
         posted: deque[tuple[Tensor, dist.Work]] = deque()
-        sequence, spare = count(), list[Tensor]()
+        sequence = count()
+        spare = list[Tensor]()
         try:
             self._pair.join()
             while True:
@@ -177,7 +186,8 @@ class GlooInLink(ReceivingEnd):
 
 
 class GlooTransport(Transport):
-    """A process group of two for each direction of a link; those of `group` are torch's."""
+    """The transport over gloo: a process group of two for each direction of a link. Those of
+    `group` are torch's."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous)

@@ -46,14 +46,16 @@ class Pair:
         return cls(store, line, ranks, place)
 
     def join(self, timeout: timedelta = FOREVER) -> None:
-        """In the thread of the link's end, which waits there for the other side. Who wants
-        something of that end waits no longer than its deadline."""
+        """Wait for the other side, in the thread of the link's end. Who wants something of that
+        end waits no longer than its deadline."""
         # A client of its own: whoever waits in a store keeps others of that client waiting.
         own: Any = self._store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timeout)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = [_device(self._line)], 2, timeout
+        options._devices = [_device(self._line)]
+        options._threads = 2
+        options._timeout = timeout
         store = PrefixStore(self._name, own)
         self._group = gloo(store, self._place, 2, options)
 
@@ -68,8 +70,10 @@ class Pair:
 
 @cache
 def _device(line: str) -> Any:
-    """The thread of each device looks a hundred times a second, so all pairs of a line have one.
-    On the interface that torch would take."""
+    """Return the device of a line, on the interface that torch would take.
+
+    The thread of each device looks a hundred times a second, so all pairs of a line share one.
+    """
     gloo: Any = dist.ProcessGroupGloo
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return gloo.create_device(interface=names.split(",")[0])
@@ -77,6 +81,6 @@ def _device(line: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Without gloo's source position, advice and C++ trace."""
+    """Return what gloo says of an error, without source position, advice and C++ trace."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()

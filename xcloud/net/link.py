@@ -32,7 +32,10 @@ CONTROL = -1
 
 
 class LinkName(NamedTuple):
-    """The same at both ends. boundary: number of the stage before it, or CONTROL."""
+    """The name of a direction of a link, the same at both ends.
+
+    boundary: number of the stage before it, or CONTROL.
+    """
 
     boundary: int
     sender: int
@@ -43,8 +46,11 @@ _UNNAMED = LinkName(CONTROL, 0, 0)
 
 
 class Reservation(NamedTuple):
-    """start_s, sent_s: when the line starts and finishes carrying the message. deliver_at_s: when
-    its last byte arrives. Seconds of this machine's monotonic clock."""
+    """The time of a message on an emulated line, in seconds of this machine's monotonic clock.
+
+    start_s, sent_s: when the line starts and finishes carrying the message.
+    deliver_at_s: when its last byte arrives.
+    """
 
     start_s: float
     sent_s: float
@@ -52,8 +58,11 @@ class Reservation(NamedTuple):
 
 
 class SentMessage(NamedTuple):
-    """line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
-    when it was passed to the network, and line_until_s is None: only the receiver knows it."""
+    """A message that this rank sent.
+
+    line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
+        when it was passed to the network, and line_until_s is None: only the receiver knows it.
+    """
 
     link: LinkName
     key: MessageKey
@@ -65,6 +74,8 @@ class SentMessage(NamedTuple):
 
 
 class ReceivedMessage(NamedTuple):
+    """A message that this rank received."""
+
     link: LinkName
     key: MessageKey
     sequence: int
@@ -72,7 +83,8 @@ class ReceivedMessage(NamedTuple):
 
 
 class MessageLog:
-    """What one rank sent to and received from other clouds; its links append from their threads.
+    """A log of what one rank sent to and received from other clouds. Its links append from their
+    threads.
 
     Messages of step from_step or later are recorded whenever they arrive: without a backward pass
     a cloud may be many steps ahead of the next. Reports belong to no step; they are recorded
@@ -96,8 +108,10 @@ _OF_NO_STEP = (Kind.EVALUATION, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
 
 @dataclass
 class _Entry:
-    """All messages of one kind and composition on one link. sizes: the smallest and the largest of
-    each axis of each part."""
+    """The messages of one kind and composition on one link.
+
+    sizes: the smallest and the largest of each axis of each part.
+    """
 
     carries: Sequence[str]
     dtypes: tuple[str, ...]
@@ -116,12 +130,14 @@ class _Entry:
 
 @dataclass
 class LinkRecord:
-    """What one end notes of a link. to: cloud of the receiver; None inside a cloud, where messages
-    are only counted. log: of its rank; None notes no times.
+    """The notes of one end of a link. Other threads may read all of it.
 
-    By kind of message: num_bytes (of whole frames, headers included) and num_messages, counted
-    when one is handed to the link; line_s, seconds that they kept the emulated line busy, when
-    each takes it. latency_s: of the last of them. Other threads may read all of it.
+    to: cloud of the receiver; None inside a cloud, where messages are only counted.
+    log: of its rank; None notes no times.
+    num_bytes, num_messages: by kind of message, counted when one is handed to the link; bytes of
+        whole frames, headers included.
+    line_s: by kind, seconds that they kept the emulated line busy, counted when each takes it.
+    latency_s: of the last of them.
     """
 
     link: LinkName = _UNNAMED
@@ -136,7 +152,11 @@ class LinkRecord:
     def note(
         self, kind: Kind, parts: Sequence[Tensor], carries: Sequence[str], num_bytes: int
     ) -> None:
-        """carries: a description of each part. num_bytes: of the whole frame."""
+        """Count a message that is handed to the link.
+
+        carries: a description of each part.
+        num_bytes: of the whole frame.
+        """
         self.num_bytes[kind] += num_bytes
         self.num_messages[kind] += 1
         if self.to is None:
@@ -157,7 +177,10 @@ class LinkRecord:
         self, key: MessageKey, sequence: int, num_bytes: int, queued_at_s: float,
         slot: Reservation | None = None,
     ) -> None:  # fmt: skip
-        """It is passed to the network now. slot: its reservation on an emulated line."""
+        """Note that a message is passed to the network now.
+
+        slot: its reservation on an emulated line.
+        """
         if slot is not None:
             self.line_s[key.kind] += slot.sent_s - slot.start_s  # type: ignore[assignment]
             self.latency_s = slot.deliver_at_s - slot.sent_s
@@ -192,7 +215,7 @@ _STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all s
 
 
 class PostedReceives:
-    """When the sender of an emulated link may start a message: the receive window that gloo has
+    """The receive window of an emulated link: when its sender may start a message, as gloo lets it
     on a real link.
 
     With w receives posted at first, message k needs the one that the receiver posts when message
@@ -202,14 +225,14 @@ class PostedReceives:
     """
 
     def __init__(self, num_posted: int, latency_at: Callable[[float], float]) -> None:
-        """latency_at: a moment of the monotonic clock, in seconds."""
+        """latency_at: returns the latency at a moment of the monotonic clock, both in seconds."""
         self._latency_at = latency_at
         self._delivered_at_s: deque[float] = deque(maxlen=num_posted)
 
     @property
     def known_at_s(self) -> float:
-        """When the sender learns of the next message's receive, by the monotonic clock; 0 for the
-        first messages, whose receives were posted at set-up."""
+        """The time when the sender learns of the next message's receive, by the monotonic clock; 0
+        for the first messages, whose receives were posted at set-up."""
         if len(self._delivered_at_s) < (self._delivered_at_s.maxlen or 0):
             return 0.0
         delivered_at_s = self._delivered_at_s[0]
@@ -221,7 +244,8 @@ class PostedReceives:
 
 
 class Progress:
-    """When a message of a step last arrived or will arrive, by the monotonic clock. Thread-safe.
+    """The time when a message of a step last arrived or will arrive, by the monotonic clock.
+    Thread-safe.
 
     What a rank waits for may stand behind whatever is still on its way, also between two other
     ranks, so the deadline of a message counts from here. path: a file that all ranks of a run
@@ -241,7 +265,10 @@ class Progress:
             self._state = mmap.mmap(self._file, _MOMENT.size)
 
     def note(self, at_s: float | None = None) -> None:
-        """at_s: default now; in the future for what an emulated line holds back."""
+        """Note that a message moved.
+
+        at_s: default now; in the future for what an emulated line holds back.
+        """
         moved_at_s = time.monotonic() if at_s is None else at_s
         with self._locked():
             if moved_at_s > self._read():
@@ -269,7 +296,7 @@ class Progress:
 
 
 class LinkClock:
-    """Arrival times for one direction between two clouds; seeded, shared through `path`."""
+    """The arrival times of one direction between two clouds; seeded, shared through `path`."""
 
     def __init__(self, profile: LinkProfile, path: Path) -> None:
         self.profile = profile
@@ -300,10 +327,10 @@ class LinkClock:
         return Reservation(start, sent, arrival)
 
     def latency_at(self, moment_s: float) -> float:
-        """One way, by the monotonic clock."""
+        """Return the latency one way, at a moment of the monotonic clock."""
         return self.profile.latency_at(moment_s - self.started_at_s)
 
     @property
     def started_at_s(self) -> float:
-        """Time zero of the profile's trace and outages, by the monotonic clock."""
+        """The time zero of the profile's trace and outages, by the monotonic clock."""
         return float(_STATE.unpack(self._state[:])[0])

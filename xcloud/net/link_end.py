@@ -1,6 +1,6 @@
-"""What both ends of a link do whatever carries the frames: check, number, count, record, hand to
-whoever waits, and give up a peer that is silent. What carries them is a subclass's: gloo
-(gloo_link.py) or memory.
+"""The two ends of a link, whatever carries the frames: they check, number, count and record them,
+hand them to whoever waits, and give up a peer that is silent. A subclass carries the frames: over
+gloo (gloo_link.py) or in memory (memory_transport.py).
 
 Ranks of a pipeline send a heartbeat every few seconds, from a thread, whatever else they do, so
 no limit on an evaluation or an export is needed. Every message counts as a heartbeat. Inside a
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class QueuedBytes:
-    """Bytes of messages that wait in the queues of one rank. Thread-safe."""
+    """The bytes of messages that wait in the queues of one rank. Thread-safe."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -45,16 +45,18 @@ class QueuedBytes:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """num_bytes: below 0 for what has left a queue."""
+        """Count bytes that joined a queue; below 0 for what has left one."""
         with self._lock:
             self._num_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
 
 class ByteQueue(Generic[T]):
-    """FIFO. `put` blocks while the queued items and the new one exceed max_bytes; an empty queue
-    accepts an item of any size. Items of 0 bytes (which end a link) never wait. total: of all
-    queues of the rank."""
+    """A FIFO queue. `put` blocks while the queued items and the new one exceed max_bytes; an empty
+    queue accepts an item of any size. Items of 0 bytes (which end a link) never wait.
+
+    total: the bytes in all queues of the rank.
+    """
 
     def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
         self.max_bytes = max_bytes
@@ -70,12 +72,15 @@ class ByteQueue(Generic[T]):
         timeout_s: float | None = None,
         max_bytes: int | None = None,
     ) -> bool:
-        """Return whether there was room within timeout_s seconds (None: wait for ever).
-        max_bytes: for this item; None: that of the queue."""
+        """Queue an item. Return whether there was room within timeout_s (None: wait for ever).
+
+        max_bytes: the limit for this item; None: that of the queue.
+        """
         with self._changed:
-            most = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
+            room_bytes = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
             has_room = self._changed.wait_for(
-                lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= most, timeout_s
+                lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= room_bytes,
+                timeout_s,
             )
             if has_room:
                 self._items.append((item, num_bytes))
@@ -85,7 +90,7 @@ class ByteQueue(Generic[T]):
             return has_room
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether there is an item within timeout_s seconds (None: wait for ever)."""
+        """Return whether there is an item within timeout_s seconds (None: wait for ever)."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._items), timeout_s)
 
@@ -104,7 +109,8 @@ class ByteQueue(Generic[T]):
 
 
 class PeerLife:
-    """When one peer last sent a heartbeat, by this machine's monotonic clock. Thread-safe."""
+    """The time when one peer last sent a heartbeat, by this machine's monotonic clock.
+    Thread-safe."""
 
     def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
         self.policy = policy
@@ -115,15 +121,19 @@ class PeerLife:
         self._arrived_s = float("-inf")
 
     def note(self, at_s: float | None = None) -> None:
-        """at_s: default now; in the future for a message that an emulated link holds back."""
+        """Note a heartbeat.
+
+        at_s: default now; in the future for a message that an emulated link holds back.
+        """
         with self._lock:
             self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
 
     @contextmanager
     def awaiting(self, message: object) -> Iterator[None]:
-        """While the block lasts this rank waits for `message` of the peer. Who looks for the same
-        one again within a second has waited since the first time."""
-        now_s, before = time.monotonic(), self._awaited
+        """Note that this rank waits for `message` of the peer while the block lasts. Who looks for
+        the same one again within a second has waited since the first time."""
+        now_s = time.monotonic()
+        before = self._awaited
         if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
             self._awaited = (message, now_s)
         self._arrived_s = float("inf")
@@ -135,20 +145,21 @@ class PeerLife:
     @property
     def awaited(self) -> tuple[object, float] | None:
         """The message that this rank waits for now, and for how many seconds; None for none."""
-        found, now_s = self._awaited, time.monotonic()
+        found = self._awaited
+        now_s = time.monotonic()
         if found is None or now_s - self._arrived_s > 0.5:
             return None
         return found[0], now_s - found[1]
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat, infinite before the first."""
+        """The seconds since the last heartbeat, infinite before the first."""
         with self._lock:
             return max(0.0, time.monotonic() - self._last_s)
 
     def deadline_s(self, started_s: float, overdue_s: float) -> float:
-        """Until when to wait, having started at started_s: lost_after_s after the last sign of
-        life, but at least overdue_s if the peer does not give them all the time."""
+        """Return until when to wait, having started at started_s: lost_after_s after the last
+        heartbeat, but at least overdue_s if the peer does not send them all the time."""
         with self._lock:
             patience_s = self.policy.lost_after_s if self.beats else overdue_s
             return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
@@ -178,7 +189,7 @@ class PeerLife:
 
 @contextmanager
 def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
-    """While the block lasts beat() is called in the background every interval_s seconds, until it
+    """Call beat() in the background every interval_s seconds while the block lasts, until it
     raises LinkError (which the main thread will meet itself)."""
     stop = threading.Event()
 
@@ -196,13 +207,13 @@ def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def ignore(*told: object) -> None:
-    """Of what nobody wants to hear."""
+def ignore(*reported: object) -> None:
+    """Drop what nobody wants to hear."""
 
 
 @dataclass(frozen=True)
 class EndSettings:
-    """Of either end of a link.
+    """The settings of either end of a link.
 
     capacity_bytes: the receiver's buffer size; a longer frame is refused.
     window: receives that the receiver posts, and bytes that may wait at each end: at the sender
@@ -222,20 +233,20 @@ class EndSettings:
     queued: QueuedBytes = field(default_factory=QueuedBytes)
 
     def room_bytes(self, kind: Kind) -> int:
-        """How far a message of this kind may fill a queue."""
+        """Return how far a message of this kind may fill a queue."""
         window = self.window
         is_evaluated = kind is Kind.EVALUATION
         return window.max_evaluation_bytes if is_evaluated else window.max_queued_bytes
 
     def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
-        """A message of this kind has moved, or will be there at at_s."""
+        """Note that a message of this kind has moved, or will be there at at_s."""
         if self.progress is not None and kind in OF_A_STEP:
             self.progress.note(at_s)
 
 
 @dataclass(frozen=True)
 class OutSettings(EndSettings):
-    """Of the sending end.
+    """The settings of the sending end.
 
     clock: the emulated link; None leaves the network alone.
     overdue_s: how long a full queue may stand still if the peer says nothing at all.
@@ -249,7 +260,9 @@ class OutSettings(EndSettings):
 
 @dataclass(frozen=True)
 class InSettings(EndSettings):
-    """handlers: kinds that are handed to a function (in another thread than the reader's) instead
+    """The settings of the receiving end.
+
+    handlers: kinds that are handed to a function (in another thread than the reader's) instead
         of `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
@@ -265,6 +278,8 @@ class InSettings(EndSettings):
 
 
 class Outgoing(NamedTuple):
+    """A message that waits to be carried."""
+
     key: MessageKey
     sequence: int
     frame: Tensor
@@ -278,14 +293,18 @@ class SendingEnd(ABC):
     """
 
     def __init__(self, settings: OutSettings) -> None:
-        self.peer_name, self.record = settings.peer_name, settings.record
+        self.peer_name = settings.peer_name
+        self.record = settings.record
         self._settings = settings
         self._sending = threading.Lock()  # heartbeats come from a thread of their own
         self._is_closing = False
         self._sequence = 0
 
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        """carries: what each part is, in words, for the record of what left the cloud."""
+        """Send a message.
+
+        carries: what each part is, in words, for the record of what left the cloud.
+        """
         with self._sending:
             self._send(key, parts, carries)
 
@@ -302,17 +321,17 @@ class SendingEnd(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Deliver what is under way and say goodbye. Raises LinkTimeout when nothing was taken,
+        """Deliver what is under way and close the link. Raises LinkTimeout when nothing was taken,
         and the peer was silent, for timeout_s."""
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing waits here to be sent."""
+        """Whether nothing waits here to be sent."""
         return True
 
     @abstractmethod
     def _put(self, item: Outgoing) -> None:
-        """Have it carried, in the order of the calls."""
+        """Have a message carried, in the order of the calls."""
 
     def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
         settings = self._settings
@@ -327,8 +346,8 @@ class SendingEnd(ABC):
         self._put(Outgoing(key, self._sequence, frame, queued_at_s))
         self._sequence += 1
 
-    def _say_goodbye(self) -> None:
-        """The last messages: one for each receive that the peer has posted."""
+    def _send_goodbyes(self) -> None:
+        """Send the last messages, one for each receive that the peer has posted."""
         self._is_closing = True
         for _ in range(self._settings.window.num_posted):
             self._send(MessageKey(Kind.GOODBYE), (), ())
@@ -343,8 +362,9 @@ class ReceivingEnd:
         self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._settings = settings
         self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
-        most = settings.window.max_queued_bytes
-        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(most, settings.queued)
+        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(
+            settings.window.max_queued_bytes, settings.queued
+        )
         self._over = threading.Event()
         self._expected = 0
 
@@ -355,14 +375,15 @@ class ReceivingEnd:
         an evaluation, and with while_alive: not while the peer gives heartbeats), LinkClosed if
         the peer is gone, FrameError if something else came.
         """
-        life, started_s = self._settings.life, time.monotonic()
+        life = self._settings.life
+        started_s = time.monotonic()
         progress = self._settings.progress if key.kind in OF_A_STEP else None
         with life.awaiting(key):
             in_step = not while_alive and key.kind is not Kind.EVALUATION
-            is_there = life.wait(self._inbox.wait, overdue_s, in_step, progress)
+            is_there = life.wait(self._inbox.wait, overdue_s, in_step=in_step, progress=progress)
         if not is_there:
             waited_s = time.monotonic() - started_s
-            seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
+            seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." if life.beats else ""
             raise LinkTimeout(
                 f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
                 f"alive? {self._settings.advice}".rstrip()
@@ -374,12 +395,13 @@ class ReceivingEnd:
         return expect(found, key, self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye, as long as it sends heartbeats."""
-        await_peer(self._over.wait, self._settings, timeout_s, "did not say goodbye")
+        """Wait until the peer has closed the link, as long as it sends heartbeats."""
+        await_peer(self._over.wait, self._settings, timeout_s, "did not close its link")
 
     def _open(self, buffer: Tensor) -> Frame:
-        """The next frame, checked. Raises FrameError."""
-        settings, now_s = self._settings, time.monotonic()
+        """Return the frame in a buffer, checked. Raises FrameError."""
+        settings = self._settings
+        now_s = time.monotonic()
         frame = decode_frame(buffer, self.peer_name)
         if not settings.is_emulated:  # or the peer says how long this rank waits
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
@@ -406,9 +428,10 @@ class ReceivingEnd:
             ) from error
 
     def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
-        """Return whether there was room for it within timeout_s seconds."""
+        """Queue a frame for `recv`. Return whether there was room for it within timeout_s
+        seconds."""
         room_bytes = self._settings.room_bytes(frame.key.kind)
-        return self._inbox.put(frame, frame.num_bytes, timeout_s, room_bytes)
+        return self._inbox.put(frame, frame.num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
 
     def _leave(self) -> None:
         self.said_goodbye = True
@@ -421,7 +444,7 @@ class ReceivingEnd:
 
 
 def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
-    """The frame, if it is the message that was expected; FrameError otherwise."""
+    """Return the frame, if it is the message that was expected. Raises FrameError otherwise."""
     if frame.key != key:
         raise FrameError(
             f"expected {key} from {sender}, got {frame.key}; the two ranks follow different "
@@ -433,8 +456,12 @@ def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
 def await_peer(
     wait: Callable[[float], bool], end: EndSettings, timeout_s: float, failing: str
 ) -> None:
-    """Until wait(seconds) returns True. Raises LinkTimeout for a peer that was silent for
-    timeout_s, saying what it failed to do."""
+    """Call wait(seconds) until it returns True.
+
+    failing: what the peer did not do, for the message.
+
+    Raises LinkTimeout for a peer that was silent for timeout_s.
+    """
     if not end.life.wait(wait, timeout_s):
         raise LinkTimeout(
             f"{end.peer_name} {failing} and sent no heartbeat for {timeout_s:.0f} s. Is that rank "

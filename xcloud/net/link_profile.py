@@ -23,12 +23,12 @@ PACKET_HEADER_BYTES = 66
 
 
 def line_bytes(num_bytes: int) -> int:
-    """Bytes on the line for `num_bytes` handed to TCP."""
+    """Return the bytes on the line for `num_bytes` handed to TCP."""
     return num_bytes + PACKET_HEADER_BYTES * math.ceil(num_bytes / PACKET_PAYLOAD_BYTES)
 
 
 class Wan:
-    """What joins two clouds: here the network as it is (cluster/wan=real), whose bandwidth is
+    """A line between two clouds: here the network as it is (cluster/wan=real), whose bandwidth is
     not known. Another carrier is a subclass, named by its YAML in conf/cluster/wan."""
 
     advice: ClassVar[str] = (
@@ -49,8 +49,8 @@ class Wan:
         return None
 
     def overdue_s(self, num_bytes: int) -> float | None:
-        """Seconds to wait for a message of this size before the peer counts as silent; None: as
-        cluster.liveness says."""
+        """Return the seconds to wait for a message of this size before the peer counts as silent;
+        None: as cluster.liveness says."""
         return None
 
     def describe(self) -> str:
@@ -58,7 +58,8 @@ class Wan:
 
 
 class FreeWan(Wan):
-    """No limit; messages are still framed, compressed and counted (cluster/wan=free)."""
+    """A line without a limit; messages are still framed, compressed and counted
+    (cluster/wan=free)."""
 
     is_metered = False
     has_numbers = True
@@ -72,7 +73,7 @@ REAL, FREE = Wan(), FreeWan()
 
 @settings("wan")
 class LinkProfile(Wan, UnsteadyLine):
-    """One direction of the link between two clouds; the other is identical and independent.
+    """An emulated line: one direction between two clouds; the other is identical and independent.
 
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
     latency_s: one way. The round trip is twice this.
@@ -111,11 +112,12 @@ class LinkProfile(Wan, UnsteadyLine):
         return self
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
+        """Return the seconds until the last byte arrives on an idle link at its nominal
+        bandwidth."""
         return self.latency_s + self.line_s(num_bytes)
 
     def line_s(self, num_bytes: int) -> float:
-        """Seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
+        """Return the seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
         return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
 
     def overdue_s(self, num_bytes: int) -> float:
@@ -124,23 +126,26 @@ class LinkProfile(Wan, UnsteadyLine):
     def describe(self) -> str:
         rate = self.bandwidth_bits_per_s
         unit = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-        extras = [
-            f"{2e3 * self.latency_s:g} ms round trip",
-            *([f"jitter {1e3 * self.jitter_s:g} ms"] if self.jitter_s else []),
-            *([f"trace of {len(self.trace)} rates"] if self.trace else []),
-            *(["outages"] if self.outages or self.outage_every_s else []),
-        ]
+        extras = [f"{2e3 * self.latency_s:g} ms round trip"]
+        if self.jitter_s:
+            extras.append(f"jitter {1e3 * self.jitter_s:g} ms")
+        if self.trace:
+            extras.append(f"trace of {len(self.trace)} rates")
+        if self.outages or self.outage_every_s:
+            extras.append("outages")
         return f"emulated {unit}, {', '.join(extras)}"
 
     def sent_at(self, start_s: float, num_bytes: int) -> float:
-        """When the last byte is sent if the first is sent at start_s (seconds since the start)."""
+        """Return when the last byte is sent if the first is sent at start_s (seconds since the
+        start)."""
         bits = 8.0 * line_bytes(num_bytes)
         if self._is_unsteady:
             return self.last_bit_at(start_s, bits)
         return start_s + bits / self.bandwidth_bits_per_s
 
     def latency_at(self, now_s: float) -> float:
-        """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
+        """Return the latency one way of a message whose last byte leaves at now_s (seconds since
+        the start)."""
         entry = self.entry_from(now_s)[0] if self.trace else self.nominal
         return entry[2] if len(entry) == 3 else self.latency_s
 
@@ -190,7 +195,7 @@ class LinkWindow:
 
 @settings("cluster.liveness")
 class Liveness:
-    """When a silent rank counts as lost.
+    """The rules by which a silent rank counts as lost.
 
     interval_s: how often a rank sends a heartbeat.
     lost_after_s: a rank is lost this many seconds after its last heartbeat.

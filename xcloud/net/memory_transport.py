@@ -35,34 +35,42 @@ PATIENCE = timedelta(seconds=60)
 
 
 class MemoryWorld:
-    """What the ranks of one job share. `transport(rank)` for each of them."""
+    """The store and the lines that the ranks of one job share in one process."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.num_ranks, self.store = num_ranks, HashStore()
+        self.num_ranks = num_ranks
+        self.store = HashStore()
         self.computing = threading.Lock()  # torch's random generator is one for all threads
         self._lock = threading.Lock()
-        self._lines: dict[tuple[str, int, int], _Line] = {}
+        self._lines: dict[tuple[str, int, int], _MemoryLine] = {}
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
 
-    def line(self, name: str, sender: int, receiver: int) -> _Line:
+    def line(self, name: str, sender: int, receiver: int) -> _MemoryLine:
         with self._lock:
-            return self._lines.setdefault((name, sender, receiver), _Line())
+            return self._lines.setdefault((name, sender, receiver), _MemoryLine())
 
 
 def in_threads(num_ranks: int, work: Callable[[MemoryTransport], T]) -> list[T]:
-    """What the ranks return, in the order in which they end. Raises what the first that fails
-    raises; threads of the others may go on."""
-    world, threads = MemoryWorld(num_ranks), ThreadPoolExecutor(num_ranks, "rank")
+    """Run `work` for each rank in a thread of its own. Return what they return, in the order in
+    which they end.
+
+    Raises what the first that fails raises; threads of the others may go on.
+    """
+    world = MemoryWorld(num_ranks)
+    threads = ThreadPoolExecutor(num_ranks, "rank")
     working = [threads.submit(work, world.transport(rank)) for rank in range(num_ranks)]
     return [one.result() for one in as_completed(working)]
 
 
 class MemoryTransport(Transport):
+    """The transport of a rank that shares its process with all others."""
+
     def __init__(self, world: MemoryWorld, rank: int) -> None:
         super().__init__(Rendezvous(rank, world.num_ranks, world.store))
-        self._world, self.computing = world, world.computing
+        self._world = world
+        self.computing = world.computing
         self._num_groups = 0
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
@@ -81,8 +89,9 @@ class MemoryTransport(Transport):
         return GroupCollectives.met_in(store, self.rank, ranks, PATIENCE)
 
 
-class _Line:
-    """One direction between two ranks. Frames wait here until the receiving end is made."""
+class _MemoryLine:
+    """The memory between two ranks, in one direction. Frames wait here until the receiving end is
+    made."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,30 +115,34 @@ class _Line:
 
 
 class MemoryOutLink(SendingEnd):
-    def __init__(self, line: _Line, settings: OutSettings) -> None:
+    """The sending end of a link in memory."""
+
+    def __init__(self, line: _MemoryLine, settings: OutSettings) -> None:
         super().__init__(settings)
         self._line = line
         line.blocked = settings.blocked
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._say_goodbye()
+            self._send_goodbyes()
 
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
         seal_frame(frame, -time.monotonic())
-        self.record.sending(key, sequence, frame.numel(), queued_at_s)
+        self.record.sending(key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s)
         self._line.carry(frame)
 
 
 class MemoryInLink(ReceivingEnd):
-    def __init__(self, line: _Line, settings: InSettings) -> None:
+    """The receiving end of a link in memory."""
+
+    def __init__(self, line: _MemoryLine, settings: InSettings) -> None:
         super().__init__(settings)
         self._line = line
         line.attach(self._take)
 
     def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
-        """In the sender's thread."""
+        """Queue a frame, in the sender's thread, which may be blocked meanwhile."""
         if super()._keep(frame, 0.0):
             return True
         with self._line.blocked():

@@ -32,7 +32,8 @@ _LOOK_S = 0.05
 
 
 class Ending(Enum):
-    """How a rank has ended that others still wait for. The reason itself stays in its cloud."""
+    """The way in which a rank has ended that others still wait for. The reason stays in its
+    cloud."""
 
     STOPPED = "stopped"
     REFUSED = "refused"
@@ -73,17 +74,24 @@ def count_of(store: Store, name: str) -> int:
 
 
 class Waiting:
-    """Says once a minute what this process waits for.
+    """A wait that says once a minute what this process waits for.
 
-    what: "for all machines". within_s: after which `go_on` raises LinkTimeout.
+    what: "for all machines".
+    within_s: after which `go_on` raises LinkTimeout.
     """
 
     def __init__(self, what: str, within_s: float, say: Callable[[str], None]) -> None:
-        self._what, self._within_s, self._say = what, within_s, say
-        self._since_s = self._said_s = time.monotonic()
+        self._what = what
+        self._within_s = within_s
+        self._say = say
+        self._since_s = time.monotonic()
+        self._said_s = self._since_s
 
     def go_on(self, why: str, look_every_s: float = _LOOK_S) -> None:
-        """Sleep a moment. why: what this process found when it looked last."""
+        """Sleep a moment.
+
+        why: what this process found when it looked last.
+        """
         now_s = time.monotonic()
         waited_s = now_s - self._since_s
         if waited_s > self._within_s:
@@ -94,7 +102,7 @@ class Waiting:
         time.sleep(look_every_s)
 
 
-def quiet(*told: object) -> None:
+def quiet(*reported: object) -> None:
     """Say nothing."""
 
 
@@ -123,10 +131,12 @@ def of_this_attempt(
     """
     first, *missing = ranks
     names: dict[int, str] = {}
-    mine, until_s = uuid.uuid4().hex, time.monotonic() + within_s
+    mine = uuid.uuid4().hex
+    until_s = time.monotonic() + within_s
     waiting = Waiting("for the other ranks", float("inf"), say)
     taken_s = None  # since when another process has this rank in the attempt that this one joined
-    part, state = "", f"{name_of(first)} has not begun"
+    part = ""
+    state = f"{name_of(first)} has not begun"
     if store.check([ended_key(rank)]):
         store.set(ended_key(rank), "")  # of an earlier attempt
     if rank == first:
@@ -164,7 +174,8 @@ def of_this_attempt(
                     "cloud's command started twice? Else it begins again with them"
                 )
             elif current != part:
-                part, taken_s = current, None
+                part = current
+                taken_s = None
                 store.set(f"{part}.{rank}", mine)
                 watch(first, _line(store, part, mine))
                 state = "not all ranks have come"

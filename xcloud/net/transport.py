@@ -1,5 +1,5 @@
-"""How one rank of a job reaches the others: where they meet, and what `wire` asks for (Transport).
-Our carrier is gloo (gloo_link.py).
+"""How one rank of a job reaches the others: where they find each other (Rendezvous), and what
+wiring asks for (Transport). Our carrier is gloo (gloo_link.py).
 
 A transport promises no collective over ranks of several clouds.
 """
@@ -32,14 +32,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> int:
-    """Below 2**60; the same in all processes on a machine until it reboots. Containers on one
-    kernel are one machine. Without Linux's boot id all processes get the same id."""
+    """Return a number below 2**60, the same in all processes on a machine until it reboots.
+
+    Containers on one kernel are one machine. Without Linux's boot id all processes get the same
+    number.
+    """
     host = _BOOT_ID.read_text() if _BOOT_ID.exists() else "one host"
     return int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)
 
 
 def num_cores() -> int:
-    """That this process may use; on macOS, which does not say, all of them."""
+    """Return the number of cores that this process may use; on macOS, which does not say, all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -47,11 +50,11 @@ def num_cores() -> int:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a job meet before they have links.
+    """A store in which the ranks of a job find each other before they have links.
 
-    store: in which all of them find each other. within_s: how long ranks that have not come are
-    waited for. is_open: ranks may begin at any time, also again; beginning: how often this one
-    has, with this time.
+    within_s: how long ranks that have not come are waited for.
+    is_open: ranks may begin at any time, also again.
+    beginning: how often this one has begun, with this time.
     """
 
     rank: int
@@ -63,11 +66,14 @@ class Rendezvous:
 
     @cached_property
     def words(self) -> Words:
-        """What this rank and rank 0 tell each other."""
+        """The texts that this rank and rank 0 tell each other."""
         return words_of(
-            self.store, self.rank, self.num_ranks,
-            within_s=self.within_s, beginning=self.beginning if self.is_open else None,
-        )  # fmt: skip
+            self.store,
+            self.rank,
+            self.num_ranks,
+            within_s=self.within_s,
+            beginning=self.beginning if self.is_open else None,
+        )
 
     def write(self, name: str, text: str) -> None:
         """Tell rank 0 something by this name, once; rank 0 tells it to every rank that asks."""
@@ -81,7 +87,7 @@ class Rendezvous:
 
 
 def rendezvous_store(run_dir: Path) -> Store:
-    """Of all ranks of one machine, in a file of the run folder."""
+    """Return the store of all ranks of one machine, in a file of the run folder."""
     # Not by its URL, which would end at a '#' or '?' in the path.
     store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
     store.set_timeout(FOREVER)
@@ -89,10 +95,12 @@ def rendezvous_store(run_dir: Path) -> Store:
 
 
 class Collectives(Protocol):
-    """Between the ranks of one cloud, or of one stage. All of them make the same calls in the same
-    order, with tensors of the same shape and dtype. sum and broadcast (from rank `source`) are in
-    place; what start_sum returns waits for its sum, and until then nobody touches `values`. gather
-    is in the order of the group. mesh: these ranks, as torch takes them to shard tensors over.
+    """The collective operations of the ranks of one cloud, or of one stage.
+
+    All of them make the same calls in the same order, with tensors of the same shape and dtype.
+    sum and broadcast (from rank `source`) are in place; what start_sum returns waits for its sum,
+    and until then nobody touches `values`. gather is in the order of the group. mesh returns these
+    ranks as torch takes them to shard tensors over.
     """
 
     def barrier(self) -> None: ...
@@ -107,33 +115,42 @@ CPU = torch.device("cpu")
 
 
 class Transport(ABC):
-    """Of one rank. line: a name; with it sender and receiver identify one direction. Every rank of
-    a job calls `group` with the same arguments in the same order."""
+    """A rank's way to all others.
+
+    A line has a name; with it sender and receiver identify one direction. Every rank of a job
+    calls `group` with the same arguments in the same order.
+    """
 
     computing: AbstractContextManager[object] = nullcontext()
-    """Held by the one rank that computes, where ranks share a process and must take turns."""
+    """A lock that the one rank holds that computes, where ranks share a process and take turns."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous, self.rank = rendezvous, rendezvous.rank
+        self.rendezvous = rendezvous
+        self.rank = rendezvous.rank
 
     @abstractmethod
-    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        """Return the sending end of a line to `peer`."""
 
     @abstractmethod
-    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        """Return the receiving end of a line from `peer`."""
 
     @abstractmethod
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
-        """What joins several ranks of a cloud; None for a single one, and outside them. device: of
-        this rank's tensors; the ranks agree on its type."""
+        """Return the collectives of several ranks of a cloud; None for a single one, and outside
+        them.
+
+        device: of this rank's tensors; the ranks agree on its type.
+        """
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these ranks have begun again since it was asked last. The ends made from
-        now on are with the new ones."""
+        """Return whether all of these ranks have restarted since it was asked last. The ends made
+        from now on are with the new ones."""
         return False
 
     def run_number(self) -> int:
-        """The same in all ranks, and not that of an earlier run."""
+        """Return a number that is the same in all ranks, and not that of an earlier run."""
         if self.rank == 0:
             self.rendezvous.write("run number", str(time.time_ns()))
         return int(self.rendezvous.read("run number", 0))

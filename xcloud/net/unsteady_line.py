@@ -1,4 +1,4 @@
-"""What an emulated line does over time: traces of bandwidth and latency, outages."""
+"""The changes of an emulated line over time: traces of bandwidth and latency, outages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DRAWING = threading.Lock()
 
 @settings("wan", kw_only=True)
 class UnsteadyLine(ABC):
-    """Settings of an emulated line that does not stay the same, and when it carries what.
+    """An emulated line that does not stay the same: its settings, and when it carries what.
 
     trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
         latency in seconds: what the line does from then on; repeats every trace_period_s if that
@@ -47,7 +47,7 @@ class UnsteadyLine(ABC):
     @property
     @abstractmethod
     def nominal(self) -> Sequence[float]:
-        """As an entry of the trace: what holds before the first one."""
+        """The entry of the trace that holds before the first one."""
 
     def check(self) -> None:
         """Raise ConfigError for a line on which nothing would arrive."""
@@ -75,7 +75,8 @@ class UnsteadyLine(ABC):
             )
 
     def last_bit_at(self, start_s: float, bits: float) -> float:
-        """When the last bit is sent if the first is sent at start_s (seconds since the start)."""
+        """Return when the last bit is sent if the first is sent at start_s (seconds since the
+        start)."""
         now = start_s
         while True:
             rate, until = self.rate_from(now)
@@ -85,7 +86,7 @@ class UnsteadyLine(ABC):
             now = until
 
     def rate_from(self, now_s: float) -> tuple[float, float]:
-        """Bits per second at now_s, and until when this rate holds."""
+        """Return the bits per second at now_s, and until when this rate holds."""
         until = math.inf
         for start, duration in (*self.outages, *self._random_outages(now_s)):
             if start <= now_s < start + duration:
@@ -96,7 +97,7 @@ class UnsteadyLine(ABC):
         return entry[1], min(until, next_s)
 
     def entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
-        """The entry of the trace that holds at now_s, and until when."""
+        """Return the entry of the trace that holds at now_s, and until when."""
         if not self.trace:
             return self.nominal, math.inf
         period = self.trace_period_s
@@ -124,8 +125,8 @@ class UnsteadyLine(ABC):
         return random.Random(self.seed), []
 
     def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """The seeded outage that began last before now_s and the next one; drawn lazily, the same
-        in all ranks and whatever was asked before."""
+        """Return the seeded outage that began last before now_s and the next one. They are drawn
+        lazily, the same in all ranks and whatever was asked before."""
         if not self.outage_every_s:
             return []
         with _DRAWING:

@@ -1,5 +1,5 @@
-"""What ranks tell rank 0, and rank 0 tells all, before they have links: what they run, whether
-they may go on, what they have loaded. Short texts, by a name.
+"""Short texts, by a name, that ranks tell rank 0, and rank 0 tells all, before they have links:
+what they run, whether they may go on, what they have loaded.
 
 A text comes over a line between its rank and rank 0, so nobody can say it in another's name, and
 it is bounded. Rank 0 keeps what it is told and answers whoever asks for its own words, also later
@@ -36,17 +36,23 @@ _GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
 
 
 class Words(Protocol):
-    """Of one rank. tell: to rank 0; in rank 0, to all. hear: in rank 0 what `rank` tells it, in
-    the others what rank 0 (or itself) tells; waits until it is there."""
+    """The texts that one rank and rank 0 tell each other."""
 
-    def tell(self, name: str, text: str) -> None: ...
-    def hear(self, name: str, rank: int) -> str: ...
+    def tell(self, name: str, text: str) -> None:
+        """Tell rank 0 a text; in rank 0, tell it to all."""
+
+    def hear(self, name: str, rank: int) -> str:
+        """Return, once it is there, in rank 0 what `rank` tells it, in the others what rank 0 or
+        the rank itself tells."""
 
 
 def words_of(
     store: Store, rank: int, num_ranks: int, within_s: float, beginning: int | None
 ) -> Words:
-    """beginning: how often this rank has begun, where ranks may begin at any time; else None."""
+    """Return the words of a rank that has come to a store.
+
+    beginning: how often this rank has begun, where ranks may begin at any time; else None.
+    """
     if isinstance(store, HashStore):
         return WordsInOneProcess(store, rank, within_s)
     if rank != 0:
@@ -56,25 +62,33 @@ def words_of(
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool) -> Pair:
     """Return the line between rank 0 and this beginning of another rank, not joined yet.
-    is_first: it is rank 0's end."""
+
+    is_first: whether it is rank 0's end.
+    """
     own = PrefixStore(f"words {rank}.{beginning}", store)
     return Pair(own, "life", f"0-{rank}", 0 if is_first else 1)
 
 
 class WordKind(IntEnum):
+    """The purpose of a message between a rank and rank 0."""
+
     TELL = 1  # to rank 0
     ASK = 2  # rank 0 for its own text of this name
     ANSWER = 3
 
 
 class Message(NamedTuple):
+    """A message between a rank and rank 0. text: empty in a question."""
+
     kind: WordKind
     name: str
     text: str = ""
 
 
 def encode(message: Message) -> torch.Tensor:
-    name, text = message.name.encode(), message.text.encode()
+    """Return a message as uint8 [N]. Raises ValueError for a text that is too long."""
+    name = message.name.encode()
+    text = message.text.encode()
     assert len(name) <= MAX_NAME_BYTES, message.name
     if len(text) > MAX_TEXT_BYTES:
         raise ValueError(f"{message.name} takes {len(text):,} bytes (at most {MAX_TEXT_BYTES:,})")
@@ -83,7 +97,10 @@ def encode(message: Message) -> torch.Tensor:
 
 
 def decode(buffer: torch.Tensor, sender: str) -> Message:
-    """Raises FrameError for anything but what `encode` makes. buffer: may be longer."""
+    """Return the message in a buffer, which may be longer.
+
+    Raises FrameError for anything but what `encode` makes.
+    """
     data = buffer.numpy().tobytes()
     if len(data) < _HEAD.size:
         raise FrameError(f"{sender} sent no word, in {len(data)} bytes")
@@ -103,11 +120,12 @@ def decode(buffer: torch.Tensor, sender: str) -> Message:
     return Message(WordKind(kind), name, text)
 
 
-class _Line:
+class _JoinedLine:
     """A line that has been joined. Raises RuntimeError once the other side is gone."""
 
     def __init__(self, pair: Pair, peer: int, within_s: float) -> None:
-        self._pair, self._peer = pair, peer
+        self._pair = pair
+        self._peer = peer
         pair.join(timedelta(seconds=within_s))
 
     def send(self, message: Message) -> None:
@@ -120,11 +138,13 @@ class _Line:
 
 
 class WordsToFirst:
-    """Of a rank but the first."""
+    """The words of any rank but the first."""
 
     def __init__(self, pair: Pair, rank: int, within_s: float) -> None:
-        self._pair, self._rank, self._within_s = pair, rank, within_s
-        self._line: _Line | None = None
+        self._pair = pair
+        self._rank = rank
+        self._within_s = within_s
+        self._line: _JoinedLine | None = None
         self._own: dict[str, str] = {}
 
     def tell(self, name: str, text: str) -> None:
@@ -136,7 +156,7 @@ class WordsToFirst:
             return self._own[name]
         assert rank == 0, "ranks hear of each other from rank 0"
 
-        def ask(line: _Line) -> str:
+        def ask(line: _JoinedLine) -> str:
             line.send(Message(WordKind.ASK, name))
             answer = line.receive(timedelta(seconds=self._within_s))
             if answer.kind is not WordKind.ANSWER or answer.name != name:
@@ -145,10 +165,10 @@ class WordsToFirst:
 
         return self._carried(ask, name)
 
-    def _carried(self, call: Callable[[_Line], str | None], name: str) -> str:
+    def _carried(self, call: Callable[[_JoinedLine], str | None], name: str) -> str:
         try:
             if self._line is None:
-                self._line = _Line(self._pair, 0, self._within_s)
+                self._line = _JoinedLine(self._pair, 0, self._within_s)
             return call(self._line) or ""
         except RuntimeError as error:
             if _is_late(error):
@@ -159,10 +179,12 @@ class WordsToFirst:
 
 
 class WordsOfFirst:
-    """Of rank 0: what every rank has told, by rank and name, its own among them."""
+    """The words of rank 0: what every rank has told, by rank and name, its own among them."""
 
     def __init__(self, store: Store, num_ranks: int, within_s: float, is_open: bool) -> None:
-        self._store, self._within_s, self._is_open = store, within_s, is_open
+        self._store = store
+        self._within_s = within_s
+        self._is_open = is_open
         self._told: dict[tuple[int, str], str] = {}
         self._ended: dict[int, LinkError] = {}
         self._changed = threading.Condition()
@@ -179,7 +201,7 @@ class WordsOfFirst:
             self._changed.notify_all()
 
     def hear(self, name: str, rank: int) -> str:
-        key = rank, name
+        key = (rank, name)
         with self._changed:
             is_there = self._changed.wait_for(
                 lambda: key in self._told or rank in self._ended, self._within_s
@@ -208,11 +230,14 @@ class WordsOfFirst:
             time.sleep(_LOOK_EVERY_S)
 
     def _start(self, rank: int, beginning: int, within_s: float) -> threading.Thread:
-        """Return a thread that ends once the line is joined, or is not in time."""
+        """Join a line to a rank. Return a thread that ends once it is joined, or is not in
+        time."""
 
         def join() -> None:
             try:
-                line = _Line(line_of(self._store, rank, beginning, is_first=True), rank, within_s)
+                line = _JoinedLine(
+                    line_of(self._store, rank, beginning, is_first=True), rank, within_s
+                )
             except RuntimeError as error:
                 if not self._is_open:
                     self._end(rank, LinkClosed(f"rank {rank} is gone: {error!s:.200}"))
@@ -228,7 +253,7 @@ class WordsOfFirst:
         thread.start()
         return thread
 
-    def _serve(self, rank: int, beginning: int, line: _Line) -> None:
+    def _serve(self, rank: int, beginning: int, line: _JoinedLine) -> None:
         try:
             while self._greeted[rank] == beginning:
                 message = line.receive()
@@ -252,7 +277,7 @@ class WordsOfFirst:
             self._changed.notify_all()
 
     def _own(self, name: str) -> str:
-        """Wait for it: a rank asks before rank 0 has it."""
+        """Return a text of rank 0, once it is there: a rank may ask before."""
         with self._changed:
             self._changed.wait_for(lambda: (0, name) in self._told)
             return self._told[0, name]
@@ -264,10 +289,12 @@ class WordsOfFirst:
 
 
 class WordsInOneProcess:
-    """Of a rank that shares its process with all others."""
+    """The words of a rank that shares its process with all others."""
 
     def __init__(self, store: HashStore, rank: int, within_s: float) -> None:
-        self._store, self._rank, self._within_s = store, rank, within_s
+        self._store = store
+        self._rank = rank
+        self._within_s = within_s
 
     def tell(self, name: str, text: str) -> None:
         encode(Message(WordKind.TELL, name, text))  # as bounded as over a line
