@@ -21,7 +21,11 @@ from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.experiment import Experiment
-from xcloud.features.activation_cache.cache import MEGABYTE, ActivationCaches, CachingPipeline
+from xcloud.features.activation_cache.cache import (
+    ActivationCaches,
+    CachingPipeline,
+    activation_caches,
+)
 from xcloud.job.job import PipelineJob, Roster
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame
@@ -85,6 +89,7 @@ class Wired:
 
     wiring: Wiring
     clock: StepClock
+    caches: ActivationCaches
 
 
 def wired_job(
@@ -102,7 +107,6 @@ def wired_job(
         "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
         "security": Visibility(),
         "roster": Roster(frozenset(), frozenset()),
-        "training": SimpleNamespace(activation_cache_mb=0),
     }  # fmt: skip
     job = SimpleNamespace(**(known | more))
     job.defences_at = partial(PipelineJob.defences_at, job)
@@ -129,13 +133,14 @@ def wired(
     job = wired_job(
         layout, boundaries, compression, schedule, max_samples, seed,
         security=Visibility(defences=cast(Any, defences or {})),
-        training=SimpleNamespace(activation_cache_mb=kept_bytes / MEGABYTE),
     )  # fmt: skip
 
     def one(rank: int) -> Wired:
         clock = StepClock(record_from)
         ends = Ends(world.transport(rank), layout, run_dir, clock.messages)
-        return Wired(wire(job, ends, clock, CPU, on_report), clock)
+        caches = activation_caches(layout, boundaries, rank, kept_bytes)
+        wiring = wire(job, ends, clock, CPU, on_report, caches.receiver)
+        return Wired(wiring, clock, caches)
 
     return in_threads([lambda r=rank: one(r) for rank in range(layout.num_ranks)])
 
@@ -172,8 +177,7 @@ def pipeline(
     held = layout.placement(rank).stages
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
     boundaries = one.wiring.boundaries
-    caches = boundaries.shared(ActivationCaches)
-    return CachingPipeline(caches, rank, layout, modules, boundaries.ports, CPU, 7, one.clock)
+    return CachingPipeline(one.caches, rank, layout, modules, boundaries.ports, CPU, 7, one.clock)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

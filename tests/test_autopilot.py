@@ -38,7 +38,7 @@ from xcloud.features.checkpoints.resume import is_marked
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, TensorSpec
 from xcloud.net.link_profile import LinkProfile
-from xcloud.pipeline.further_ends import LineMeter
+from xcloud.pipeline.line_meter import LineMeter
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import GPipe, Schedule

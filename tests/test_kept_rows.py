@@ -21,7 +21,6 @@ from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.features.activation_cache.cache import (
-    ActivationCaches,
     CachingChannel,
     describe,
 )
@@ -160,11 +159,8 @@ def test_both_ends_keep_what_comes_first_and_fits() -> None:
     for kept in at_receiver:
         assert kept.num_bytes <= kept_bytes // 2
     assert "did not fit" in describe(at_receiver)
-    at_senders = [
-        kept
-        for rank in bottoms
-        for kept in rank.wiring.boundaries.shared(ActivationCaches).values()
-    ]
+    pipelines: list[Any] = [rank.trainer.pipeline for rank in bottoms]
+    at_senders = [kept for pipeline in pipelines for kept in pipeline.caches.values()]
     assert [vars(kept) for kept in at_senders] == [vars(kept) for kept in at_receiver]
 
 

@@ -8,7 +8,7 @@ import torch
 from xcloud.comm.compression import ChannelId
 from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
 from xcloud.net.link_end import InSettings, ReceivingEnd
-from xcloud.pipeline.further_ends import LineMeter, LineMeters
+from xcloud.pipeline.line_meter import LineMeter, LineMeters
 
 AHEAD_S = 5000.0  # the receiver's clock before the sender's
 LATENCY_S = 0.03

@@ -42,8 +42,8 @@ from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.pipeline.batch_plan import cut
-from xcloud.pipeline.further_ends import hand_over
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
+from xcloud.pipeline.pipeline import hand_over
 from xcloud.pipeline.schedule import GPipe
 
 WAYS: dict[str, dict[str, Any]] = {

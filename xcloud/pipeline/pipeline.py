@@ -18,7 +18,7 @@ from xcloud.comm.channel import Boundary, Message, Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.layout import ClusterLayout
-from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.pipeline.schedule import (
     Action,
     GPipe,
@@ -276,3 +276,20 @@ def random_seed(*numbers: int) -> int:
         mixed = ((mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         mixed ^= mixed >> 29
     return mixed >> 1
+
+
+@torch.no_grad()
+def hand_over(stages: Mapping[int, Stage], ports: Mapping[int, BoundaryPorts]) -> None:
+    """Send to successors what stages hand over once, before the first step (Boundary.start)."""
+    for stage, module in sorted(stages.items()):
+        before = ports.get(stage - 1)
+        after = ports.get(stage)
+        if before is not None and before.boundary.start:
+            for giver in before.forward_in.values():  # every rank before hands over the same
+                module.take_over(giver.recv_start(before.boundary.start))
+        if after is not None and after.boundary.start:
+            handed = tuple(tensor.detach() for tensor in module.hand_over())
+            specs = tuple(TensorSpec.of(tensor) for tensor in handed)
+            assert specs == after.boundary.start, (specs, after.boundary.start)
+            for taker in after.forward_out.values():
+                taker.send_start(handed)

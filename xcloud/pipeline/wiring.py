@@ -8,7 +8,7 @@ emulated link act where it leaves a cloud; inside a cloud messages go as they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -28,29 +28,53 @@ from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
 from xcloud.comm.state import MEMORY, StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
-from xcloud.experiment import Experiment
-from xcloud.features.activation_cache.cache import (
-    MEGABYTE,
-    ActivationCache,
-    ActivationCaches,
-    CachingChannel,
-)
+from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link_end import ignore
 from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.further_ends import (
-    Guard,
-    LineMeters,
-    Loopback,
-)
+from xcloud.pipeline.guard import Guard
+from xcloud.pipeline.line_meter import LineMeters
+from xcloud.pipeline.loopback import Loopback
 from xcloud.pipeline.pipeline import BoundaryPorts
-from xcloud.pipeline.schedule import most_in_flight
+from xcloud.pipeline.schedule import Schedule, most_in_flight
+from xcloud.security.defences import Defence
 
 T = TypeVar("T")
 
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
+
+
+MakeReceiver = Callable[..., ReceiveChannel]
+"""Builds the receiving end of a channel from the arguments of ReceiveChannel. A feature that keeps
+what arrived builds one of its own."""
+
+
+class _Roster(Protocol):
+    @property
+    def is_elastic(self) -> bool:
+        """Whether clouds may be late, leave and come back."""
+
+
+class WiredJob(Protocol):
+    """What the wiring reads of a job (job/job.py: PipelineJob)."""
+
+    @property
+    def cluster(self) -> ClusterLayout: ...
+    @property
+    def roster(self) -> _Roster: ...
+    @property
+    def boundaries(self) -> Mapping[int, Boundary]: ...
+    @property
+    def compression(self) -> CompressionPlan: ...
+    @property
+    def schedules(self) -> Sequence[Schedule]: ...
+    @property
+    def max_micro_batch(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    def defences_at(self, stage: int, replica: int) -> Mapping[str, Defence]: ...
 
 
 class AveragingLinks(Protocol):
@@ -106,10 +130,20 @@ class Wiring(StatefulTree):
 
 
 def wire(
-    job: Experiment, ends: Ends, clock: StepClock, device: torch.device, on_report: OnReport
+    job: WiredJob,
+    ends: Ends,
+    clock: StepClock,
+    device: torch.device,
+    on_report: OnReport,
+    make_receiver: MakeReceiver = ReceiveChannel,
 ) -> Wiring:
-    """Every rank calls it. on_report: in rank 0, in the background, of each other's report."""
-    layout, is_elastic = job.cluster, job.roster.is_elastic
+    """Join this rank to the others. Every rank calls it at the same time.
+
+    on_report: called in rank 0, in the background, with each report of another rank.
+    make_receiver: see MakeReceiver.
+    """
+    layout = job.cluster
+    is_elastic = job.roster.is_elastic
     groups = {
         stage: group
         for stage in range(layout.num_stages)
@@ -125,7 +159,7 @@ def wire(
         groups,
         control=control,
         sums=_join_sums(job, ends, control),
-        boundaries=Boundaries(job, ends, clock, device),
+        boundaries=Boundaries(job, ends, clock, device, make_receiver),
         is_elastic=is_elastic,
         rejoin=rejoin,
     )
@@ -155,7 +189,7 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
     )
 
 
-def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSums:
+def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
     """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
     layout, rank = job.cluster, ends.rank
     sums = StageSums(rank, layout.leader_of(layout.placement(rank).replica))
@@ -172,6 +206,20 @@ def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSum
     return replace(sums, out=out, incoming=incoming, overdue_s=ends.overdue_s(peers))
 
 
+def _pair_of_each_micro_batch(layout: ClusterLayout, stage: int) -> list[tuple[int, int]]:
+    """Return between which ranks each micro-batch of a period crosses from `stage` to the next."""
+    return [
+        (layout.owner(stage, i), layout.owner(stage + 1, i))
+        for i in range(layout.rank_period(stage))
+    ]
+
+
+def rank_pairs(layout: ClusterLayout, stage: int, replica: int) -> set[tuple[int, int]]:
+    """Return the ranks of a replica, before and behind the boundary after `stage`, that have a
+    micro-batch in common."""
+    return {*_pair_of_each_micro_batch(layout, stage)[replica :: layout.num_replicas]}
+
+
 _FORWARD_AHEAD = 32
 """Receives posted forward, as far as the budget of the link goes, where no gradient holds back the
 sender: for an evaluation's pieces, and training over a boundary that no gradient crosses."""
@@ -183,12 +231,21 @@ class Boundaries:
     clouds."""
 
     def __init__(
-        self, job: Experiment, ends: Ends, clock: StepClock, device: torch.device
+        self,
+        job: WiredJob,
+        ends: Ends,
+        clock: StepClock,
+        device: torch.device,
+        make_receiver: MakeReceiver,
     ) -> None:
         self.ports: dict[int, BoundaryPorts] = {}
         self.channels: dict[str, SendChannel | ReceiveChannel] = {}
         self.wan_sends: list[SendChannel] = []
-        self._job, self._ends, self._clock, self._device = job, ends, clock, device
+        self._job = job
+        self._ends = ends
+        self._clock = clock
+        self._device = device
+        self._make_receiver = make_receiver
         self._shared: dict[type, object] = {}
         for stage in sorted(job.boundaries):
             self._join(stage)
@@ -200,29 +257,21 @@ class Boundaries:
         return found
 
     def _join(self, stage: int) -> None:
-        job, layout, rank = self._job, self._job.cluster, self._ends.rank
-        # Which ranks meet: those that have a micro-batch in common.
-        meets = [
-            (layout.owner(stage, i), layout.owner(stage + 1, i))
-            for i in range(layout.rank_period(stage))
-        ]
-        pairs = {*meets[layout.placement(rank).replica :: layout.num_replicas]}
+        job = self._job
+        layout = job.cluster
+        rank = self._ends.rank
+        pairs = rank_pairs(layout, stage, layout.placement(rank).replica)
         if not any(rank in pair for pair in pairs):
             return
+        all_pairs = _pair_of_each_micro_batch(layout, stage)
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
             fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
             actions = fitted.actions(stage, layout.num_stages)
-            in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
+            in_flight |= most_in_flight(actions, lambda i: all_pairs[i % len(all_pairs)])
         boundary = job.boundaries[stage]
         self.ports[stage] = BoundaryPorts(boundary)
-        kept_bytes = round(job.training.activation_cache_mb * MEGABYTE)
         for a, b in sorted(pair for pair in pairs if rank in pair):
-            if kept_bytes and boundary.is_constant and layout.wan_between(a, b) is not None:
-                # A share for each sender: it cannot know what others have sent.
-                share = kept_bytes // sum(receiver == b for _, receiver in pairs)
-                caches = self.shared(ActivationCaches)
-                caches[stage, b if rank == a else a] = ActivationCache(share)
             # What waits for nothing from behind may be blocked, and is in flight one at a time.
             under_way = in_flight[a, b] if boundary.gradient_fields else 1
             self._join_one_way(stage, "forward", a, b, under_way)
@@ -271,12 +320,16 @@ class Boundaries:
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
             measure = self.shared(LineMeters).of(identity)
         inlink = ends.incoming(line, sender, capacity, window, boundary=stage, on_arrival=measure)
-        kept = self.shared(ActivationCaches).get((stage, sender))
-        channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
-        received = channel_of(
-            inlink, fields, codecs, self._clock, identity, self._device,
-            job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
-        )  # fmt: skip
+        received = self._make_receiver(
+            link=inlink,
+            fields=fields,
+            new_codecs=codecs,
+            clock=self._clock,
+            identity=identity,
+            device=self._device,
+            overdue_s=job.cluster.overdue_s(ends.rank, sender, capacity),
+            max_rows_per_sample=boundary.max_rows_per_sample,
+        )
         self.channels[str(identity)] = ins[sender] = received
 
     def _frame_bytes(

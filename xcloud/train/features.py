@@ -15,19 +15,24 @@ from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BASES, BuildContext, Stage, TaskData
 from xcloud.experiment import Experiment
-from xcloud.features.activation_cache.cache import ActivationCaches, CacheReport, CachingPipeline
+from xcloud.features.activation_cache.cache import (
+    MEGABYTE,
+    CacheReport,
+    CachingPipeline,
+    activation_caches,
+)
 from xcloud.features.autopilot.pilot import pilot_of
 from xcloud.features.checkpoints.restored import check_facts, restored
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.tied.gradients import tied_gradients
+from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import AllReduce, Exchange
-from xcloud.pipeline.further_ends import hand_over
 from xcloud.pipeline.hook import Hook, Hooks
-from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.pipeline import Pipeline, hand_over
 from xcloud.pipeline.settings import autocast_for, is_emulated
 from xcloud.pipeline.trainer import Trainer
-from xcloud.pipeline.wiring import Wiring
+from xcloud.pipeline.wiring import wire
 from xcloud.pipeline.within_cloud import Sharder, sharders
 from xcloud.rank.agreement import agree_on, agree_where_shared
 from xcloud.rank.channel_memories import ChannelMemories
@@ -52,13 +57,28 @@ def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
 class Features:
     """Of one rank; the methods stand in the order in which they are called."""
 
-    def __init__(self, context: RankContext[Experiment], wiring: Wiring, clock: StepClock) -> None:
+    def __init__(self, context: RankContext[Experiment], ends: Ends, clock: StepClock) -> None:
         self.context, self.job, self.rank = context, context.job, context.rank
-        self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
+        self.reporter = context.reporter
+        self.clock = clock
         self.placement = self.job.cluster.placement(self.rank)
+        self.caches = activation_caches(
+            self.job.cluster,
+            self.job.boundaries,
+            rank=self.rank,
+            max_bytes=round(self.job.training.activation_cache_mb * MEGABYTE),
+        )
+        self.wiring = wire(
+            self.job,
+            ends,
+            clock=clock,
+            device=context.device,
+            on_report=context.on_report,
+            make_receiver=self.caches.receiver,
+        )
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
-            held = {stage: wiring.groups[stage] for stage in self.placement.stages}
+            held = {stage: self.wiring.groups[stage] for stage in self.placement.stages}
             self._sharders = sharders(held, context.device, self.reporter.note)
 
     def load(self) -> TaskData:
@@ -78,8 +98,9 @@ class Features:
         return leak_observers(self.context, data, stages) if self.job.leak_meter else None
 
     def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
-        job, device, boundaries = self.job, self.context.device, self.wiring.boundaries
-        ports = boundaries.ports
+        job = self.job
+        device = self.context.device
+        ports = self.wiring.boundaries.ports
         if leaks is not None:
             ports = observed(ports, leaks.observer, self.wiring.ends)
         autocast = autocast_for(job.training.precision, device)
@@ -87,8 +108,7 @@ class Features:
             slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
             self.reporter.note(f"training.precision=bf16: this processor multiplies {slow}")
         of = (self.rank, job.cluster, stages, ports, device, job.seed, self.clock, autocast)
-        caches = boundaries.shared(ActivationCaches)
-        return CachingPipeline(caches, *of) if caches else Pipeline(*of)
+        return CachingPipeline(self.caches, *of) if self.caches else Pipeline(*of)
 
     def meet(self, stages: Mapping[int, Stage], data: TaskData) -> dict[str, str]:
         """Wait for all ranks: another cloud may build its stages longer than a message may take.

@@ -19,7 +19,7 @@ from xcloud.pipeline.control import Signal
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.trainer import LossReport, Trainer
-from xcloud.pipeline.wiring import Wiring, wire
+from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.task_data import Evaluator, context_of, note_data, token_pads
@@ -37,8 +37,8 @@ class StageRank(Role[Experiment]):
         self.placement = layout.placement(self.rank)
         self.clock = step_clock(job, self.rank, context.device)
         ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
-        self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
-        self.features = Features(context, self.wiring, self.clock)
+        self.features = Features(context, ends, self.clock)
+        self.wiring = self.features.wiring
         self.records, self.lives = ends.records, ends.lives
         self.control = self.wiring.control
 

@@ -7,18 +7,28 @@ D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
+from xcloud.comm.channel import (
+    NOTHING_KNOWN,
+    Boundary,
+    BoundaryField,
+    Message,
+    ReceiveChannel,
+    Samples,
+)
+from xcloud.comm.compression import ChannelId
 from xcloud.contracts.model import Batch
+from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import InFlight, Pass, Pipeline
 from xcloud.pipeline.schedule import Action, SplitBackward
+from xcloud.pipeline.wiring import rank_pairs
 from xcloud.record.reporter import Reporter
 
 MEGABYTE = 1_000_000
@@ -77,8 +87,8 @@ class CachingChannel(ReceiveChannel):
     what is missing: nothing where it has all samples of a micro-batch. What is kept is no state,
     so a resumed run begins with nothing at both ends."""
 
-    def __init__(self, kept: ActivationCache, *channel: Any) -> None:
-        super().__init__(*channel)
+    def __init__(self, kept: ActivationCache, **channel: Any) -> None:
+        super().__init__(**channel)
         self.kept = kept
         self._messages: dict[int, Message] = {}
 
@@ -105,6 +115,40 @@ class CachingChannel(ReceiveChannel):
 
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
     """What both ends of a rank's boundaries know to be kept: by the stage before and the peer."""
+
+    def receiver(self, identity: ChannelId, **named: Any) -> ReceiveChannel:
+        """Build the receiving end of a channel, which keeps rows where there is a cache for it.
+
+        identity, named: the arguments of ReceiveChannel.
+        """
+        kept = self.get((identity.boundary, identity.sender))
+        if kept is None:
+            return ReceiveChannel(identity=identity, **named)
+        return CachingChannel(kept, identity=identity, **named)
+
+
+def activation_caches(
+    layout: ClusterLayout, boundaries: Mapping[int, Boundary], rank: int, max_bytes: int
+) -> ActivationCaches:
+    """Build the caches of one rank, for each constant boundary that leaves its cloud.
+
+    boundaries: by the stage before.
+    max_bytes: that one receiver keeps of a boundary. Each sender has a share of it, since it
+        cannot know what others have sent.
+    """
+    caches = ActivationCaches()
+    replica = layout.placement(rank).replica
+    for stage, boundary in boundaries.items():
+        if not max_bytes or not boundary.is_constant:
+            continue
+        pairs = rank_pairs(layout, stage, replica)
+        for sender, receiver in pairs:
+            if rank not in (sender, receiver) or layout.wan_between(sender, receiver) is None:
+                continue
+            share = max_bytes // sum(other == receiver for _, other in pairs)
+            peer = receiver if rank == sender else sender
+            caches[stage, peer] = ActivationCache(share)
+    return caches
 
 
 class CachingPipeline(Pipeline):

@@ -28,8 +28,8 @@ from xcloud.features.autopilot.settings import Autopilot, Tour
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
 from xcloud.net.link_profile import LinkProfile, line_bytes
-from xcloud.pipeline.further_ends import LineMeters
 from xcloud.pipeline.hook import Hook, StepReport
+from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.one_forward_one_backward import can_wait
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring

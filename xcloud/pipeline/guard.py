@@ -1,0 +1,40 @@
+"""A defence before a channel that leaves a cloud."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xcloud.comm.channel import Message, Samples, SendChannel
+from xcloud.net.frame import MessageKey
+from xcloud.security.defences import LABEL, Defence
+
+
+class Guard:
+    """A Sender that protects what it sends. Noise is part of the graph: the gradient that returns
+    is of what was sent."""
+
+    def __init__(self, channel: SendChannel, defence: Defence) -> None:
+        self.fields = channel.fields
+        self.identity = channel.identity
+        self.send_start = channel.send_start
+        self._channel = channel
+        self._defence = defence
+        # Not drawn from the run's seed: the receiver knows that one too.
+        self._chance = np.random.default_rng()
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        return self._channel.send(key, self._protected(message, samples), samples)
+
+    def _protected(self, message: Message, samples: Samples) -> Message:
+        labels = None
+        if self._defence.needs_labels:
+            labels = samples[LABEL]
+        protected = dict(message)
+        with self._channel.clock.during("compress"):
+            for field in self.fields:
+                if field.dtype.is_floating_point:
+                    counts = field.counts(message.get("counts"))
+                    protected[field.name] = self._defence.protect(
+                        message[field.name], counts, labels, self._chance
+                    )
+        return protected
