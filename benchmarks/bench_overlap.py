@@ -28,7 +28,7 @@ from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.net.gloo_groups import GlooCollectives
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
-from xcloud.pipeline.within_cloud import BUCKET_BYTES, OverlappedSums
+from xcloud.pipeline.overlapped_sums import BUCKET_BYTES, OverlappedSums
 
 
 def network(width: int, layers: int) -> nn.Module:

@@ -18,8 +18,8 @@ from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.pipeline.overlapped_sums import OverlappedSums
 from xcloud.pipeline.schedule import GPipe
-from xcloud.pipeline.within_cloud import OverlappedSums
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))
@@ -55,7 +55,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
     small = partial(OverlappedSums, bucket_bytes=1)
-    monkeypatch.setattr("xcloud.train.gradient_parts.OverlappedSums", small)
+    monkeypatch.setattr("xcloud.pipeline.overlapped_sums.OverlappedSums", small)
     began: list[bool] = []
     finish = OverlappedSums._finish
 

@@ -18,6 +18,7 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.privacy.account import account
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
@@ -32,7 +33,6 @@ from xcloud.security.defences import (
     private_contribution,
     sampled_epsilon,
 )
-from xcloud.train.gradient_parts import account
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")

@@ -15,6 +15,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
+from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import tied_gradients
@@ -24,6 +25,7 @@ from xcloud.net.transport import CPU
 from xcloud.pipeline.batch_plan import BatchPlan, Feed, replica_samples
 from xcloud.pipeline.exchange import AllReduce, Exchange, Work
 from xcloud.pipeline.hook import Hook, Hooks, StepReport
+from xcloud.pipeline.overlapped_sums import overlapped_sums
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.pipeline.settings import Optimizer, Training
@@ -33,7 +35,6 @@ from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
 from xcloud.train.averaging import averager_of_ends
-from xcloud.train.gradient_parts import PrivateGradients, overlapped_sums
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

@@ -17,8 +17,7 @@ from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.compressor import decodes_rows_alone
 from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
-from xcloud.pipeline.schedule import put_off
-from xcloud.pipeline.within_cloud import check_in_step
+from xcloud.pipeline.schedule import check_in_step, put_off
 from xcloud.security.defences import LABEL
 
 MAX_CHOICES = 255  # rank 0 sends the number in a byte

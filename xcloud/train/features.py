@@ -24,16 +24,19 @@ from xcloud.features.activation_cache.cache import (
 from xcloud.features.autopilot.pilot import pilot_of
 from xcloud.features.checkpoints.restored import check_facts, restored
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
+from xcloud.features.privacy.account import PrivacyAccount
+from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.replicas.links import replica_links
+from xcloud.features.sharding.sharder import Sharder, sharders
 from xcloud.features.tied.gradients import tied_gradients
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.hook import Hook, Hooks
+from xcloud.pipeline.overlapped_sums import overlapped_sums
 from xcloud.pipeline.pipeline import Pipeline, hand_over
 from xcloud.pipeline.settings import autocast_for, is_emulated
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import wire
-from xcloud.pipeline.within_cloud import Sharder, sharders
 from xcloud.rank.agreement import agree_on, agree_where_shared
 from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.rank.reports import GpuClock, MemoryMeter, MemoryReport, TypicalStep
@@ -43,7 +46,6 @@ from xcloud.rank.row_counts import load_or_be_told
 from xcloud.rank.saving import Facts
 from xcloud.rank.task_data import Evaluator
 from xcloud.train.averaging import averager_of_ends, replicas_exchange
-from xcloud.train.gradient_parts import PrivacyAccount, PrivateGradients, overlapped_sums
 
 
 def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:

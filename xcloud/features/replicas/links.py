@@ -19,7 +19,7 @@ from xcloud.net.frame import LONG_BYTES, MessageKey
 from xcloud.net.link import Parts
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
-from xcloud.pipeline.within_cloud import return_freed_memory
+from xcloud.pipeline.freed_memory import return_freed_memory
 
 _AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
 

@@ -1,0 +1,1 @@
+"""Differential privacy: what it does to gradients, and what it guarantees in the end."""

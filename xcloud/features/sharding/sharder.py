@@ -1,0 +1,99 @@
+"""A stage sharded over the ranks of one cloud that hold it (FSDP2, arXiv:2304.11277).
+
+Each rank keeps a part of every parameter, its gradient and its moments. Before a block computes
+its parameters are gathered, after that dropped; its gradients are summed and scattered again. All
+ranks of a sharded stage must compute in step (pipeline/schedule.py: check_in_step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.freed_memory import return_freed_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_LARGE_BYTES = 1 << 18
+
+
+class Sharder:
+    """A dealer of one stage over the ranks of `group`, in place, before gradients and optimizer
+    are made. Every rank makes the same calls.
+
+    Blocks that are sharded as soon as they are built never lie
+    whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
+    comes last.
+
+    note: tells the user.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        device: torch.device,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._note = note
+
+    def block(self, block: nn.Module) -> None:
+        """Shard a block, to be gathered by itself when it computes."""
+        from torch.distributed.fsdp import fully_shard
+
+        sharded = fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+        sharded.set_gradient_divide_factor(1.0)  # sums, as losses are divided already
+        sharded.set_force_sum_reduction_for_comms(True)
+
+    def rest(self, stage: nn.Module) -> None:
+        """Shard the blocks that are still whole, one at a time, then what is left of the stage."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        blocks = list(whole_blocks(stage))
+        if blocks and self._group.leads:
+            self._note(
+                "every rank builds a stage of this model whole before it is sharded over them, so "
+                "its weights must fit one rank"
+            )
+        for block in blocks:
+            self.block(block)
+        self.block(stage)
+        register_fsdp_forward_method(stage, "predict")
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        assert self._group.group is not None
+        return self._group.group.mesh(self._device)
+
+
+def sharders(
+    groups: Mapping[int, RankGroup], device: torch.device, note: Callable[[str], None]
+) -> dict[int, Sharder]:
+    """Build the sharders of a rank's stages, before any stage is built.
+
+    note: tells the user.
+    """
+    return_freed_memory(device, _LARGE_BYTES)
+    return {stage: Sharder(group, device, note) for stage, group in groups.items()}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a Sharder has sharded it."""
+    return hasattr(module, "set_gradient_divide_factor")
+
+
+def whole_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the entries of the outermost lists that have parameters and are not sharded yet."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            held = (b for b in child.children() if next(b.parameters(), None) is not None)
+            yield from (block for block in held if not is_sharded(block))
+        else:
+            yield from whole_blocks(child)
