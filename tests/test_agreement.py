@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
+from tests.configs import composed
 from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads
 from tests.small_tokenizer import small_tokenizer
@@ -23,7 +25,7 @@ from tests.toy import toy_config
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.features.checkpoints.common_step import newest_common
-from xcloud.job.config import job_from_config
+from xcloud.job.config import job_from_config, plain_settings
 from xcloud.job.job import Job
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_COMES_AGAIN
@@ -77,6 +79,14 @@ def settings(**changed: Any) -> dict[str, Any]:
     return plain | changed
 
 
+def base(name: str) -> dict[str, str]:
+    return {"_target_": "xcloud.models.backbone.PretrainedBackbone", "name_or_path": name}
+
+
+def tokenizer(path: str) -> dict[str, str]:
+    return {"_target_": "xcloud.tasks.tokenizer.FileTokenizer", "path": path}
+
+
 def changed(table: Table, **sections: dict[str, str]) -> Table:
     return {**table, **{name: {**table.get(name, {}), **new} for name, new in sections.items()}}
 
@@ -123,10 +133,13 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
     def of(cloud: str) -> dict[str, Any]:
         return settings(
             name=cloud, sweep=cloud, label=cloud, tracker={"_target_": cloud, "uri": cloud},
+            _target_="xcloud.experiment.Experiment",
             cache_dir=f"/home/{cloud}", follow_up=[f"task.path=/{cloud}"],
-            task={"path": cloud, "train_file": f"train.{cloud}", "cache_dir": cloud,
-                  "tape": f"/secret/{cloud}", "sizes": None if cloud == "a" else {"train": 3}},
-            model={"encoder": {"name_or_path": f"./bert/{cloud}"}},
+            task={"_target_": "xcloud.tasks.classification.FolderClassification", "path": cloud,
+                  "train_file": f"train.{cloud}", "cache_dir": cloud,
+                  "sizes": None if cloud == "a" else {"train": 3}},
+            model={"_target_": "collections.UserDict", "tape": f"/secret/{cloud}",
+                   "encoder": base(f"./bert/{cloud}")},
             cluster={"name": cloud, "clouds": {"a": {"device": cloud}}},
         )  # fmt: skip
 
@@ -137,14 +150,68 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
         assert secret not in encode_table(tables[0])
 
 
+PLACES = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs|checkpoint|profile)")
+PROFILES = ("demo", "files", "paper")
+TASKS = ("abnet_iwslt", "bert_split_qnli", "bert_split_squad", "bert_split_sst2", "lora_clm",
+         "xnli_zero_shot", "electra_multilingual")  # fmt: skip
+WORDS = ("profile",)  # that lead to no file
+GIVEN = {"lora_clm files": ["model.checkpoint=somewhere"],
+         "xnli_zero_shot": ["task.tokenizer.name_or_path=minilm"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", TASKS)
+def test_every_setting_of_conf_that_names_a_place_may_differ_between_clouds(
+    experiment: str,
+) -> None:
+    """By their names, which the comparison does not look at: a place that is not declared as one
+    would be sent to other clouds."""
+    for profile in PROFILES:
+        given = GIVEN.get(experiment, []) + GIVEN.get(f"{experiment} {profile}", [])
+        plain = plain_settings(composed(f"+exp={experiment}", f"profile={profile}", *given))
+
+        def moved(node: Any, key: str = "", there: str = "") -> Any:
+            if isinstance(node, dict):
+                inner = {name: f"{key}.{name}".strip(".") for name in node}
+                return {name: moved(node[name], where, there) for name, where in inner.items()}
+            leaf = key.rpartition(".")[2]
+            if isinstance(node, str) and PLACES.fullmatch(leaf) and key not in WORDS:
+                return f"/srv/{there}/{leaf}"
+            return node
+
+        ours, theirs = (table_of(moved(plain, there=cloud)) for cloud in "ab")
+        assert verdicts(ours, theirs)[0].kind == "go", profile
+        assert "/srv/" not in encode_table(ours), profile
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "is_compared"),
+    [
+        ("xcloud.tasks.classification.HubClassification", "path", True),
+        ("xcloud.tasks.classification.FolderClassification", "path", False),
+        ("xcloud.tasks.classification.FolderClassification", "dev_file", False),
+        ("xcloud.models.causal.CausalLM", "checkpoint", True),
+        ("xcloud.tasks.text_sources.HubText", "name", True),
+        ("xcloud.planner.settings.Planning", "profile", False),
+        ("collections.UserDict", "path", True),
+    ],
+)
+def test_a_name_is_compared_where_it_is_declared_as_one(
+    target: str, key: str, is_compared: bool
+) -> None:
+    ours, theirs = (
+        table_of({"part": {"_target_": target, key: name}}) for name in ("owner/one", "owner/two")
+    )
+    assert (verdicts(ours, theirs)[0].kind == "stop") == is_compared
+
+
 def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
     def table(name: str) -> Table:
-        return table_of(settings(encoder={"name_or_path": name}))
+        return table_of(settings(encoder=base(name)))
 
     bert = table("google-bert/bert-base-cased")
     assert "encoder.name_or_path is" in verdicts(bert, table("minilm"))[0].text
     assert verdicts(bert, table("/models/bert"))[0].kind == "go"
-    assert compared_settings({"name_or_path": "~/bert"}) == {"name_or_path": PATH}
+    assert compared_settings({"base": base("~/bert")})["base.name_or_path"] == PATH
 
 
 def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
@@ -152,7 +219,7 @@ def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
     for file, separators in zip(files, (1, 2, 1), strict=True):
         replace(small_tokenizer(), num_separators=separators).save(file)
     one, two, same = (
-        table_of(settings(text={"tokenizer": {"path": str(file)}})) for file in files
+        table_of(settings(text={"tokenizer": tokenizer(str(file))})) for file in files
     )
 
     assert "text.tokenizer.path is" in verdicts(one, two)[0].text
@@ -164,7 +231,7 @@ def test_a_file_that_is_no_tokenizer_is_not_even_digested(tmp_path: Path) -> Non
     secret = tmp_path / "secret"
     secret.write_text("TOKEN=1234")
     with pytest.raises(DataError, match="no xcloud tokenizer 1 file"):
-        table_of(settings(text={"tokenizer": {"path": str(secret)}}))
+        table_of(settings(text={"tokenizer": tokenizer(str(secret))}))
 
 
 def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() -> None:

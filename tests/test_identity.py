@@ -276,22 +276,21 @@ def test_a_public_base_is_made_on_the_processor_that_all_have(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("key", "is_compared"),
+    ("key", "target", "is_compared"),
     [
-        ("model.public_text", True),
-        ("model.own.text", True),
-        ("model.backbone.text", True),
-        ("task", False),
-        ("model.text.source", False),
+        ("model.public_text", "xcloud.tasks.text_sources.PublicText", True),
+        ("model.backbone.words", "xcloud.tasks.text_sources.PublicText", True),
+        ("task", "xcloud.tasks.translation.FolderTranslation", False),
+        ("model.text", "xcloud.tasks.text_sources.FolderText", False),
     ],
 )
 def test_public_files_are_compared_by_contents_and_private_ones_not(
-    key: str, is_compared: bool, tmp_path: Path
+    key: str, target: str, is_compared: bool, tmp_path: Path
 ) -> None:
     found = []
     for name in ("a", "b", "a again"):
         (file := tmp_path / f"{name}.txt").write_text(f"a line of {name[0]}\n" * 5)
-        settings: dict[str, Any] = {"path": str(file)}
+        settings: dict[str, Any] = {"_target_": target, "path": str(file)}
         for part in reversed(key.split(".")):
             settings = {part: settings}
         found.append(compared_settings(settings))

@@ -26,15 +26,22 @@ Seconds = NotNegativeFloat
 
 @dataclasses.dataclass(frozen=True)
 class Leads:
-    """Marks a text setting that leads out of the experiment, in an Annotated: to files that are
-    read or written, to a checkpoint or data set of the hub (or in a folder), to a server, to a
-    command that is run. A text without this mark is a word: nothing is opened by it.
-    security/places.py looks for it."""
+    """Marks a text setting that leads out of the experiment, in an Annotated. A text without this
+    mark is a word: nothing is opened by it. security/places.py looks for it.
 
-    to: Literal["read", "write", "hub", "address", "command"]
+    to: "read" and "write": files; "hub": a checkpoint or data set of the hub, or in a folder;
+        "address": a server; "command": one that is run; "inside": names of files in a folder that
+        another setting leads to.
+    shared: what the file holds, where every cloud that reads it must have the same one.
+    """
+
+    to: Literal["read", "write", "hub", "address", "command", "inside"]
+    shared: Literal["text", "tokenizer"] | None = None
 
 
 ReadPath = Annotated[str, Field(min_length=1), Leads("read")]
+SharedTextPath = Annotated[str, Field(min_length=1), Leads("read", shared="text")]
+SharedTokenizerPath = Annotated[str, Field(min_length=1), Leads("read", shared="tokenizer")]
 WritePath = Annotated[str, Field(min_length=1), Leads("write")]
 HubName = Annotated[str, Field(min_length=1), Leads("hub")]
 """owner/name or owner/name@revision on the hub, a folder, or a checkpoint that is installed."""

@@ -29,8 +29,10 @@ from torch._C._distributed_c10d import HashStore
 import xcloud
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import code_digests, commit, file_digest
+from xcloud.base.settings import Leads
 from xcloud.job.job import Job
 from xcloud.net.transport import Rendezvous, rendezvous_store
+from xcloud.security.places import is_place, marks_of
 from xcloud.tasks.tokenizer import Tokenizer
 
 Table = Mapping[str, Mapping[str, str]]
@@ -40,16 +42,13 @@ PATH = "(a path)"
 """In place of a value that is a path: not sent, and equal to anything."""
 
 _UNCOMPARED = {
-    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cache_dir",
-    "cluster.name", "task.sizes",
+    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cluster.name",
+    "task.sizes",
 }  # fmt: skip
 MAX_VALUE = 160
 """Characters; a longer value is cut and followed by its digest."""
 
 _DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
-_PUBLIC_TEXT = re.compile(r"(.*\.)?(public_)?text\.path")  # of which all build the same
-_PLACE = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs)")
-_LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
 
 MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
@@ -347,54 +346,62 @@ def table_of(settings: Mapping[str, Any]) -> Table:
 
 
 def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks."""
+    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks.
+
+    Where a setting leads is declared with it (base.settings.Leads): files of a cloud's own, and
+    addresses, are left out; a file that all must have alike is compared by its contents; a name on
+    the hub is compared as long as it means no folder. Of a constructor that is not xcloud's, texts
+    without a mark count as paths if they could be one.
+    """
     found: dict[str, str] = {}
 
-    def walk(node: Any, key: str) -> None:
-        leaf = key.rsplit(".", 1)[-1]
-        if key in _UNCOMPARED or leaf == "cache_dir" or _DEVICE.fullmatch(key):
+    def walk(node: Any, key: str, is_foreign: bool) -> None:
+        if key in _UNCOMPARED or _DEVICE.fullmatch(key):
             return
-        if key.endswith("tokenizer.path"):
-            found[key] = _contents(node, check=Tokenizer.load)
-        elif _PUBLIC_TEXT.fullmatch(key):
-            found[key] = _contents(node)
-        elif leaf == "name_or_path":
-            found[key] = PATH if _is_place(node) else _text_of(node)
-        elif _PLACE.fullmatch(leaf):
-            return
-        elif isinstance(node, Mapping) and node:
+        if isinstance(node, Mapping) and node:
             if key and "_target_" not in node:  # the order of members may count
                 found[key] = _text_of(list(node))
+            marks: Mapping[str, Leads] = {}
+            target = node.get("_target_")
+            if isinstance(target, str):
+                marks, is_foreign = marks_of(target)
             for name, entry in node.items():
-                walk(entry, f"{key}.{name}" if key else str(name))
+                where = f"{key}.{name}" if key else str(name)
+                if name not in marks:
+                    walk(entry, where, is_foreign and name != "_target_")
+                elif (text := _marked(marks[name], entry)) is not None:
+                    found[where] = text
         elif isinstance(node, list | tuple) and node:
             for index, entry in enumerate(node):
-                walk(entry, f"{key}[{index}]")
-        elif isinstance(node, str) and _LOOKS_LIKE_PATH.match(node):
+                walk(entry, f"{key}[{index}]", is_foreign)
+        elif isinstance(node, str) and is_foreign and is_place(node):
             found[key] = PATH
         else:
             found[key] = _text_of(node)
 
-    walk(settings, "")
+    walk(settings, "", is_foreign=True)
     return {json.dumps(key)[1:-1]: value for key, value in found.items()}
 
 
-def _is_place(value: object) -> bool:
-    """A folder or file, not the name of a checkpoint ("minilm", "owner/name")."""
-    return isinstance(value, str) and (
-        bool(_LOOKS_LIKE_PATH.match(value) or value.count("/") > 1 or "\\" in value)
-        or Path(value).exists()
-    )
+def _marked(leads: Leads, value: object) -> str | None:
+    """Return what is compared of a setting that leads out of the experiment; None: nothing."""
+    if leads.shared is not None:
+        return _contents(value, Tokenizer.load if leads.shared == "tokenizer" else None)
+    if leads.to == "hub":
+        return PATH if isinstance(value, str) and is_place(value) else _text_of(value)
+    return None
 
 
-def _contents(path: object, check: Callable[[Path], object] | None = None) -> str:
+def _contents(path: object, check: Callable[[Path], object] | None) -> str:
     """Return the digest of a file; PATH where this machine has none.
 
     check: reads it and raises DataError for another kind of file. The digest is sent, and that of
         any other file could tell what it holds.
     """
-    file = Path(path).expanduser() if isinstance(path, str) else None
-    if file is None or not file.is_file():
+    if not isinstance(path, str):
+        return _text_of(path)
+    file = Path(path).expanduser()
+    if not file.is_file():
         return PATH
     if check is not None:
         check(file)

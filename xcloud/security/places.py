@@ -43,29 +43,50 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
             yield from leads_of(entry, f"{where}[{index}]", is_foreign)
     if not isinstance(node, Mapping):
         return
-    marks: Mapping[str, str] = {}
+    marks: Mapping[str, Leads] = {}
     named = {str(key): value for key, value in node.items()}
     if isinstance(node.get("_target_"), str):
-        marks, named, is_foreign = _declared(named)
+        marks, is_foreign = marks_of(named["_target_"])
+        named = _with_defaults(named)
     revision = named.get("revision")
     for key, value in named.items():
         path = f"{where}.{key}" if where else key
         for text in _texts(value) if key in marks or is_foreign else ():
-            to = marks.get(key) or _guessed(text)
-            if to is not None and key != "_target_":
+            to = marks[key].to if key in marks else _guessed(text)
+            if to not in (None, "inside") and key != "_target_":
                 yield Lead(path, to, text, revision if isinstance(revision, str) else None)
         if key not in marks:
             yield from leads_of(value, path, is_foreign)
 
 
-def _declared(node: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], bool]:
-    """Return where the settings of a constructor lead by name, the settings with the defaults of
-    those left out, and whether the constructor is not xcloud's."""
-    module, _, name = node["_target_"].rpartition(".")
+def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
+    """Return where the settings of a constructor lead, by name, and whether the constructor is not
+    xcloud's. Imports its module.
+
+    target: a `_target_`, which must have been checked before.
+    """
+    made = _made_by(target)
     try:
-        made = getattr(importlib.import_module(module), name)
-    except Exception:  # nothing is known of its settings; building it says what is wrong
-        return {}, dict(node), True
+        hints = typing.get_type_hints(made, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # of somebody's own class
+        hints = {}
+    found = {key: _lead_in(hint) for key, hint in hints.items()}
+    marks = {key: lead for key, lead in found.items() if lead is not None}
+    return marks, made is None or target.partition(".")[0] != "xcloud"
+
+
+def _made_by(target: str) -> Any:
+    """Return a constructor; None where it cannot be had, and building it says what is wrong."""
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:
+        return None
+
+
+def _with_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a constructor with the defaults of those left out."""
+    made = _made_by(node["_target_"])
     settings: dict[str, Any] = {}
     if dataclasses.is_dataclass(made):
         for field in dataclasses.fields(made):
@@ -73,13 +94,7 @@ def _declared(node: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], 
                 settings[field.name] = as_settings(field.default_factory())
             elif field.default is not dataclasses.MISSING:
                 settings[field.name] = as_settings(field.default)
-    try:
-        hints = typing.get_type_hints(made, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # of somebody's own class
-        hints = {}
-    found = {key: _lead_in(hint) for key, hint in hints.items()}
-    marks: dict[str, str] = {key: lead.to for key, lead in found.items() if lead is not None}
-    return marks, {**settings, **node}, module.partition(".")[0] != "xcloud"
+    return {**settings, **node}
 
 
 def as_settings(made: Any) -> Any:

@@ -18,13 +18,13 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import Leads, NotNegative, Positive, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
 Text = Annotated[str, Field(min_length=1)]
-Names = Text | Sequence[Text] | None
+Names = Annotated[Text | Sequence[Text] | None, Leads("inside")]
 Share = Positive | Annotated[float, Field(gt=0, le=0.5)]
 Size = Annotated[int, Field(ge=1, le=100_000)]
 FileKind = Literal["table", "json", "squad", "lines", "text"]

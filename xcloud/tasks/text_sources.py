@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import HubName, ReadPath, settings
+from xcloud.base.settings import HubName, ReadPath, SharedTextPath, settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
@@ -242,7 +242,7 @@ class PublicText:
     """
 
     tokenizer: TokenizerChoice
-    path: ReadPath | None = None
+    path: SharedTextPath | None = None
 
     def describe(self) -> str:
         return "public sentences of the demo texts" if self.path is None else self.path

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from xcloud.base.bounded import read_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
-from xcloud.base.settings import HubName, ReadPath, settings
+from xcloud.base.settings import HubName, SharedTokenizerPath, settings
 from xcloud.base.wording import quoted
 from xcloud.contracts.model import TokenIds
 from xcloud.pretrained import (
@@ -247,7 +247,7 @@ class FileTokenizer(TokenizerChoice):
     path: the file.
     """
 
-    path: ReadPath
+    path: SharedTokenizerPath
 
     def check(self) -> None:
         if not Path(self.path).expanduser().is_file():
