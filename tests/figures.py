@@ -118,7 +118,7 @@ def check_curves(events: Sequence[Mapping[str, Any]]) -> None:
             assert found.get(f"wan/bytes_{kind}", 0) == num_bytes
         for cloud in {report["cloud"] for report in own}:
             waits_s = [r["waiting_s"] for r in own if r["cloud"] == cloud]
-            assert found[f"train/waiting_s_{cloud}"] == pytest.approx(mean(waits_s))
+            assert found[f"wall_time/waiting_s_{cloud}"] == pytest.approx(mean(waits_s))
         if with_loss := [r for r in own if "loss" in r]:
             assert found["train/loss"] == pytest.approx(_loss(with_loss))
 

@@ -40,7 +40,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     assert curves == {
         "train/step_s": 0.5,
         "train/loss": 2.0,
-        "train/waiting_s_source": 0.2,
+        "wall_time/waiting_s_source": 0.2,
         "wan/bytes_forward": 10,
     }
     dev = quality_metrics({"split": "dev", "values": {"bleu": 30.0}})

@@ -241,20 +241,21 @@ def write_record(
 
 
 def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
-    """Return what a tracker shows first of a run, as Markdown: its command, where its record lies,
-    its code and its closing table."""
+    """Return what a tracker shows first of a run, as Markdown: why it ended early, its closing
+    table, its command, its code and where its record lies. MLflow folds all but a few lines."""
     # A command of the user's may name a secret address.
     words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("launch.on_event=")]
     command = shlex.join([Path(sys.argv[0]).name or "python", *words])
     if Path(sys.argv[0]).name == "run.py":
         command = f"python {command}"
     lines = [
+        markdown_of(summary),
         f"`{printable(command)}`",
         f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
     ]
     if summary.get("cause"):
-        lines.append(f"{summary['status']}: {summary['cause']}")
-    return "\n\n".join([*lines, markdown_of(summary)])
+        lines.insert(0, f"{summary['status']}: {summary['cause']}")
+    return "\n\n".join(filter(None, lines))
 
 
 @contextlib.contextmanager

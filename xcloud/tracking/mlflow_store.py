@@ -59,7 +59,8 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     metrics = {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
     metrics |= {f"train/{name}": value for name, value in totals.values.items()}
     for kind in ("compute_s", "codec_s", "waiting_s"):
-        metrics |= {f"train/{kind}_{cloud}": s for cloud, s in totals.mean_s(kind).items()}
+        # A section of its own, after "train", whose first row of charts then has the loss.
+        metrics |= {f"wall_time/{kind}_{cloud}": s for cloud, s in totals.mean_s(kind).items()}
     # The time comes last, so once MLflow has it, MLflow has all of the step.
     for name in ("loss", "learning_rate", "grad_norm", "step_s"):
         metrics[f"train/{name}"] = getattr(totals, name)
