@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import State
-from xcloud.contracts.model import Scores
+from xcloud.contracts.model import NumCut, Scores
 from xcloud.contracts.one_way import Fed, OneWayContext
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.pipeline.trainer import TrainedModule
@@ -108,6 +108,10 @@ class ToyProducer:
         return None if self.model.frozen else self.net
 
     def own_digests(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def num_cut(self) -> NumCut:
         return {}
 
     def produce(self, number: int) -> Fed:

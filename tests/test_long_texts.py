@@ -13,6 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from xcloud.base.errors import DataError
+from xcloud.contracts.model import Cut
+from xcloud.rank.task_data import report_cuts
+from xcloud.record import intake
+from xcloud.record.reporter import Reporter
+from xcloud.record.summary import RunStatistics
 from xcloud.tasks.classification import FolderClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
@@ -179,4 +184,23 @@ def test_pairs_of_a_multilingual_text_are_counted_also_from_the_cache(
         table = source.table("es-en", tokenizer, tmp_path, lambda line: None)
         assert (len(table), table.num_cut, table.num_left_out) == (3, 1, 1)
     stream = TextStream({"es-en": table}, tokenizer.token_ids, 1.0, 0, 2)
-    assert "1 pairs cut (model.text.max_length), 1 empty texts left out" in stream.describe()
+    assert stream.num_cut("b") == {
+        "es-en pairs cut in b": {"train": (1, 4, "model.text.max_length")},
+        "es-en texts left out in b": {"train": (1, 4, "they are empty")},
+    }
+
+
+@pytest.mark.parametrize("is_abroad", [False, True])
+def test_what_a_producers_texts_lack_is_in_the_summary_but_of_another_owners(
+    is_abroad: bool,
+) -> None:
+    lines: list[bytes] = []
+    reporter = Reporter(1, "b", lines.append, is_abroad=is_abroad)
+    report_cuts(reporter, {"es-en pairs cut in b": {"train": Cut(1, 4, "model.text.max_length")}})
+    reporter.flush()
+    statistics = RunStatistics(2)
+    for event in map(json.loads, b"".join(lines).splitlines()):
+        intake.check(event, max_steps=2)
+        statistics.feed({"rank": 1, "cloud": "b", "t": 1.0} | event)
+    expected = {} if is_abroad else {"es-en pairs cut in b": {"train": 1}}
+    assert statistics.summary(name="a", status="finished", commit="c")["num_cut"] == expected

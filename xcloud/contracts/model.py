@@ -209,6 +209,10 @@ class Cut(NamedTuple):
     setting: str
 
 
+NumCut = Mapping[str, Mapping[Split, Cut]]
+"""What did not fit, by what became of it ("source texts cut", "chats left out"), then by split."""
+
+
 class TaskData(Protocol):
     """One rank's view of a task: only the fields visible to its cloud are read.
 
@@ -237,9 +241,8 @@ class TaskData(Protocol):
         """Of the visible fields that hold token ids."""
 
     @property
-    def num_cut(self) -> Mapping[str, Mapping[Split, Cut]]:
-        """Return what did not fit, of visible fields: by what became of it ("source texts cut",
-        "chats left out"), then by split. What does not occur is not in it."""
+    def num_cut(self) -> NumCut:
+        """What did not fit, of visible fields. What does not occur is not in it."""
 
     @property
     def head(self) -> Head | None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from xcloud.comm.state import Stateful
-from xcloud.contracts.model import BuildPlace, Scores
+from xcloud.contracts.model import BuildPlace, NumCut, Scores
 
 COUNTS = ("true_positives", "false_positives", "false_negatives")
 SUMS = ("loss_sum", "weight", "samples", "tokens", *COUNTS)
@@ -62,6 +62,10 @@ class Producer(Stateful, Protocol):
     def own_digests(self) -> Mapping[str, str]:
         """Return a digest of each thing that this rank has read, by a name for messages. A later
         attempt at the run must read the same; nobody else is shown them."""
+
+    @property
+    def num_cut(self) -> NumCut:
+        """What of this cloud's texts did not fit; empty if all did."""
 
     def produce(self, number: int) -> Fed:
         """Batch `number` (from 1) of this rank's own stream; adds the gradients of its own mean

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from xcloud.contracts.model import (
     SPLITS,
     Batch,
     BuildContext,
+    Cut,
+    NumCut,
     Scores,
     Split,
     TaskData,
@@ -75,26 +77,32 @@ def note_data(context: RankContext[Experiment], data: TaskData) -> None:
     """Say which data these are and what of them did not fit. What a cloud's texts are like is
     nobody else's matter: only rank 0 reports it, others write it to their own log."""
     job, rank, reporter = context.job, context.rank, context.reporter
-    cuts = [
-        (what, split, cut)
-        for what, by_split in data.num_cut.items()
-        for split, cut in by_split.items()
-    ]
-    texts = [
-        f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})" for what, split, cut in cuts
-    ]
     if rank != 0:
         say(data.describe())
-        for text in texts:
+        for text, *_ in _cuts_in_words(data.num_cut):
             log.warning(text)
         return
     reporter.note(data.describe())
     rows = {split: data.num_samples(split) for split in SPLITS}
     digest = shown_digest(job, data)
     reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
-    for text, (what, split, cut) in zip(texts, cuts, strict=True):
-        reporter.note(text)
-        reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
+    report_cuts(reporter, data.num_cut)
+
+
+def report_cuts(reporter: Reporter, num_cut: NumCut) -> None:
+    """Report what of a cloud's texts did not fit, for the user and for the summary; a rank of
+    another owner's cloud only says it in its own log."""
+    for text, what, split, cut in _cuts_in_words(num_cut):
+        reporter.remark(text)
+        if reporter.may_tell_of_texts:
+            reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
+
+
+def _cuts_in_words(num_cut: NumCut) -> Iterator[tuple[str, str, Split, Cut]]:
+    for what, by_split in num_cut.items():
+        for split, cut in by_split.items():
+            text = f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})"
+            yield text, what, split, cut
 
 
 def shown_digest(job: Experiment, data: TaskData) -> str:

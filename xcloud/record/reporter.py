@@ -214,6 +214,11 @@ class Reporter:
     def note(self, text: str) -> None:
         self.event("note", now=True, text=text)
 
+    @property
+    def may_tell_of_texts(self) -> bool:
+        """Whether rank 0 is told what this cloud's own files and texts are like."""
+        return not self._is_abroad
+
     def remark(self, text: str) -> None:
         """Note what concerns this cloud's own files and texts: how a network was made of them.
         Another owner's cloud is not told."""

@@ -28,13 +28,13 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
-from xcloud.contracts.model import TokenIds
+from xcloud.contracts.model import Cut, NumCut, Split, TokenIds
 from xcloud.pretrained import kept_digest, key_of, make_once
 from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
 from xcloud.tasks.text_task import TokenTable, write_table
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
-FORMAT = "xcloud tokens 2"
+FORMAT = "xcloud tokens 3"
 CHUNK = 1000  # texts tokenised at a time
 POWER = 0.7  # the recipes' language_power
 
@@ -114,7 +114,7 @@ class MultilingualText:
 
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
-            found = Counter(num_cut=0, num_left_out=0)
+            found = Counter(num_texts=0, num_cut=0, num_left_out=0)
             write_table(self._samples(part, tokenizer, found), tokens, offsets_part)
             counts.write_text(json.dumps(found))
 
@@ -124,24 +124,27 @@ class MultilingualText:
         table = TokenTable.mapped(tokens, offsets)
         table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
         found = json.loads(counts.read_text())
+        table.num_texts = found["num_texts"]
         table.num_cut, table.num_left_out = found["num_cut"], found["num_left_out"]
         return table
 
     def _samples(
         self, part: str, tokenizer: Tokenizer, found: Counter[str]
     ) -> Iterator[list[int]]:
-        """Yield the samples of a part. found: is told how many pairs are cut, and how many texts
-        are left out because they are empty, or one of a pair is."""
+        """Yield the samples of a part. found: is told how many texts there are, how many pairs are
+        cut, and how many texts are left out because they are empty, or one of a pair is."""
         rows = islice(self.source.read(part), self.max_texts)
         room = self.max_length - 2
         eos = tokenizer.token_ids.eos
         while chunk := list(islice(rows, CHUNK)):
             if len(languages_of(part)) == 1:
                 lines = [line for (text,) in chunk for line in text.split("\n")]
+                found["num_texts"] += len(lines)
                 for ids in tokenizer.encode(lines):
                     found["num_left_out"] += not ids
                     yield from (ids[start : start + room] for start in range(0, len(ids), room))
                 continue
+            found["num_texts"] += len(chunk)
             first, second = (tokenizer.encode(side) for side in zip(*chunk, strict=True))
             for a, b in zip(first, second, strict=True):
                 if not (a and b):
@@ -176,13 +179,23 @@ class TextStream:
         shares = zip(self.tables.items(), self._shares_L.tolist(), strict=True)
         lines = []
         for (name, table), share in shares:
-            line = f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
-            if table.num_cut:
-                line += f", {table.num_cut:,} pairs cut (model.text.max_length)"
-            if table.num_left_out:
-                line += f", {table.num_left_out:,} empty texts left out"
-            lines.append(line)
+            lines.append(
+                f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
+            )
         return ", ".join(lines)
+
+    def num_cut(self, cloud: str) -> NumCut:
+        """Return how many pairs were cut, and how many texts were left out as there was nothing in
+        them. cloud: whose texts they are, for the names."""
+        found: dict[str, Mapping[Split, Cut]] = {}
+        for part, table in self.tables.items():
+            if table.num_cut:
+                cut = Cut(table.num_cut, table.num_texts, "model.text.max_length")
+                found[f"{part} pairs cut in {cloud}"] = {"train": cut}
+            if table.num_left_out:
+                empty = Cut(table.num_left_out, table.num_texts, "they are empty")
+                found[f"{part} texts left out in {cloud}"] = {"train": empty}
+        return found
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""

@@ -285,9 +285,11 @@ def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> N
 
 class TokenTable:
     """Rows of tokens; `pad` fills up the shorter ones of a batch. 4 bytes per token, 8 per row.
-    num_cut: texts that were longer than a row may be. num_left_out: texts that gave no row."""
+    num_texts: texts that a table which is mapped from files was made of. num_cut: texts that were
+    longer than a row may be. num_left_out: texts that gave no row."""
 
     digest = ""  # of a table that is mapped from files
+    num_texts = 0
     num_cut = 0
     num_left_out = 0
 

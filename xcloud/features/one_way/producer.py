@@ -27,6 +27,7 @@ from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import FlatBuffer
 from xcloud.rank.role import RankContext
 from xcloud.rank.saving import CheckpointMessage, Saver, code_of
+from xcloud.rank.task_data import report_cuts
 from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 
@@ -269,6 +270,8 @@ class ProducerRank(OneWayRank):
         wanted = job.max_steps * job.training.batches_per_step * job.cluster.shares[place.producer]
         with self.computing:
             part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
+        if place.group_rank == 0:  # the ranks of a cloud read the same texts
+            report_cuts(self.reporter, part.num_cut)
         run = ProducerRun(self, part, place.cloud)
         checkpoints = self.restored({"producer": run}, part.own_digests())
         self.orders.begin_after(run.number, run.kept)

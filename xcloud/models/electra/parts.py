@@ -28,7 +28,7 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulTree
-from xcloud.contracts.model import Scores, TokenIds
+from xcloud.contracts.model import NumCut, Scores, TokenIds
 from xcloud.contracts.one_way import SUMS, Fed, OneWayContext
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
@@ -249,6 +249,10 @@ class GeneratorRank(_Learner):
     def own_digests(self) -> dict[str, str]:
         texts = {f"texts of {part}": table.digest for part, table in self.stream.tables.items()}
         return super().own_digests() | texts
+
+    @property
+    def num_cut(self) -> NumCut:
+        return self.stream.num_cut(self.context.cloud)
 
     @property
     def parameters_module(self) -> nn.Module | None:
