@@ -115,7 +115,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert "SECRET" in (tmp_path / "run" / "samples.txt").read_text()
     assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
     scored = (tmp_path / "run" / "scores.jsonl").read_text().splitlines()
-    assert scored and all("prediction_sha256" in json.loads(line) for line in scored)
+    assert scored and not any("prediction" in line for line in scored)
     assert {entry.call for entry in tape} == {"isend", "word"}  # and no collective
     assert summary["wire"] == compact(audit)
 

@@ -213,7 +213,7 @@ class Evaluator(Hook):
 
     def _write_samples(self, split: Split, step: int, scores: Scores) -> None:
         """Write what is said of single samples, and whether a tracker may have it: texts of public
-        corpora that no rule keeps in a cloud, and digests of texts."""
+        corpora that no rule keeps in a cloud, and figures without texts."""
         job, reporter, run_dir = self.context.job, self.context.reporter, self.context.run_dir
         held = is_held(job)
         may_show = job.has_public_texts and not held
@@ -249,15 +249,17 @@ def report_scores(
 
 
 def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
-    """A line of JSON for each sample: its id, figures and texts. shows_text: false where a text
-    may not leave this cloud: its SHA-256 digest stands for it."""
+    """Write a line of JSON for each sample: its id, figures and texts.
+
+    shows_text: false where a text may not leave this cloud. It is left out then: a digest of it,
+        salted or not, would still say which samples have the same of few labels.
+    """
     with open(path, "w", encoding="utf-8") as file:
         for ident, sample in scores.samples.items():
             line: dict[str, object] = {"id": ident}
             for name, value in sample.items():
-                if isinstance(value, str) and not shows_text:
-                    name, value = f"{name}_sha256", hashlib.sha256(value.encode()).hexdigest()
-                line[name] = value
+                if shows_text or not isinstance(value, str):
+                    line[name] = value
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
