@@ -577,10 +577,10 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
 
 
 WORDS = """
-choices classes clouds column compressors config dev experiment follow_up generators
-holders label label_column language languages links metrics name names pairs pairs_config parts
-profile revision schedules source source_column split strategies sweep target target_column
-targets test text_columns text_key train train_language weights
+choices classes clouds column compressors config dev experiment follow_up generators holders hooks
+label label_column language languages links metrics name names pairs pairs_config profile revision
+schedules source source_column split strategies sweep target target_column targets test
+text_columns text_key train train_language weights
 """
 
 
