@@ -6,18 +6,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.contracts.model import SPLITS
 from xcloud.demo import pairs as demo_pairs
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
+    RunsTokenizer,
     Tokenizer,
     TokenizerChoice,
     TrainedTokenizer,
+    keep_tokenizers,
     rejoin_marks,
 )
+from xcloud.tasks.translation import FolderTranslation
 
 TEXTS = [es for es, _ in demo_pairs(400)]
 HARD = [
@@ -242,3 +247,47 @@ def test_a_model_that_is_not_there_fails_at_once_and_in_one_line(
         PretrainedTokenizer(str(tmp_path / "empty")).prepare([], tmp_path)
     with pytest.raises(ConfigError, match="name_or_path"):
         PretrainedTokenizer("")
+
+
+def corpus(folder: Path, word: str) -> str:
+    folder.mkdir(exist_ok=True)
+    for split in SPLITS:
+        rows = [f"la {word} {n}\tthe {word} {n} is here" for n in range(30)]
+        (folder / f"{split}.tsv").write_text("\n".join(["es\ten", *rows]))
+    return str(folder)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_goes_on_takes_its_own_tokenizer_from_the_run(
+    goes_on: bool, tmp_path: Path
+) -> None:
+    """And nothing of what another cloud alone may see is made or kept."""
+    small: dict[str, Any] = dict.fromkeys(
+        ("source_tokenizer", "target_tokenizer"), TrainedTokenizer(300)
+    )
+
+    def load(word: str, goes_on: bool) -> str:
+        where: dict[str, Any] = {
+            "path": corpus(tmp_path / word, word),
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        task = FolderTranslation(source="es", target="en", max_length=20, **where, **small)
+        own = keep_tokenizers(task, tmp_path / "run", goes_on)
+        view = own.load(frozenset({"source"}), 1)
+        assert view.fingerprint() == task.load(frozenset({"source"}), 1).fingerprint()
+        digests: dict[str, str] = view.own_digests()
+        return digests["the source tokenizer"]
+
+    first = load("casa", goes_on=False)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["source_tokenizer.json"]
+    assert load("casa", goes_on=goes_on) == first
+    assert (load("perro", goes_on=goes_on) == first) == goes_on
+
+
+def test_a_run_that_cannot_keep_its_tokenizer_trains_it_again(tmp_path: Path) -> None:
+    (blocked := tmp_path / "run").write_text("no folder")
+    own = RunsTokenizer(TrainedTokenizer(500), blocked / "tokenizer.json", goes_on=True)
+    assert (
+        own.prepare(TEXTS, tmp_path).digest
+        == TrainedTokenizer(500).prepare(TEXTS, tmp_path).digest
+    )

@@ -17,17 +17,24 @@ from xcloud.rank.task_data import DATA, SAMPLES, load
 UNREAD = "the task's settings and sizes"
 
 
-def load_or_be_told(job: Experiment, rendezvous: Rendezvous) -> TaskData:
-    """As `load`, where some ranks may read no field. Raises FrameError too, for no sizes."""
+def load_or_be_told(job: Experiment, rendezvous: Rendezvous, own: Task | None = None) -> TaskData:
+    """Load as `load` does, where some ranks may read no field. own: its `task`.
+
+    Raises FrameError too, for no sizes.
+    """
     task = job.task
     unseeing = [rank for rank in range(job.cluster.num_ranks) if not job.fields_of(rank)]
     # `sizes` is a task's row counts; None where it has them and they are not set.
     if not unseeing or 0 in unseeing or getattr(task, "sizes", ()) is not None:
-        return load(job, rendezvous)
+        return load(job, rendezvous, task=own)
     left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values()))
     if rendezvous.rank not in unseeing:
         return load(
-            job, rendezvous, lambda data: {UNREAD: _unread(job, data).fingerprint()}, left_out
+            job,
+            rendezvous,
+            lambda data: {UNREAD: _unread(job, data).fingerprint()},
+            left_out,
+            task=own,
         )
     theirs = agree_on("data", rendezvous, {}, left_out)
     data = _with_sizes(task, _sizes_in(theirs)).load(frozenset(), job.seed)

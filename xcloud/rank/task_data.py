@@ -27,6 +27,7 @@ from xcloud.contracts.model import (
     NumCut,
     Scores,
     Split,
+    Task,
     TaskData,
 )
 from xcloud.experiment import Experiment
@@ -53,14 +54,18 @@ def load(
     rendezvous: Rendezvous,
     more: Callable[[TaskData], Mapping[str, str]] = lambda data: {},
     left_out: Mapping[int, Collection[str]] = {},
+    task: Task | None = None,
 ) -> TaskData:
-    """Load exactly the fields that this rank's stages read. more: further facts that the ranks
-    compare. left_out: see agree_on.
+    """Load exactly the fields that this rank's stages read.
+
+    more: further facts that the ranks compare.
+    left_out: see agree_on.
+    task: in place of the experiment's, with what this run keeps of its own.
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
     fields = experiment.fields_of(rendezvous.rank)
-    data = experiment.task.load(fields, experiment.seed)
+    data = (task or experiment.task).load(fields, experiment.seed)
     _check_fields(data, fields)
     for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:

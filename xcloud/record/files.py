@@ -23,6 +23,7 @@ SAMPLES_FILE = "samples.txt"
 SCORES_FILE = "scores.jsonl"  # beside summary.json; of the samples of the test set
 TRACKABLE_FILE = "may_be_tracked.json"  # whether a tracker may have these two, by name
 CHECKPOINTS_DIR = "checkpoints"
+TOKENIZERS_DIR = "tokenizers"  # that the run has trained, of the fields that ranks here see
 AGREED_FILE = "AGREED"  # in the folder of a checkpoint
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
 SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed

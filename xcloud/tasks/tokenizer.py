@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
+import threading
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from xcloud.base.bounded import read_json
 from xcloud.base.errors import ConfigError, DataError
@@ -40,6 +43,8 @@ FORMAT = "xcloud tokenizer 1"
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
 UNKNOWN_TOKENS = ("[UNK]", "<unk>")
 BYTES = 256
+
+T = TypeVar("T")
 
 
 def digest_32(described: str) -> int:
@@ -238,6 +243,47 @@ class TrainedTokenizer(TokenizerChoice):
             said = f"the text has {len(characters)} characters; set at least {least}"
             raise ConfigError(f"tokenizer vocab_size {self.vocab_size} is too small: {said}")
         return [piece for c in characters for piece in (c, f"##{c}")]
+
+
+@dataclass(frozen=True, repr=False)
+class RunsTokenizer(TokenizerChoice):
+    """A run's own tokenizer: trained once, when the run begins, and kept in its folder. A run that
+    goes on takes it from there, so that ids keep their meaning whatever has become of the texts or
+    of the library that trains it.
+
+    trained: how it is made. goes_on: whether the run goes on from a checkpoint.
+    """
+
+    trained: TrainedTokenizer
+    file: Path
+    goes_on: bool
+    is_trained: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return repr(self.trained)  # for the fingerprint, alike in all clouds
+
+    def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        if self.goes_on and self.file.exists():
+            return Tokenizer.load(self.file)
+        made = self.trained.prepare(texts, cache_dir)
+        with contextlib.suppress(OSError):  # a full disk: it is trained anew, and compared
+            part = self.file.with_name(f"{self.file.name}.{os.getpid()}.{threading.get_ident()}")
+            made.save(part)
+            part.replace(self.file)
+        return made
+
+
+def keep_tokenizers(task: T, folder: Path, goes_on: bool) -> T:
+    """Return the task with its trained tokenizers kept in a run's folder, each in a file named
+    after its setting. A rank that does not see a field makes and reads none of it."""
+    if not dataclasses.is_dataclass(task):
+        return task
+    own = {
+        field.name: RunsTokenizer(choice, folder / f"{field.name}.json", goes_on)
+        for field in dataclasses.fields(task)
+        if isinstance(choice := getattr(task, field.name), TrainedTokenizer)
+    }
+    return dataclasses.replace(task, **own) if own else task  # type: ignore[type-var]
 
 
 @settings("tokenizer")

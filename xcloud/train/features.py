@@ -45,6 +45,8 @@ from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
 from xcloud.rank.saving import Facts
 from xcloud.rank.task_data import Evaluator
+from xcloud.record.files import TOKENIZERS_DIR
+from xcloud.tasks.tokenizer import keep_tokenizers
 from xcloud.train.averaging import averager_of_ends, replicas_exchange
 
 
@@ -84,7 +86,9 @@ class Features:
             self._sharders = sharders(held, context.device, self.reporter.note)
 
     def load(self) -> TaskData:
-        data = load_or_be_told(self.job, self.context.transport.rendezvous)
+        goes_on = self.context.verdict.from_step > 0
+        task = keep_tokenizers(self.job.task, self.context.run_dir / TOKENIZERS_DIR, goes_on)
+        data = load_or_be_told(self.job, self.context.transport.rendezvous, task)
         check_facts(self.context, {"data": data.own_digests()})
         self._memory = MemoryMeter(self.context.device)  # there is no model yet
         return data
