@@ -1,4 +1,4 @@
-"""A strategy that the package does not have, all of it in docs/add-a-strategy.md: sign-SGD with
+"""A strategy that the package does not have, all of it in docs/strategies.md: sign-SGD with
 majority vote. It runs over the real wiring and trainer, and the planner asks it what it sends."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 
-PAGE = PACKAGE.parent / "docs" / "add-a-strategy.md"
+PAGE = PACKAGE.parent / "docs" / "strategies.md"
 # The example of the page, as a newcomer would copy it.
 exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
 MajorityVote: Any = globals()["MajorityVote"]

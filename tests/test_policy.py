@@ -315,7 +315,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_attack_7_folders_addresses_and_ranks_are_bounded(
+def test_attack_9_folders_addresses_and_ranks_are_bounded(
     read: Reader, key: str, value: object, tmp_path: Path, policy: object
 ) -> None:
     folder = {"task___target_": "xcloud.tasks.translation.FolderTranslation"}

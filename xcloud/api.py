@@ -51,7 +51,7 @@ class Result:
     """What a run came to.
 
     folder: its run folder, with the curves, the timeline, the model and the logs of its ranks.
-    summary: all its figures, as `summary.json` has them (docs/architecture.md lists the files).
+    summary: all its figures, as `summary.json` has them (docs/commands.md lists the files).
     """
 
     folder: Path

@@ -157,7 +157,7 @@ class TensorCodec(StatefulTree):
                 raise ConfigError(
                     f"{compressor.label}, chosen for {name!r}, leaves out the same part of an "
                     "average again and again without feedback: set feedback to true, or choose a "
-                    "compressor that needs none (docs/averaging.md lists them)"
+                    "compressor that needs none (docs/strategies.md lists them)"
                 )
             is_kept = feedback and compressor.feedback in ("useful", "needed")
             self._coded.append(_Coded(name, shape, spec, compressor, is_kept, self.device))

@@ -130,7 +130,7 @@ def self_correcting_compressor(job: PipelineJob) -> Lack | None:
             return Lack(
                 f"compression averages with {chosen.label}, which leaves out the same part again "
                 "and again",
-                "choose a compressor that needs no feedback (docs/averaging.md lists them)",
+                "choose a compressor that needs no feedback (docs/strategies.md lists them)",
             )
     return None
 

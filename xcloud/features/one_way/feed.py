@@ -38,7 +38,7 @@ at the same number; it is kept until a rank of the consumer wants it."""
 
 @settings("feed")
 class Feed:
-    """How the consumer takes batches from its producers (docs/one-way-jobs.md).
+    """How the consumer takes batches from its producers (docs/pretraining.md).
 
     run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. null =
         twice what one producer alone would have to give for a step, at least 8.

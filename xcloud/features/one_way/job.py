@@ -92,7 +92,7 @@ class OneWayExperiment(Job):
         )  # fmt: skip
 
     # Ids cross as they are: a defence would have to change the text itself, and what they reveal
-    # is no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
+    # is no matter of measuring (docs/pretraining.md). So no defences and no leak meter.
 
     @property
     def roster(self) -> Roster:

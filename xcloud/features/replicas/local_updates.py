@@ -40,7 +40,7 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 @settings(NAME)
 class LocalUpdates(Averaging):
     """Steps are counted alike in all replicas: a merge stands at a step's number
-    (docs/local-updates.md).
+    (docs/strategies.md).
 
     every: steps between two merges of the same parameters (H). outer: what is done with the merged
         change. weigh: replicas count by what they trained on since the last merge, or all alike.
