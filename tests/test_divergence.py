@@ -141,7 +141,7 @@ def test_skips_in_a_row_have_a_bound_and_a_good_update_starts_anew() -> None:
             hook.remove()
     assert report.skipped is not None and "2 in a row, at most 2" in report.skipped
     with pytest.raises(TrainingDiverged, match="max_skips_in_a_row is 2"):
-        rank.trainer.guard.leave_out(6, "the loss")
+        rank.trainer.guard.skip_update(6, "the loss")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from xcloud.pipeline.schedule import (
     GPipe,
     Schedule,
     ideal_ticks,
-    most_in_flight,
+    max_in_flight,
     put_off,
     rank_actions,
 )
@@ -92,9 +92,9 @@ def test_zero_bubble_keeps_no_more_than_it_may(
     for stage in range(1, 4):
         own = OneForwardOneBackward(12, num_in_flight).actions(stage, 4)
         actions = ZeroBubble(12, num_in_flight, num_in_memory).actions(stage, 4)
-        (under_way,) = most_in_flight(own, lambda i: None).values()
+        (under_way,) = max_in_flight(own, lambda i: None).values()
 
-        assert most_in_flight(actions, lambda i: None) == {None: under_way}, "links as in 1F1B"
+        assert max_in_flight(actions, lambda i: None) == {None: under_way}, "links as in 1F1B"
         kept = most = 0
         for action in actions:
             kept += {"forward": 1, "backward": 0, "weights": -1}[action.kind]

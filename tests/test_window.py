@@ -23,7 +23,7 @@ from xcloud.net.link_end import ByteQueue, InSettings, OutSettings
 from xcloud.net.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
-from xcloud.pipeline.schedule import GPipe, Schedule, most_in_flight
+from xcloud.pipeline.schedule import GPipe, Schedule, max_in_flight
 
 
 def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:
@@ -108,12 +108,12 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: object) -> None:
 def test_in_flight_is_what_the_first_stage_starts_before_gradients_come(
     schedule: Schedule, expected: int
 ) -> None:
-    found = most_in_flight(schedule.actions(0, 2), lambda i: None)
+    found = max_in_flight(schedule.actions(0, 2), lambda i: None)
     assert found == {None: expected}
 
 
 def test_in_flight_is_counted_for_each_pair_of_lanes() -> None:
-    found = most_in_flight(GPipe(10).actions(0, 2), lambda i: i % 4)
+    found = max_in_flight(GPipe(10).actions(0, 2), lambda i: i % 4)
     assert found == {0: 3, 1: 3, 2: 2, 3: 2}
 
 

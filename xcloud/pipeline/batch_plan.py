@@ -103,7 +103,7 @@ class Feed:
         return pieces
 
     def batches(self, pieces: Sequence[Tensor]) -> dict[int, Batch]:
-        """Of this rank, in one pass. pieces: of the pass."""
+        """Return the batches of this rank in one pass, cut into these pieces, by micro-batch."""
         found = {}
         for i, ids in enumerate(pieces):
             if any(i % period == first for first, period in self.turns):

@@ -32,7 +32,7 @@ _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
 class Signal(IntEnum):
-    """What every rank does after an update, before the next one. The control signal of rank 0."""
+    """The control signal of rank 0: what every rank does after an update, before the next one."""
 
     GO_ON = 0
     CHECKPOINT = 1  # save what the run can go on from
@@ -40,7 +40,7 @@ class Signal(IntEnum):
 
 
 class Reply(NamedTuple):
-    """Of rank 0 to the leaders, and of these to their stages."""
+    """The reply of rank 0 to the leaders, and of these to their stages."""
 
     total: float
     signal: Signal = Signal.GO_ON
@@ -48,8 +48,11 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSums:
-    """leader_of: each stage of this rank's replica. out, incoming: links to and from the first of
-    them, or, in that one, to and from every other."""
+    """The sums of one number per stage over the stages of a replica.
+
+    leader_of: the leader of each stage of this rank's replica.
+    out, incoming: links to and from the first leader, or, in that one, to and from every other.
+    """
 
     rank: int
     leader_of: tuple[int, ...]
@@ -65,12 +68,13 @@ class StageSums:
     def sum_over_stages(
         self, step: int, values: Mapping[int, float], signal_at: Callable[[int], Signal]
     ) -> Reply:
-        """Sum of one number per stage, the same bits in every leader, and the control signal,
-        which the first of them is asked for and which travels with it. Leaders only.
+        """Return the sum of one number per stage, the same bits in every leader, with the control
+        signal that the first leader gives. Only leaders call it.
 
         values: stage -> number, for the stages that this leader speaks for.
         """
-        key, num_stages = MessageKey(Kind.NORM, step), len(self.leader_of)
+        key = MessageKey(Kind.NORM, step)
+        num_stages = len(self.leader_of)
         first, *others = self.leaders
         if self.rank != first:
             norms = torch.full((num_stages,), torch.nan, dtype=torch.float64)
@@ -97,8 +101,9 @@ class StageSums:
 
 
 def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
-    """A leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
-    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec((num_stages,), torch.float64)]
+    """Return a leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
+    found = [*map(TensorSpec.of, parts)]
+    expected = [TensorSpec((num_stages,), torch.float64)]
     norms: list[float] = parts[0].tolist() if found == expected else []
     if not norms or any(norm < 0 for norm in norms):
         raise FrameError(
@@ -109,8 +114,10 @@ def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
 
 
 def reply_of(parts: Parts, first: int) -> Reply:
-    """Raises FrameError for anything but the sum, and what to do."""
-    specs, code = [*map(TensorSpec.of, parts)], int(Signal.GO_ON)
+    """Return the reply in a message: the sum, and what to do. Raises FrameError for anything
+    else."""
+    specs = [*map(TensorSpec.of, parts)]
+    code = int(Signal.GO_ON)
     fits = specs[:1] == [TensorSpec((1,), torch.float64)] and specs[1:] in ([], [_CODE])
     if fits and len(parts) == 2:
         code = int(parts[1])
@@ -130,7 +137,9 @@ def word_of(parts: Parts) -> int:
 
 @dataclass(eq=False)
 class Control:
-    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
+    """The small messages between rank 0 and every other rank.
+
+    out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
     lives: heartbeats of every other rank, by rank.
     """
 
@@ -156,7 +165,8 @@ class Control:
         gives none, LinkClosed naming one that is gone.
         """
         self._num_meetings += 1
-        key, started_s = MessageKey(Kind.BARRIER, self._num_meetings), time.monotonic()
+        key = MessageKey(Kind.BARRIER, self._num_meetings)
+        started_s = time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
         missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
@@ -178,7 +188,8 @@ class Control:
         try:
             return self.incoming[peer].recv(key, _LOOK_S)
         except LinkTimeout:
-            life, now_s = self.lives[peer], time.monotonic()
+            life = self.lives[peer]
+            now_s = time.monotonic()
             if now_s < life.deadline_s(started_s, self.overdue_s):
                 return None
             raise LinkTimeout(
@@ -197,8 +208,8 @@ class Control:
                 out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def listen(self, take: Callable[[int, Frame], None]) -> None:
-        """From now on `take` is called with each message about a checkpoint and who sent it, in a
-        link's thread. Before the first step: nobody sends any until then."""
+        """Have `take` called with each message about a checkpoint and who sent it, in a link's
+        thread. Call it before the first step: nobody sends any until then."""
         self._listener = take
 
     def hear(self, peer: int, frame: Frame) -> None:
@@ -207,7 +218,7 @@ class Control:
         self._listener(peer, frame)
 
     def report(self, lines: bytes) -> None:
-        """To rank 0."""
+        """Send report lines to rank 0."""
         send_report(self.out[0], lines)
 
 

@@ -44,8 +44,12 @@ OnReport = Callable[[int, Frame], None]
 
 
 class Ends:
-    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others.
-    queued: bytes of messages that wait here."""
+    """The link ends of one rank.
+
+    records: of links that leave the cloud.
+    lives: heartbeats of other ranks.
+    queued: bytes of messages that wait here.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class Ends:
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
-        self.transport, self.layout, self.rank = transport, layout, transport.rank
+        self.transport = transport
+        self.layout = layout
+        self.rank = transport.rank
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.records: list[LinkRecord] = []
         self.lives = {
@@ -88,7 +94,8 @@ class Ends:
         return bool(self._clocks)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> RankGroup | None:
-        """The group of these ranks, in this order; None outside it. device: see Transport."""
+        """Return the group of these ranks, in this order; None outside it. device: see
+        Transport."""
         joined = self.transport.group(ranks, device)
         if self.rank not in ranks:
             return None
@@ -104,9 +111,12 @@ class Ends:
         may_be_late: bool = False,
         blocked: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> SendingEnd:
-        """boundary: stage before it, for logs and records of messages between stages.
+        """Make a sending end.
+
+        boundary: the stage before it, for logs and records of messages between stages.
         may_be_late: the receiver says how long it waits, whatever else is on its way.
-        blocked: see OutSettings."""
+        blocked: see OutSettings.
+        """
         record = self._record(LinkName(boundary, self.rank, peer))
         if record.to is not None:
             self.records.append(record)
@@ -138,7 +148,7 @@ class Ends:
         on_arrival: Callable[[Frame, float], None] = ignore,
         may_be_late: bool = False,
     ) -> ReceivingEnd:
-        """boundary, may_be_late: see `out`."""
+        """Make a receiving end. boundary, may_be_late: see `out`."""
         wan = self.layout.wan_between(self.rank, peer)
         settings = InSettings(
             peer_name=self._name(peer),
@@ -176,16 +186,16 @@ class Ends:
         )
 
     def forget(self, peer: int) -> None:
-        """A lost rank's ends are not closed. What they sent stays counted."""
+        """Leave out a lost rank's ends, which are not closed. What they sent stays counted."""
         self._ends = [(other, end) for other, end in self._ends if other != peer]
 
     def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
-        """Of the same arguments at both ends of a link. See LinkWindow.covering."""
+        """Return a link's window; both ends give the same arguments. See LinkWindow.covering."""
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes, ahead)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats. Errors
-        that are among may_be_gone do not matter: the peer may have left before."""
+        """Deliver everything, and wait for every peer to close, as long as it sends heartbeats.
+        Errors that are among may_be_gone do not matter: the peer may have left before."""
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
         ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
@@ -194,14 +204,14 @@ class Ends:
                 end.close(patience_s)
 
     def overdue_s(self, peers: Iterable[int], num_bytes: int = 1024) -> float:
-        """How long to wait for a message of this size from the slowest of them."""
+        """Return how long to wait for a message of this size from the slowest of the peers."""
         return max(self.layout.overdue_s(self.rank, peer, num_bytes) for peer in peers)
 
     def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
 
     def _record(self, name: LinkName) -> LinkRecord:
-        """Of messages inside a cloud nothing but their number is noted."""
+        """Build a link's record. Inside a cloud it notes nothing but the number of messages."""
         if self.layout.wan_between(name.sender, name.receiver) is None:
             return LinkRecord(name)
         return LinkRecord(name, self.layout.cloud_of(name.receiver), self._messages)
@@ -210,8 +220,8 @@ class Ends:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
     def _clock_to(self, peer: int) -> LinkClock | None:
-        """Of messages from this rank to `peer`, shared by all ranks of the two clouds; None where
-        nothing is emulated."""
+        """Return the clock of messages from this rank to `peer`, shared by all ranks of the two
+        clouds; None where nothing is emulated."""
         wan = self.layout.wan_between(self.rank, peer)
         if wan is None or not wan.emulated or wan.profile is None:
             return None

@@ -28,9 +28,12 @@ from xcloud.net.transport import Collectives
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`rank` is this rank, one of `ranks`, in the order of their group ranks. group: what
-    joins them; None where the rank is alone, and then every method returns at once. lives: of the
-    others, by rank, where they are noted as waited for."""
+    """The ranks that share one part of the work, as one of them sees them.
+
+    rank: this one, among `ranks`, which stand in the order of their group ranks.
+    group: what joins them; None where the rank is alone, and then every method returns at once.
+    lives: heartbeats of the others, by rank, where they are noted as waited for.
+    """
 
     rank: int
     ranks: tuple[int, ...]
@@ -77,13 +80,13 @@ class RankGroup:
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Of every rank, in order; all must be of one shape."""
+        """Return the tensors of every rank, in order; all must be of one shape."""
         gathered = [values] if self.group is None else []
         self._call("gathering", lambda group: gathered.extend(group.gather(values)))
         return gathered
 
     def _call(self, what: str, call: Callable[[Collectives], object]) -> None:
-        """Each of the others is waited for: nobody knows who of them is late."""
+        """Wait for each of the others in one call: nobody knows who of them is late."""
         if self.group is None:
             return
         message = _Call(f"the {what} of {len(self.ranks)} ranks")
@@ -142,9 +145,11 @@ class FlatBuffer:
         self.flat.zero_()
 
     def sum_over(self, group: RankGroup, loss: Tensor) -> Tensor:
-        """Gradients and loss become their sums over the ranks of `group`; returns the loss.
+        """Make gradients and loss their sums over the ranks of `group`, and return the loss.
+
         Sharded gradients have been summed by the backward: what is left is the loss, and the
-        squared norm of what the other ranks hold."""
+        squared norm of what the other ranks hold.
+        """
         if self.is_sharded:
             own = torch.linalg.vector_norm(self.gradients, dtype=torch.float64) ** 2
             total, squares = group.sum(torch.stack([loss.double(), own]))
@@ -162,22 +167,22 @@ class FlatBuffer:
         return self.flat[-1].clone()
 
     def is_finite(self) -> bool:
-        """Of all gradients and the loss."""
+        """Return whether all gradients and the loss are finite."""
         return are_finite([self.flat])
 
     def has_finite_squares(self) -> bool:
         """Return whether the squares of all gradients, those that other ranks hold included, and
         of the loss are finite in their dtype. Second moments are squares: one that overflows would
         never let its value move again."""
-        most = torch.finfo(self.flat.dtype).max
-        if self.squares_elsewhere > most:
+        limit = torch.finfo(self.flat.dtype).max
+        if self.squares_elsewhere > limit:
             return False
         low, high = (float(end) for end in torch.aminmax(self.flat))
         largest = max(-low, high)  # NaN anywhere makes both NaN
-        return largest * largest <= most
+        return largest * largest <= limit
 
     def squared_norm(self) -> float:
-        """Sum of the squared gradients, in float64."""
+        """Return the sum of the squared gradients, in float64."""
         squares = squared_norm(self.gradients) + self.squares_elsewhere
         return 0.0 if squares < 0 else squares  # of nothing but what another end counts, rounded
 
@@ -188,9 +193,12 @@ class FlatBuffer:
 
 @dataclass
 class Work:
-    """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
-    last stage. num_own: samples that this rank computes. num_tokens: in them, of the fields whose
-    tokens this rank counts (Feed)."""
+    """The work of a replica in one update.
+
+    weight: in the loss, 1 in ranks that do not hold the last stage.
+    num_own: samples that this rank computes.
+    num_tokens: in them, of the fields whose tokens this rank counts (Feed).
+    """
 
     num_samples: int = 0
     weight: float = 0.0
@@ -207,8 +215,8 @@ class Exchange(StatefulTree, ABC):
     """
 
     def is_idle(self, step: int) -> bool:
-        """Whether this replica leaves out update `step`; the same in all of its ranks. Then only
-        `after_update` is called."""
+        """Return whether this replica leaves out update `step`; the same in all of its ranks. Then
+        only `after_update` is called."""
         return False
 
     @abstractmethod
@@ -223,17 +231,22 @@ class Exchange(StatefulTree, ABC):
         """
 
     def after_update(self, step: int, work: Work) -> None:
-        """The optimizer has made or skipped the update. work: what this replica has trained on in
-        it, nothing if it was skipped. May change parameters."""
+        """Act once the optimizer has made or skipped the update. May change parameters.
+
+        work: what this replica has trained on in it, nothing if it was skipped.
+        """
         return
 
     def compare(self, step: int) -> None:
-        """After a step that leaves all replicas equal: raise ReplicasDiffer if they are not."""
+        """Raise ReplicasDiffer if replicas differ, after a step that leaves all of them equal."""
         return
 
     def resume(self, step: int) -> int:
-        """Where clouds may come back, of one that begins in a run that goes on, and of the first
-        one, which is there after `step`: meet the others. Returns the step to go on after."""
+        """Meet the other replicas, and return the step to go on after.
+
+        Called where clouds may come back: in one that begins in a run that goes on, and in the
+        first one, which is there after `step`.
+        """
         return step
 
 
@@ -251,20 +264,24 @@ class AllReduce(Exchange):
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Of all their values."""
+    """Return whether all values of these tensors are finite."""
     # One pass of each; NaN anywhere makes both NaN.
     ends = (end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor))
     return all(bool(end.isfinite()) for end in ends)
 
 
 def squared_norm(values: Tensor) -> float:
-    """Sum of the squares of a tensor of any shape, in float64; not finite if any of them is not.
+    """Return the sum of the squares of a tensor of any shape, in float64; not finite if any of
+    them is not.
+
     On CPUs by pieces that stay in the cache: a fifth of the time of one
-    torch.linalg.vector_norm(dtype=float64), which was a fortieth of a step."""
+    torch.linalg.vector_norm(dtype=float64), which was a fortieth of a step.
+    """
     if values.device.type != "cpu":
         return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     flat = values.detach().reshape(-1)
-    total, room = 0.0, torch.empty(min(_CACHED, len(flat)), dtype=torch.float64)
+    total = 0.0
+    room = torch.empty(min(_CACHED, len(flat)), dtype=torch.float64)
     for piece in torch.split(flat, _CACHED):
         wide = room[: len(piece)].copy_(piece)
         total += float(torch.dot(wide, wide))
@@ -272,7 +289,7 @@ def squared_norm(values: Tensor) -> float:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor (torch's DTensor), sharing memory; all of an
+    """Return what this rank holds of a sharded tensor (torch's DTensor), sharing memory; all of an
     ordinary one. Does not import torch's code for them: a run that shards nothing never does."""
     if not hasattr(tensor, "to_local"):
         return tensor
@@ -282,7 +299,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor sharded as `tensor` is, of which this rank holds `part`, sharing memory."""
+    """Return a tensor sharded as `tensor` is, of which this rank holds `part`, sharing memory."""
     if not hasattr(tensor, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
@@ -295,7 +312,8 @@ def with_part(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """uint8 [16] of the tensors' bytes, in their order; of sharded ones what this rank holds."""
+    """Return the digest, uint8 [16], of the tensors' bytes in their order; of sharded ones what
+    this rank holds."""
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for tensor in tensors:
         flat = local_part(tensor).detach().cpu().contiguous().reshape(-1)

@@ -194,7 +194,7 @@ class DeferredWeights(SplitBackward):
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Of transformers: its weight is [I, O]."""
+    """Return whether this is the Conv1D of transformers, whose weight is [I, O]."""
     return type(layer).__name__ == "Conv1D"
 
 
@@ -243,7 +243,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """Nothing, with the gradients of weight and bias as its backward."""
+    """An operation that returns nothing, with the gradients of weight and bias as its backward."""
 
     @staticmethod
     def forward(

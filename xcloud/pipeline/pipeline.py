@@ -59,7 +59,7 @@ class Pass:
     kind: Kind = Kind.ACTIVATION
 
     def key(self, action: Action) -> MessageKey:
-        """Of the messages that the action receives and sends."""
+        """Return the key of the messages that the action receives and sends."""
         kind = Kind.GRADIENT if action.kind == "backward" else self.kind
         return MessageKey(kind, self.step, self.first_micro_batch + action.micro_batch)
 
@@ -69,9 +69,11 @@ class Pass:
 
 @dataclass
 class InFlight:
-    """A micro-batch between its forward and its backward at one stage. send: what left, in the
-    graph; its gradient comes back. weights: what puts off their gradients; None where nothing is
-    put off."""
+    """A micro-batch between its forward and its backward at one stage.
+
+    send: what left, in the graph; its gradient comes back.
+    weights: what puts off their gradients; None where nothing is put off.
+    """
 
     batch: Batch
     received: Message | None
@@ -108,8 +110,8 @@ class Pipeline:
 
     @cached_property
     def turns(self) -> dict[int, tuple[int, int]]:
-        """Stage -> (first, period): of it this rank computes micro-batches first, first + period,
-        ..."""
+        """The turns of this rank by stage: (first, period). It computes micro-batches first,
+        first + period, and so on of that stage."""
         return {stage: self.layout.turn(stage, self.rank) for stage in self.stages}
 
     def step(
@@ -121,7 +123,7 @@ class Pipeline:
         first_micro_batch: int = 0,
         after_micro_batch: Callable[[int], None] = lambda stage: None,
     ) -> Tensor:
-        """Forward and backward of every micro-batch of this rank; gradients add up in `.grad`.
+        """Run forward and backward of every micro-batch of this rank; gradients add up in `.grad`.
 
         batches: micro-batch number of the schedule -> the fields that this rank may see.
         first_micro_batch: what is added to that number to name the micro-batch within the update
@@ -159,7 +161,7 @@ class Pipeline:
     def predict(
         self, pieces: Sequence[Tensor], fetch: Callable[[Tensor], Batch], step: int
     ) -> dict[int, list[int]]:
-        """Predictions by sample id, through the same compressed channels as in training.
+        """Return predictions by sample id, through the same compressed channels as in training.
 
         pieces: sample ids of every micro-batch, int64 [B]. fetch: the visible fields of samples.
         Ranks of replica 0 call it. Those without the last stage return nothing.
@@ -184,7 +186,7 @@ class Pipeline:
         return predictions
 
     def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
-        """This rank's actions."""
+        """Return this rank's actions, and what splits their backwards."""
         if schedule not in self._plans:
             fitted = schedule.for_lanes(self.num_stages, self.layout.num_lanes)
             actions = rank_actions(fitted, sorted(self.stages), self.num_stages, self.turns)
@@ -236,7 +238,7 @@ class Pipeline:
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
 
     def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
-        """Of what was sent, into the stage. False where none returns."""
+        """Receive the gradient of what was sent into the stage. Returns False where none comes."""
         port = self.ports[action.stage]
         if not port.boundary.gradient_fields:
             return False
@@ -265,12 +267,12 @@ class Pipeline:
 
 
 def _integers(message: Message) -> Message:
-    """What both ends of a boundary know once a message has crossed it forward."""
+    """Return what both ends of a boundary know once a message has crossed it forward."""
     return {name: value for name, value in message.items() if not value.is_floating_point()}
 
 
 def random_seed(*numbers: int) -> int:
-    """A 63-bit seed from a few integers; neighbouring integers give unrelated seeds."""
+    """Return a 63-bit seed made of a few integers; neighbouring integers give unrelated seeds."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
         mixed = ((mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

@@ -66,7 +66,7 @@ class Schedule(ABC):
         return [self]
 
     def splits(self, stage: nn.Module) -> Callable[[], SplitBackward]:
-        """What splits the backward of each micro-batch, where there are "weights" actions."""
+        """Return what splits a micro-batch's backward, where there are "weights" actions."""
         raise TypeError(f"{self.label} has 'weights' actions, and no `splits`")
 
 
@@ -91,7 +91,7 @@ class GPipe(Schedule):
         ]
 
 
-def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:
+def max_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:
     """Most micro-batches between their forward and their backward at once, by the link they take.
 
     actions: of one stage, in order. link: of a micro-batch, to the next stage and back. As the
@@ -138,8 +138,11 @@ def rank_actions(
 
 
 def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
-    """What equal stages on ranks of their own do in each tick, if every action takes one and
-    messages take none; by stage within a tick. Raises ValueError for a schedule that deadlocks."""
+    """Return what equal stages on ranks of their own do in each tick, by stage within a tick, if
+    every action takes one tick and messages take none.
+
+    Raises ValueError for a schedule that deadlocks.
+    """
     queues = [deque(schedule.actions(stage, num_stages)) for stage in range(num_stages)]
     done: set[Action] = set()
     ticks: list[list[Action]] = []
@@ -157,7 +160,7 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
 
 
 def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
-    """Whether the input of `action` is there after the actions in `done`."""
+    """Return whether the input of `action` is there after the actions in `done`."""
     if action.kind == "forward":
         return action.stage == 0 or action._replace(stage=action.stage - 1) in done
     if action.kind == "weights":

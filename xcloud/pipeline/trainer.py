@@ -57,8 +57,9 @@ class DivergenceGuard(StatefulTree):
         self._on_divergence, self._most = on_divergence, max_skips_in_a_row
         self.num_in_a_row = self.last_step = 0
 
-    def leave_out(self, step: int, what: str) -> str:
-        """Returns a note for the user. Raises TrainingDiverged if it may not be left out."""
+    def skip_update(self, step: int, what: str) -> str:
+        """Leave out an update, and return a note for the user. Raises TrainingDiverged if it may
+        not be left out."""
         if self._on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
             raise diverged(f"{what} is not finite", remark)
@@ -74,16 +75,18 @@ class DivergenceGuard(StatefulTree):
 
 
 def diverged(what: str, remark: str) -> TrainingDiverged:
-    """Of an update that can neither be made nor left out."""
+    """Build the error for an update that can be neither made nor skipped."""
     return TrainingDiverged(f"{what}; parameters are as before this update. {_ADVICE}; {remark}")
 
 
 @dataclass(frozen=True)
 class TrainedModule:
-    """State: "values.NAME" of every trained parameter and persistent buffer, "moments.WHAT.NAME"
-    of what the optimizer keeps of a parameter ("exp_avg"), and "frozen", a digest of the frozen
-    parameters, which are made anew. Learning rates follow from the step. Of parameters dealt over
-    ranks it is what this rank holds.
+    """A module in training with its optimizer.
+
+    Its state is "values.NAME" of every trained parameter and persistent buffer,
+    "moments.WHAT.NAME" of what the optimizer keeps of a parameter ("exp_avg"), and "frozen", a
+    digest of the frozen parameters, which are built again. Learning rates follow from the step. Of
+    parameters dealt over ranks it is what this rank holds.
 
     optimizer: None where nothing is trained.
     """
@@ -93,7 +96,7 @@ class TrainedModule:
 
     @cached_property
     def _frozen(self) -> Tensor:
-        """uint8 [16]. Frozen parameters do not change, so it is made once."""
+        """The digest of the frozen parameters, uint8 [16]. They do not change: it is made once."""
         return digest(p for p in self.module.parameters() if not p.requires_grad)
 
     @property
@@ -150,7 +153,7 @@ class TrainedModule:
 
     @property
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer holds, in its order."""
+        """The parameters of the optimizer by name, in its order."""
         if self.optimizer is None:
             return {}
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -163,8 +166,12 @@ def _copy(value: Tensor | int) -> Tensor | int:
 
 @dataclass(frozen=True)
 class LossReport:
-    """is_silent: another replica reports the loss. is_private: replicas keep their losses to
-    themselves; the one that reports gives an estimate, from the samples of one rank."""
+    """A rank's way of reporting the loss.
+
+    is_silent: another replica reports it.
+    is_private: replicas keep their losses to themselves; the one that reports gives an estimate,
+        from the samples of one rank.
+    """
 
     is_silent: bool = False
     is_private: bool = False
@@ -180,9 +187,13 @@ class TrainedStage:
 
 
 class Trainer(StatefulTree):
-    """Makes the updates of one rank. groups: by stage, for those of this rank. sums: of the
-    stages' norms. num_updates: made or skipped so far. schedule: all ranks may set another one
-    between the same two updates."""
+    """The maker of one rank's updates.
+
+    groups: by stage, for those of this rank.
+    sums: of the stages' norms.
+    num_updates: made or skipped so far.
+    schedule: all ranks may set another one between the same two updates.
+    """
 
     own_names = ("num_updates",)
 
@@ -197,8 +208,14 @@ class Trainer(StatefulTree):
         sums: StageSums,
         losses: LossReport = LossReport(),
     ) -> None:
-        self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
-        self.exchange, self.sums, self.losses, self.num_updates = exchange, sums, losses, 0
+        self.pipeline = pipeline
+        self.schedule = schedule
+        self.settings = settings
+        self.feed = feed
+        self.exchange = exchange
+        self.sums = sums
+        self.losses = losses
+        self.num_updates = 0
         self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
         self.stages: dict[int, TrainedStage] = {}
         for stage, module in sorted(pipeline.stages.items()):
@@ -211,7 +228,7 @@ class Trainer(StatefulTree):
             )
 
     def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
-        """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        """Make one update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
         report = StepReport(step, 0.0, clock, self._learning_rate(step))
@@ -225,7 +242,7 @@ class Trainer(StatefulTree):
             reply = self._agree(step, hooks)
             if not math.isfinite(reply.total):
                 what = f"the loss or gradient of step {step}"
-                report.skipped = self.guard.leave_out(step, what)
+                report.skipped = self.guard.skip_update(step, what)
             else:
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
@@ -244,7 +261,7 @@ class Trainer(StatefulTree):
 
     @property
     def buffers(self) -> dict[int, FlatBuffer]:
-        """By stage."""
+        """The gradient buffers, by stage."""
         return {number: stage.buffer for number, stage in self.stages.items()}
 
     def children(self) -> StateTree:
@@ -262,10 +279,12 @@ class Trainer(StatefulTree):
         return self.settings.optimizer.learning_rate_at(step, self.settings.max_steps)
 
     def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
-        """Of this rank's micro-batches, into the buffers; returns their loss."""
+        """Compute the gradients of this rank's micro-batches into the buffers, and return their
+        loss."""
         for stage in self.stages.values():
             stage.buffer.zero()
-        m, num_passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
+        m = self.schedule.num_micro_batches
+        num_passes = self.settings.accumulate_steps
         with self.pipeline.clock.during("fetch"):  # the weight of a batch may take a look at it
             pieces = self.feed.begin(step, m, num_passes)
         hooks.begin(step)
@@ -281,9 +300,12 @@ class Trainer(StatefulTree):
         return loss
 
     def _exchange_gradients(self, step: int, loss: Tensor, hooks: Hook) -> float | None:
-        """With the other ranks and replicas. Returns the loss to report, None in most ranks."""
-        last, total = self.pipeline.num_stages - 1, None
-        is_shared, work = not self.losses.is_private, self.feed.work
+        """Exchange gradients with the other ranks and replicas. Return the loss to report, None in
+        most ranks."""
+        last = self.pipeline.num_stages - 1
+        total = None
+        is_shared = not self.losses.is_private
+        work = self.feed.work
         mine = {n: loss if n == last and is_shared else 0 * loss for n in self.stages}  # nan stays
         with self.pipeline.clock.during("average"):
             summed = self.exchange.before_update(step, self.buffers, mine)
@@ -295,16 +317,18 @@ class Trainer(StatefulTree):
         return float(loss) * work.num_samples / work.num_own
 
     def _agree(self, step: int, hooks: Hook) -> Reply:
-        """The squared norm of the whole gradient, the same bits in every rank: not finite if the
-        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
-        it comes what rank 0 decides.
+        """Return the squared norm of the whole gradient, and with it what rank 0 decides.
+
+        The norm has the same bits in every rank. It is not finite if the loss or gradient of any
+        stage is not. Without clip_norm 0 stands for any finite norm.
 
         One small message of each stage's leader to rank 0 and one back, in every step. They cost
         no round trip of their own: rank 0 has the first stage, whose backward is the last, so the
         others' messages travel beside the last gradients, and the reply arrives ahead of the
         next step's first activation.
         """
-        clock, reply = self.pipeline.clock, Reply(math.nan)
+        clock = self.pipeline.clock
+        reply = Reply(math.nan)
         with clock.during("clip"):
             squares = {
                 number: self._squared_norm(stage.buffer)
@@ -317,7 +341,7 @@ class Trainer(StatefulTree):
         return self._within_stages(reply)
 
     def _within_stages(self, reply: Reply) -> Reply:
-        """From each stage's leader to its other ranks."""
+        """Pass the reply from each stage's leader to its other ranks, and return it."""
         with self.pipeline.clock.during("average"):
             for stage in self.stages.values():
                 sent = torch.tensor(reply, dtype=torch.float64)

@@ -38,7 +38,7 @@ from xcloud.pipeline.guard import Guard
 from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.loopback import Loopback
 from xcloud.pipeline.pipeline import BoundaryPorts
-from xcloud.pipeline.schedule import Schedule, most_in_flight
+from xcloud.pipeline.schedule import Schedule, max_in_flight
 from xcloud.security.defences import Defence
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Roster(Protocol):
 
 
 class WiredJob(Protocol):
-    """What the wiring reads of a job (job/job.py: PipelineJob)."""
+    """The job as the wiring reads it (job/job.py: PipelineJob)."""
 
     @property
     def cluster(self) -> ClusterLayout: ...
@@ -107,7 +107,7 @@ class Wiring(StatefulTree):
     averaging: list[AveragingLinks] = field(default_factory=list)
 
     def children(self) -> StateTree:
-        """What the channels carry from step to step; links and counters begin anew."""
+        """Return what the channels carry from step to step; links and counters restart."""
         return {MEMORY: self.boundaries.channels}
 
     def start_failure_detection(self) -> None:
@@ -166,8 +166,8 @@ def wire(
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
-    """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
-    on_report: see wire."""
+    """Make the links of reports, checkpoints and heartbeats, between rank 0 and each other rank of
+    any job. on_report: see wire."""
     everyone = range(ends.layout.num_ranks)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
     control = Control(ends.rank, {}, {}, ends.overdue_s(peers), ends.lives)
@@ -177,7 +177,7 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
 
 
 def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
-    """The links to one peer, also again to one that has come back."""
+    """Make the control links to one peer, also again to one that has come back."""
     if ends.rank == 0:
         told = (Kind.REPORT, partial(on_report, peer))
     else:
@@ -190,8 +190,10 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
 
 
 def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
-    """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
-    layout, rank = job.cluster, ends.rank
+    """Join the stages' sums: in the replica of rank 0 over the links of `control`, in others over
+    a star of their own."""
+    layout = job.cluster
+    rank = ends.rank
     sums = StageSums(rank, layout.leader_of(layout.placement(rank).replica))
     first, *others = sums.leaders
     if first == 0 and control is not None:
@@ -202,8 +204,12 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
         return sums
     peers = others if rank == first else [first]
     star = {p: ends.both("norms", p, FRAME_SLACK_BYTES, _CONTROL_AHEAD) for p in peers}
-    out, incoming = {p: out for p, (out, _) in star.items()}, {p: i for p, (_, i) in star.items()}
-    return replace(sums, out=out, incoming=incoming, overdue_s=ends.overdue_s(peers))
+    return replace(
+        sums,
+        out={peer: out for peer, (out, _) in star.items()},
+        incoming={peer: incoming for peer, (_, incoming) in star.items()},
+        overdue_s=ends.overdue_s(peers),
+    )
 
 
 def _pair_of_each_micro_batch(layout: ClusterLayout, stage: int) -> list[tuple[int, int]]:
@@ -226,9 +232,12 @@ sender: for an evaluation's pieces, and training over a boundary that no gradien
 
 
 class Boundaries:
-    """Of one rank, in its replica of the pipeline. ports: by the stage before the boundary.
-    channels: every one that ends here, by its identity in words. wan_sends: those that cross
-    clouds."""
+    """The boundaries of one rank, in its replica of the pipeline.
+
+    ports: by the stage before the boundary.
+    channels: every one that ends here, by its identity in words.
+    wan_sends: the sending channels that cross clouds.
+    """
 
     def __init__(
         self,
@@ -251,7 +260,7 @@ class Boundaries:
             self._join(stage)
 
     def shared(self, kind: type[T]) -> T:
-        """The one object of this class that all channels use, made when it is first asked for."""
+        """Return the one object of this class that all channels use, made when first asked for."""
         found = self._shared.setdefault(kind, kind())
         assert isinstance(found, kind)
         return found
@@ -268,7 +277,7 @@ class Boundaries:
         for schedule in job.schedules:
             fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
             actions = fitted.actions(stage, layout.num_stages)
-            in_flight |= most_in_flight(actions, lambda i: all_pairs[i % len(all_pairs)])
+            in_flight |= max_in_flight(actions, lambda i: all_pairs[i % len(all_pairs)])
         boundary = job.boundaries[stage]
         self.ports[stage] = BoundaryPorts(boundary)
         for a, b in sorted(pair for pair in pairs if rank in pair):
@@ -281,12 +290,19 @@ class Boundaries:
     def _join_one_way(
         self, stage: int, direction: str, sender: int, receiver: int, under_way: int
     ) -> None:
-        """The end, or both ends, of one direction between two ranks that this rank holds."""
-        job, ends, ports = self._job, self._ends, self.ports[stage]
-        boundary, wan = ports.boundary, job.cluster.wan_between(sender, receiver)
-        fields, outs, ins = boundary.fields, ports.forward_out, ports.forward_in
+        """Make the end, or both ends, of one direction between two ranks that this rank holds."""
+        job = self._job
+        ends = self._ends
+        ports = self.ports[stage]
+        boundary = ports.boundary
+        wan = job.cluster.wan_between(sender, receiver)
+        fields = boundary.fields
+        outs = ports.forward_out
+        ins = ports.forward_in
         if direction == "backward":
-            fields, outs, ins = boundary.gradient_fields, ports.backward_out, ports.backward_in
+            fields = boundary.gradient_fields
+            outs = ports.backward_out
+            ins = ports.backward_in
         if sender == receiver:
             outs[receiver] = ins[sender] = Loopback()
             return
@@ -297,7 +313,8 @@ class Boundaries:
             start = sum(spec.num_bytes for spec in boundary.start)
             capacity = max(capacity, start + FRAME_SLACK_BYTES)
         ahead = _FORWARD_AHEAD if direction == "forward" else 0
-        window, line = ends.window(under_way, frame, ahead), f"{stage}.{direction}"
+        window = ends.window(under_way, frame, ahead)
+        line = f"{stage}.{direction}"
         identity = ChannelId(job.seed, stage, direction, sender, receiver)
         if sender == ends.rank:
             link = ends.out(
@@ -335,8 +352,9 @@ class Boundaries:
     def _frame_bytes(
         self, boundary: Boundary, fields: Sequence[BoundaryField], codecs: Codecs
     ) -> tuple[int, int]:
-        """Bytes of the frame that codecs make of the most rows, which bounds what is under way,
-        and of the longest frame that can come, so that receives can wait before it is known."""
+        """Return the bytes of two frames: the one that codecs make of the most rows, which bounds
+        what is under way, and the longest that can come, so that receives can wait before it is
+        known."""
         frame = capacity = FRAME_SLACK_BYTES
         for entry in fields:
             rows = entry.max_rows(self._job.max_micro_batch, boundary.max_rows_per_sample)
@@ -347,7 +365,7 @@ class Boundaries:
         return frame, capacity
 
     def _codecs(self, compression: CompressionPlan, direction: str) -> Codecs:
-        """Fresh ones: every channel has its own state."""
+        """Build fresh codecs: every channel has its own state."""
         codecs = [
             (until, Codec(getattr(c, direction), getattr(c, f"{direction}_memory")))
             for until, c in compression.by_step

@@ -21,7 +21,7 @@ from xcloud.job.strategy import Averaging, everyone_merges
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import most_kept
-from xcloud.pipeline.schedule import Schedule, most_in_flight
+from xcloud.pipeline.schedule import Schedule, max_in_flight
 from xcloud.simulator.costs import AveragingCodec, Profile
 from xcloud.simulator.plan import Arranged, Plan
 
@@ -225,7 +225,7 @@ def _most_queued(
     if back is None:
         most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
         return min(most * forward, max(budget, forward))
-    in_flight = most_in_flight(schedule.actions(stage, num_stages), lambda i: i % num_ranks)
+    in_flight = max_in_flight(schedule.actions(stage, num_stages), lambda i: i % num_ranks)
     return max(in_flight.values()) * max(forward, back)
 
 

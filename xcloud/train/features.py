@@ -51,6 +51,7 @@ from xcloud.train.averaging import averager_of_ends, replicas_exchange
 
 
 def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
+    """Build the clock of one rank, which records its last steps span by span."""
     record_from = max(1, job.max_steps - KEEP_STEPS + 1)
     slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
     if device.type == "cuda":
@@ -59,10 +60,13 @@ def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
 
 
 class Features:
-    """Of one rank; the methods stand in the order in which they are called."""
+    """The features of one rank. The methods stand in the order in which stage_rank.py calls
+    them."""
 
     def __init__(self, context: RankContext[Experiment], ends: Ends, clock: StepClock) -> None:
-        self.context, self.job, self.rank = context, context.job, context.rank
+        self.context = context
+        self.job = context.job
+        self.rank = context.rank
         self.reporter = context.reporter
         self.clock = clock
         self.placement = self.job.cluster.placement(self.rank)
@@ -86,6 +90,7 @@ class Features:
             self._sharders = sharders(held, context.device, self.reporter.note)
 
     def load(self) -> TaskData:
+        """Load what this cloud may see, and hold it against the checkpoint to go on from."""
         goes_on = self.context.verdict.from_step > 0
         task = keep_tokenizers(self.job.task, self.context.run_dir / TOKENIZERS_DIR, goes_on)
         data = load_or_be_told(self.job, self.context.transport.rendezvous, task)
@@ -101,9 +106,11 @@ class Features:
         return self.job.model.build_stage(number, num_stages, context).to(context.device)
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
+        """Return the observers of a job with a leak meter."""
         return leak_observers(self.context, data, stages) if self.job.leak_meter else None
 
     def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
+        """Return the pipeline of this rank, observed and with caches where the job has them."""
         job = self.job
         device = self.context.device
         ports = self.wiring.boundaries.ports
@@ -119,7 +126,8 @@ class Features:
     def meet(self, stages: Mapping[int, Stage], data: TaskData) -> dict[str, str]:
         """Wait for all ranks: another cloud may build its stages longer than a message may take.
         Compare what they were built from. Return its digests."""
-        rendezvous, bases = self.context.transport.rendezvous, dict[str, str]()
+        rendezvous = self.context.transport.rendezvous
+        bases = dict[str, str]()
         for stage in stages.values():
             bases |= stage.architecture.get(BASES, {})
         shared = {**bases, **data.shared_digests()}
@@ -131,14 +139,16 @@ class Features:
         return bases
 
     def hand_over(self, pipeline: Pipeline) -> None:
-        """To each stage what it begins with; what is left of them then is sharded."""
+        """Give each stage what it begins with, then shard what is left of them."""
         if any(ports.boundary.start for ports in pipeline.ports.values()):
             hand_over(pipeline.stages, pipeline.ports)
         for number, sharder in self._sharders.items():
             sharder.rest(pipeline.stages[number])
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
-        job, wiring = self.job, self.wiring
+        """Return what brings this rank's gradients together with those of others."""
+        job = self.job
+        wiring = self.wiring
         if job.cluster.num_replicas == 1:
             return AllReduce(wiring.groups)
         links = replica_links(wiring.ends, job.cluster, self.context.device, wiring.rejoin)
@@ -155,36 +165,20 @@ class Features:
         meter: Hook,
         facts: Facts,
     ) -> Hooks:
-        """Return all hooks of this rank, in the order in which an update calls them. facts: what
-        must be as it was when a checkpoint was made."""
-        job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
-        privacy = job.security.privacy
-        own_gradients: Hook | None = None
-        if privacy is not None and privacy.unit == "sample":
-            own_gradients = PrivateGradients(privacy, trainer)
-        elif any(group.group_size > 1 for group in wiring.groups.values()):
-            own_gradients = overlapped_sums(trainer, wiring.groups)
-        tied = None
-        if job.ties_ends:
-            tied = tied_gradients(
-                trainer,
-                wiring.groups,
-                layout=job.cluster,
-                choose=job.compression.for_tensor,
-                seed=job.seed,
-                join=averager_of_ends(wiring, job.cluster, context.device),
-            )
+        """Return all hooks of this rank, in the order in which an update calls them.
+
+        facts: what must be as it was when a checkpoint was made.
+        """
+        job = self.job
+        context = self.context
+        wiring = self.wiring
         own = {name: hook.join(context) for name, hook in job.hooks.items()}
         changing = Hooks(
             [
-                own_gradients,
-                tied,
-                ChannelMemories([*wiring.boundaries.channels.values()])
-                if job.compression.has_memory
-                else None,
-                pilot_of(context, trainer, wiring, self._memory.program_bytes)
-                if job.autopilot is not None
-                else None,
+                self._own_gradients(trainer),
+                self._tied_gradients(trainer),
+                self._channel_memories(),
+                self._autopilot(trainer),
                 meter,
             ]
         )
@@ -200,21 +194,69 @@ class Features:
                 restored(context, stateful, wiring.control, facts, self.is_directed),
                 evaluator,
                 leaks,
-                PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
-                if privacy is not None and self.rank == 0
-                else None,
-                CacheReport(wiring.boundaries.channels.values(), reporter)
-                if job.cached_boundaries
-                else None,
-                MemoryReport(trainer, reporter, self._memory, wiring.ends.queued, copied),
-                # It asks all ranks at once.
-                None
-                if job.roster.is_elastic
-                else TypicalStep(self.clock, wiring.control, reporter),
+                self._privacy_account(trainer),
+                self._cache_report(),
+                MemoryReport(trainer, self.reporter, self._memory, wiring.ends.queued, copied),
+                self._typical_step(),
             ]
         )
 
+    def _own_gradients(self, trainer: Trainer) -> Hook | None:
+        """Return what acts on this rank's gradients as they come."""
+        privacy = self.job.security.privacy
+        groups = self.wiring.groups
+        if privacy is not None and privacy.unit == "sample":
+            return PrivateGradients(privacy, trainer)
+        if any(group.group_size > 1 for group in groups.values()):
+            return overlapped_sums(trainer, groups)
+        return None
+
+    def _tied_gradients(self, trainer: Trainer) -> Hook | None:
+        job = self.job
+        if not job.ties_ends:
+            return None
+        return tied_gradients(
+            trainer,
+            self.wiring.groups,
+            layout=job.cluster,
+            choose=job.compression.for_tensor,
+            seed=job.seed,
+            join=averager_of_ends(self.wiring, job.cluster, self.context.device),
+        )
+
+    def _channel_memories(self) -> Hook | None:
+        if not self.job.compression.has_memory:
+            return None
+        return ChannelMemories([*self.wiring.boundaries.channels.values()])
+
+    def _autopilot(self, trainer: Trainer) -> Hook | None:
+        if self.job.autopilot is None:
+            return None
+        return pilot_of(self.context, trainer, self.wiring, self._memory.program_bytes)
+
+    def _privacy_account(self, trainer: Trainer) -> Hook | None:
+        job = self.job
+        if job.security.privacy is None or self.rank != 0:
+            return None
+        return PrivacyAccount(
+            job.security.privacy,
+            trainer,
+            contributions=job.strategy.traits.most_contributions,
+            reporter=self.reporter,
+        )
+
+    def _cache_report(self) -> Hook | None:
+        if not self.job.cached_boundaries:
+            return None
+        return CacheReport(self.wiring.boundaries.channels.values(), self.reporter)
+
+    def _typical_step(self) -> Hook | None:
+        if self.job.roster.is_elastic:  # it asks all ranks at once
+            return None
+        return TypicalStep(self.clock, self.wiring.control, self.reporter)
+
     def resume(self, trainer: Trainer) -> None:
+        """Meet the other ranks in a run that goes on. Compare replicas that must be equal."""
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
@@ -232,6 +274,7 @@ class Features:
         )
 
     def enter(self, trainer: Trainer) -> None:
+        """Enter a run that may have begun without this cloud."""
         if self.job.roster.is_elastic:
             enter_late(
                 self.job,

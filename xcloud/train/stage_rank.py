@@ -29,17 +29,19 @@ from xcloud.train.features import Features, step_clock
 
 
 class StageRank(Role[Experiment]):
-    """Holds one or more stages."""
+    """A rank that holds one or more stages."""
 
     def __init__(self, context: RankContext[Experiment]) -> None:
         super().__init__(context)
-        job, layout = context.job, context.job.cluster
+        job = context.job
+        layout = job.cluster
         self.placement = layout.placement(self.rank)
         self.clock = step_clock(job, self.rank, context.device)
         ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
         self.features = Features(context, ends, self.clock)
         self.wiring = self.features.wiring
-        self.records, self.lives = ends.records, ends.lives
+        self.records = ends.records
+        self.lives = ends.lives
         self.control = self.wiring.control
 
     def close(self) -> None:
@@ -56,9 +58,13 @@ class StageRank(Role[Experiment]):
             self.stop(trainer, hooks)
 
     def build(self, data: TaskData) -> tuple[Trainer, Hooks, Evaluator]:
-        """Stages, what trains them, and its state if the run goes on from a checkpoint."""
-        job, layout, features = self.job, self.job.cluster, self.features
-        device, wiring, note = self.context.device, self.wiring, self.reporter.remark
+        """Build the stages and what trains them; restore its state if the run goes on."""
+        job = self.job
+        layout = job.cluster
+        features = self.features
+        device = self.context.device
+        wiring = self.wiring
+        note = self.reporter.remark
         stages = {
             stage: features.stage(stage, context_of(job, data, device, note, wiring.groups[stage]))
             for stage in self.placement.stages
@@ -67,7 +73,8 @@ class StageRank(Role[Experiment]):
         pipeline = features.pipeline(stages, leaks)
         bases = features.meet(stages, data)
         features.hand_over(pipeline)
-        replica, is_apart = self.placement.replica, job.strategy.traits.is_apart
+        replica = self.placement.replica
+        is_apart = job.strategy.traits.is_apart
         feed = Feed(
             job.batch_plan(data.num_samples("train")),
             pipeline.turns.values(),
@@ -80,9 +87,18 @@ class StageRank(Role[Experiment]):
         exchange = features.exchange(stages, leaks)
         is_private = job.security.privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            pipeline, job.schedule, job.training, feed, wiring.groups, exchange, wiring.sums,
-            LossReport(replica > 0 and (is_private or not is_apart), is_private),
-        )  # fmt: skip
+            pipeline,
+            job.schedule,
+            settings=job.training,
+            feed=feed,
+            groups=wiring.groups,
+            exchange=exchange,
+            sums=wiring.sums,
+            losses=LossReport(
+                is_silent=replica > 0 and (is_private or not is_apart),
+                is_private=is_private,
+            ),
+        )
         meter = WanMeter(wiring, self.reporter, self._reports_skips)
 
         def meet() -> None:
@@ -100,8 +116,8 @@ class StageRank(Role[Experiment]):
         return trainer, hooks, evaluator
 
     def train(self, trainer: Trainer, hooks: Hooks, evaluator: Evaluator) -> bool:
-        """All updates that are left. Returns whether the run has come to its end; False if it was
-        asked to stop."""
+        """Make all updates that are left. Return whether the run has come to its end; False if it
+        was asked to stop."""
         if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
             evaluator.evaluate("test", 0)
         for step in range(trainer.num_updates + 1, self.job.max_steps + 1):
@@ -116,7 +132,7 @@ class StageRank(Role[Experiment]):
         return True
 
     def finish(self, data: TaskData, trainer: Trainer, hooks: Hooks, evaluator: Evaluator) -> None:
-        """Export, evaluate through the same links, say goodbye."""
+        """Export, evaluate through the same links, and close the hooks."""
         for stage, module in trainer.pipeline.stages.items():
             leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
@@ -133,7 +149,7 @@ class StageRank(Role[Experiment]):
         self.reporter.event("finish", num_steps=trainer.num_updates)
 
     def stop(self, trainer: Trainer, hooks: Hooks) -> None:
-        """Before the end, as asked, with a checkpoint of the last step."""
+        """End early, as asked, with a checkpoint of the last step."""
         hooks.settle()
         self.wiring.meet()
         hooks.close(is_finished=False)
@@ -148,11 +164,15 @@ class StageRank(Role[Experiment]):
 
 
 class WanMeter(Hook):
-    """One rank's view: what it sent to other clouds since it last looked. tells_skips: it reports
-    the updates that were skipped; every rank that shares one knows."""
+    """A rank's meter of what it sent to other clouds since it last looked.
+
+    tells_skips: it reports the updates that were skipped; every rank that shares one knows.
+    """
 
     def __init__(self, wiring: Wiring, reporter: Reporter, tells_skips: bool) -> None:
-        self._wiring, self._reporter, self._tells_skips = wiring, reporter, tells_skips
+        self._wiring = wiring
+        self._reporter = reporter
+        self._tells_skips = tells_skips
         self._last = self._read()
 
     def after_update(self, step: int, report: StepReport) -> None:
@@ -162,11 +182,11 @@ class WanMeter(Hook):
             self._reporter.note(report.skipped)
 
     def forget(self) -> None:
-        """What crossed since the last step belongs to no step (an evaluation)."""
+        """Forget what crossed since the last step: it belongs to no step (an evaluation)."""
         self._last = self._read()
 
     def describe(self, report: StepReport) -> dict[str, Any]:
-        """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
+        """Return the step's event: seconds, bytes on the wire with headers, FP32 bytes meant."""
         now = self._read()
         sent, raw, line_s = (
             {name: value - before[name] for name, value in after.items()}
@@ -196,9 +216,9 @@ class WanMeter(Hook):
         return event
 
     def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
-        """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
-        a boundary's tensors is the direction of their channel; seconds on the emulated line to
-        each cloud, by (name, cloud)."""
+        """Return bytes sent and FP32 bytes of the tensors in them, by the name of the traffic,
+        which for a boundary's tensors is the direction of their channel; and seconds on the
+        emulated line to each cloud, by (name, cloud)."""
         averaging = self._wiring.averaging
         more = (AVERAGING,) if averaging else ()
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))

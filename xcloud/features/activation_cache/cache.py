@@ -35,11 +35,12 @@ MEGABYTE = 1_000_000
 
 
 class ActivationCache:
-    """Which samples the receiver keeps: those that come first and fit into max_bytes, to the end.
+    """The list of samples that the receiver keeps: those that come first and fit into max_bytes.
     Each end has its own; both see the same messages in the same order, so they stay equal."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self.refused: set[int] = set()
         self._ids: set[int] = set()
 
@@ -47,13 +48,13 @@ class ActivationCache:
         return len(self._ids)
 
     def missing(self, ids: Tensor) -> Tensor:
-        """Positions, int64 [M], of the samples that must cross. ids: int64 [B]."""
-        found = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
-        return torch.tensor(found, dtype=torch.int64)
+        """Return the positions, int64 [M], of the samples that must cross. ids: int64 [B]."""
+        missing = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
+        return torch.tensor(missing, dtype=torch.int64)
 
     def note(self, ids: Tensor, messages: Sequence[Message]) -> list[int]:
-        """Samples have crossed, each with its part of a message. Returns the positions of those
-        that are kept from now on."""
+        """Note that samples have crossed, each with its part of a message. Return the positions of
+        those that are kept from now on."""
         new = []
         for position, (sample, message) in enumerate(zip(ids.tolist(), messages, strict=True)):
             num_bytes = sum(tensor.nbytes for tensor in message.values())
@@ -69,7 +70,7 @@ class ActivationCache:
 
 
 def describe(all_kept: Sequence[ActivationCache]) -> str:
-    """What one rank keeps, in a line."""
+    """Say in a line what one rank keeps."""
     num_bytes = sum(kept.num_bytes for kept in all_kept)
     num_kept = sum(len(kept) for kept in all_kept)
     num_refused = sum(len(kept.refused) for kept in all_kept)
@@ -114,7 +115,7 @@ class CachingChannel(ReceiveChannel):
 
 
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
-    """What both ends of a rank's boundaries know to be kept: by the stage before and the peer."""
+    """The caches at a rank's boundaries, by the stage before and the peer. Both ends know them."""
 
     def receiver(self, identity: ChannelId, **named: Any) -> ReceiveChannel:
         """Build the receiving end of a channel, which keeps rows where there is a cache for it.
@@ -187,7 +188,7 @@ class CachingPipeline(Pipeline):
 
 
 class CacheReport(Hook):
-    """Of a rank's activation caches."""
+    """The hook that reports what a rank's activation caches kept."""
 
     def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
         self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
@@ -205,7 +206,7 @@ def samples_at(samples: Samples, positions: Tensor) -> dict[str, Tensor]:
 def by_sample(
     message: Message, fields: Sequence[BoundaryField], samples: Samples
 ) -> list[Message]:
-    """The boundary's fields of each sample, as views."""
+    """Return the boundary's fields of each sample, as views."""
     counts = message.get("counts")
     parts = [
         torch.split(message[field.name], list(field.sample_rows(samples, counts).counts))
@@ -216,14 +217,14 @@ def by_sample(
 
 
 def joined(messages: Sequence[Message], device: torch.device) -> Message:
-    """The message of several samples from those of each. `by_sample` undoes it."""
+    """Join the messages of single samples into one. `by_sample` undoes it."""
     return {name: torch.cat([m[name].to(device) for m in messages]) for name in messages[0]}
 
 
 def message_at(
     message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
 ) -> Message:
-    """What the message says of the samples at these positions, at least one."""
+    """Return what the message says of the samples at these positions, at least one."""
     each = by_sample(message, fields, samples)
     chosen = [each[n] for n in positions.tolist()]
     return joined(chosen, next(iter(message.values())).device)

@@ -100,7 +100,7 @@ class ConsumerRun(StatefulTree):
         note = ""
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"
-            note = self._guard.leave_out(step, what)
+            note = self._guard.skip_update(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
         self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)

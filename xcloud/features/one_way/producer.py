@@ -211,7 +211,7 @@ class ProducerRun(StatefulTree):
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-            note = self._guard.leave_out(number, what)
+            note = self._guard.skip_update(number, what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
                 self._rank.reporter.note(note)
