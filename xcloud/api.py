@@ -48,7 +48,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The results of a run that has ended.
 
     folder: its run folder, with the curves, the timeline, the model and the logs of its ranks.
     summary: all its figures, as `summary.json` has them (docs/commands.md lists the files).

@@ -32,7 +32,8 @@ from xcloud.contracts.model import BuildContext
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when its library is imported
 TIMEOUT_S = 5.0
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 T = TypeVar("T")
 
@@ -345,7 +346,7 @@ def bytes_of(tokens: Iterable[Sequence[int]]) -> Iterable[bytes]:
 
 
 def is_available(name: str) -> bool:
-    """Whether `name` is a packaged checkpoint and its package is installed."""
+    """Return whether `name` is a packaged checkpoint whose package is installed."""
     return name in PACKAGED and _folder(name) is not None
 
 

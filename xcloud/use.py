@@ -57,8 +57,10 @@ class TrainedRun:
         task: Any = getattr(job, "task", None)  # a one-way job has none
         if getattr(task, "used_as", None) != self.used_as:
             raise ConfigError(f"{folder} is no run of a {self.used_as}: {job.headline}")
-        self.experiment, self.folder = cast(Experiment, job), folder / MODEL_DIR
-        self.text, self._compressed = task.saved_text(self.folder), compressed
+        self.experiment = cast(Experiment, job)
+        self.folder = folder / MODEL_DIR
+        self.text = task.saved_text(self.folder)
+        self._compressed = compressed
 
     def context(self) -> BuildContext:
         return BuildContext(
@@ -86,7 +88,8 @@ class TrainedRun:
 
     @cached_property
     def stages(self) -> list[Any]:
-        stages, parts = [], list(self.parts())
+        stages = []
+        parts = list(self.parts())
         for number, (architecture, tensors) in enumerate(parts):
             context = replace(self.context(), architecture=architecture)
             stage = self.experiment.model.build_stage(number, len(parts), context)
@@ -100,7 +103,7 @@ class TrainedRun:
         return stages
 
     def carry(self, stage: int, message: Message) -> Message:
-        """What arrives of what `stage` sends."""
+        """Return what arrives of what `stage` sends."""
         layout = self.experiment.cluster
         crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
         compression = self.experiment.compression.at_boundary(stage)
@@ -121,7 +124,8 @@ class Translator(TrainedRun):
 
     @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
-        table, ids = self.text.table("source", lines), torch.arange(len(lines))
+        table = self.text.table("source", lines)
+        ids = torch.arange(len(lines))
         if table.num_cut:
             most = f"{self.experiment.task.max_length} tokens (task.max_length)"
             say(f"{table.num_cut} of {len(lines)} lines cut to {most}", error=True)
@@ -137,7 +141,8 @@ class Choice:
     temperature), of the fewest tokens whose probabilities reach top_p (arXiv:1904.09751)."""
 
     def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
-        self._temperature, self._top_p = temperature, top_p
+        self._temperature = temperature
+        self._top_p = top_p
         self._draw = torch.Generator().manual_seed(seed)
 
     def of(self, logits_V: Tensor) -> int:
@@ -159,7 +164,8 @@ def following(
 ) -> Iterator[int]:
     """The tokens after these, without end. carry(stage, message): what arrives of what a stage
     sends. cached: each token goes through the stages once; else with all before it, each time."""
-    text, new = list(ids), list(ids)
+    text = list(ids)
+    new = list(ids)
     pasts = [Past() if cached else None for _ in stages]
     while True:
         given = torch.tensor([new if cached else text])
@@ -187,9 +193,11 @@ class Generator(TrainedRun):
         self, given: Sequence[int], max_new_tokens: int, choice: Choice, cached: bool = True
     ) -> Iterator[str]:
         """Yield what follows these tokens, up to an end token, as it comes."""
-        tokenizer, ends = self.text, self.text.ends
+        tokenizer = self.text
+        ends = self.text.ends
         longest = self.stages[-1].architecture["config"]["max_position_embeddings"]
-        ids, written = list(given), tokenizer.decode(given)
+        ids = list(given)
+        written = tokenizer.decode(given)
         if len(given) >= longest:
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {longest} positions"

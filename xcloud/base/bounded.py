@@ -46,7 +46,9 @@ class BoundedLines:
     unpacked where its name ends in .gz."""
 
     def __init__(self, file: IO[str], path: Path, max_line: int = MAX_LINE) -> None:
-        self._file, self._path, self._max_line = file, path, max_line
+        self._file = file
+        self._path = path
+        self._max_line = max_line
         packed = path.suffix == ".gz"
         self._left = (64 << 20) + MAX_UNPACKED * path.stat().st_size if packed else None
 

@@ -26,7 +26,7 @@ class LinkClosed(LinkError):
 
 
 class FrameError(LinkError):
-    """What arrived is not the frame that was expected."""
+    """The error for what arrived instead of the frame that was expected."""
 
 
 class ReplicasDiffer(XcloudError):

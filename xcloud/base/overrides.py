@@ -89,7 +89,8 @@ def _trouble(word: str, is_sweep: bool) -> str:
     key, is_set, value = word.partition("=")
     if not is_set and not word.startswith("~"):
         return f"{word}: expected key=value"
-    read, several = _read(with_home(word)), ""
+    read = _read(with_home(word))
+    several = ""
     if read is None:
         if _read(f"{key}=0") is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
@@ -98,7 +99,8 @@ def _trouble(word: str, is_sweep: bool) -> str:
         several = "several values make a sweep: add -m"
         if _SWEEPS.match(value) or "," not in value:
             return f"{word}: {several}"
-        wrong, several = ",", f"; {several}"
+        wrong = ","
+        several = f"; {several}"
     else:
         return ""
     typed = f"{key}={shlex.quote(literal(str(Path(value).expanduser())))}"

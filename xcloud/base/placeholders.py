@@ -137,7 +137,8 @@ def check_is_safetensors(path: Path) -> None:
 
 
 def _check_is_no_placeholder(path: Path, head: bytes) -> None:
-    begins, num_bytes = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower(), path.stat().st_size
+    begins = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    num_bytes = path.stat().st_size
     for start, longest, what, remedy in PLACEHOLDERS:
         if begins.startswith(start) and num_bytes <= longest:
             raise DataError(f"{path} is {what}; {remedy}")

@@ -91,7 +91,7 @@ def code_digests(package: Path = Path(__file__).parent.parent) -> dict[str, str]
 
 
 def file_digest(file: Path) -> str:
-    """Of a text file; line ends do not count."""
+    """Return a digest of a text file; line ends do not count."""
     return hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:16]
 
 

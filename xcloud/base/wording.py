@@ -27,7 +27,9 @@ def quoted(value: object) -> str:
 def listed(names: Iterable[object]) -> str:
     """Return names of foreign data for a message, "none" for none: each cut to MAX_QUOTED / 2
     characters, all of them to three times MAX_QUOTED."""
-    texts, half, most = map(str, names), MAX_QUOTED // 2, 3 * MAX_QUOTED
+    texts = map(str, names)
+    half = MAX_QUOTED // 2
+    most = 3 * MAX_QUOTED
     text = ", ".join(text if len(text) <= half else f"{text[:half]}…" for text in texts)
     return (text if len(text) <= most else f"{text[:most]}…") or "none"
 
@@ -44,7 +46,8 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     names = list(inspect.signature(cls).parameters)
     where = first["loc"]
     field = names[where[0]] if isinstance(where[0], int) else str(where[0])
-    annotation, key = get_type_hints(cls, include_extras=True)[field], field
+    annotation = get_type_hints(cls, include_extras=True)[field]
+    key = field
     for part in where[1:]:  # an index, a key, or the name that a member of a union goes by
         inside = _inside(annotation, part)
         if inside is not None:
@@ -59,7 +62,7 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
 
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
-    """What a list holds at an index, a mapping under a key; None if there is neither."""
+    """Return the annotation of what a list or a mapping holds; None if it is neither."""
     kind: type = Sequence if isinstance(part, int) else Mapping
     for member in _members(annotation):
         if get_origin(member) is Annotated:
@@ -85,7 +88,7 @@ def check(name: str, value: object, annotation: Any) -> None:
 
 
 def allowed(annotation: Any) -> str:
-    """What a field takes, in words: "a whole number >= 1 or null"."""
+    """Say what a field takes, in words: "a whole number >= 1 or null"."""
     return " or ".join(dict.fromkeys(_one(member) for member in _members(annotation)))
 
 

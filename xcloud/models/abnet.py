@@ -46,9 +46,11 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         if cross is not None:
-            self.cross, self.cross_norm = cross, nn.LayerNorm(hidden)
+            self.cross = cross
+            self.cross_norm = nn.LayerNorm(hidden)
         self.norm = nn.LayerNorm(hidden)
-        self.down, self.up = nn.Linear(hidden, size), nn.Linear(size, hidden)
+        self.down = nn.Linear(hidden, size)
+        self.up = nn.Linear(size, hidden)
         self.dropout = nn.Dropout(dropout)
         nn.init.normal_(self.up.weight, std=1e-3)
         nn.init.zeros_(self.up.bias)
@@ -142,7 +144,8 @@ class AbNet(EncoderDecoder):
         return rows_boundary(self.encoder.width(), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        is_last, about = stage == num_stages - 1, context.architecture
+        is_last = stage == num_stages - 1
+        about = context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
         if about is None:
             where = replace(context, setting=f"model.{side}")
@@ -152,7 +155,9 @@ class AbNet(EncoderDecoder):
         else:
             weights = Weights(EncoderConfig(**about["backbone"]), None)
         config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
-        hidden, parts, width = config.hidden, range(config.num_layers), 0
+        hidden = config.hidden
+        parts = range(config.num_layers)
+        width = 0
         if is_last:
             check_heads(HEADS, self.cross_attention_heads, hidden)
             width = about["source_hidden"] if about else self.encoder.width()
@@ -173,7 +178,8 @@ class AbNet(EncoderDecoder):
             layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
         bases = dict(weights.bases if about is None else about[BASES])
         made: dict[str, Any] = {"backbone": asdict(weights.config), BASES: bases}
-        embeddings, head = frozen.embeddings, frozen.head
+        embeddings = frozen.embeddings
+        head = frozen.head
         if head is None or embeddings is None:
             if self.word_adapters and embeddings is not None:
                 embeddings.adapt_words()

@@ -67,7 +67,8 @@ LAYER_NAMES = {  # several of theirs are one matrix of ours
     "down": ["output.dense"],
     "norm": ["output.LayerNorm"],
 }
-_BERT, _ELECTRA = "cls.predictions", "generator_predictions"
+_BERT = "cls.predictions"
+_ELECTRA = "generator_predictions"
 HEAD_NAMES = (  # dense layer, norm, bias
     (f"{_BERT}.transform.dense", f"{_BERT}.transform.LayerNorm", f"{_BERT}.bias"),
     ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
@@ -169,9 +170,11 @@ class OwnBackbone(OwnSizes):
                 f"them: make {name!r} visible to it, move these layers to a cloud that sees it "
                 "(model.encoder_layers_per_stage), or use a PretrainedBackbone"
             )
-        sentences, ids = context.sentences(name), context.vocabularies[name]
+        sentences = context.sentences(name)
+        ids = context.vocabularies[name]
         config = self.config(ids, context.max_length, self.type_vocab_size)
-        whose, settings = f"backbone for {name!r}", self.pretraining
+        whose = f"backbone for {name!r}"
+        settings = self.pretraining
 
         def report(line: str) -> None:
             context.report(f"{whose}: pretraining {line}")
@@ -329,7 +332,8 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
     from transformers import AutoConfig
 
     raw = raw_config(name_or_path)
-    model_type, positions = raw.get("model_type"), raw.get("position_embedding_type", "absolute")
+    model_type = raw.get("model_type")
+    positions = raw.get("position_embedding_type", "absolute")
     theirs = AutoConfig.for_model(**raw) if model_type in MODEL_TYPES else None
     reason = None
     if theirs is None:
@@ -381,7 +385,7 @@ def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
 
 
 def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Of each of our tensors, theirs, of which it is made one below the other."""
+    """Return for each of our tensors those of theirs that it is made of, one below the other."""
     names = {
         f"embeddings.{ours}.weight": [f"embeddings.{theirs}_embeddings.weight"]
         for ours, theirs in EMBEDDING_NAMES.items()
@@ -403,7 +407,8 @@ def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list
 def export(encoder: Encoder, folder: Path, pad: int, **replaced: nn.Linear) -> None:
     """Write a whole Encoder as a folder of transformers without a tokenizer: of BertForMaskedLM,
     or of ElectraForPreTraining, with its replaced-token head (dense, dense_prediction)."""
-    config, kind = encoder.config, "electra" if replaced else "bert"
+    config = encoder.config
+    kind = "electra" if replaced else "bert"
     described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
     described |= {"dtype": "float32", "model_type": kind, "pad_token_id": pad}
     described["architectures"] = ["ElectraForPreTraining" if replaced else "BertForMaskedLM"]

@@ -53,8 +53,8 @@ MAX_LENGTH = 2**15 - 1  # places cross as int16
 
 
 def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """For what is computed again in the backward: by the kernel of the forward, which the trainer
-    chooses for its precision."""
+    """Return the contexts of a forward and of its repetition in the backward, which takes the same
+    attention kernel; the trainer chooses it for its precision."""
     # The switch is that of CPUs too.
     is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
@@ -94,7 +94,8 @@ class CausalLM(TextModel):
 
     def __post_init__(self) -> None:
         split = self.split
-        is_cut, both = split.layer is not None, bool(self.checkpoint) == (self.own is not None)
+        is_cut = split.layer is not None
+        both = bool(self.checkpoint) == (self.own is not None)
         lacks_text = split.needs_public_text and self._public_text is None
         for is_wrong, said in (
             (both, "give model.checkpoint (a folder or hub id) or model.own, not both"),
@@ -156,7 +157,9 @@ class CausalLM(TextModel):
         )
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        """Beside LoRA a file holds the adapters only, so the rest is read from the base."""
+        """Build a stage.
+
+        A stage with LoRA saves only its adapters, so the rest is read from the base."""
         if (about := context.architecture) is not None:
             context = replace(context, max_length=int(about["max_length"]))
             if self.lora is None:
@@ -276,7 +279,8 @@ class CausalLM(TextModel):
         bases: digests that are known of it.
         """
         config = network.config
-        sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
+        sizes = (config.vocab_size, config.hidden_size)
+        lower = partial(self._lower, name)
         cut, handed = projection_at(self.split, stage, sizes, lower, self._public_text, context)
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
@@ -298,7 +302,8 @@ class CausalLM(TextModel):
         if self.own is not None and name:
             about[OWN_BASE] = Path(name).relative_to(context.cache_dir).as_posix()
         is_tied = self.embeddings == "tie" and part.is_first != part.is_last
-        frozen, chunk = stage == 0 and self.split.freeze_bottom, self.vocabulary_chunk
+        frozen = stage == 0 and self.split.freeze_bottom
+        chunk = self.vocabulary_chunk
         return CausalStage(network, part, chunk, about, cut, handed, frozen, is_tied)
 
     def _config(self, max_length: int) -> Any:
@@ -330,11 +335,13 @@ class CausalLM(TextModel):
                 "model.split.layer cuts the model, and this cluster has one stage: set it to "
                 "null, or choose cluster=two_clouds"
             )
-        num_blocks, counts = config.num_hidden_layers, self.blocks_per_stage
+        num_blocks = config.num_hidden_layers
+        counts = self.blocks_per_stage
         self.split.check(num_blocks, int(config.hidden_size))
         starts = [0] if self.split.layer is None else [0, self.split.layer + 1]
         if counts is None:
-            spread, rest = num_stages - len(starts) + 1, num_blocks - starts[-1]
+            spread = num_stages - len(starts) + 1
+            rest = num_blocks - starts[-1]
             starts += [starts[-1] + rest * (n + 1) // spread for n in range(spread)]
         elif len(counts) != num_stages - 1 or sum(counts) > num_blocks:
             raise ConfigError(

@@ -63,7 +63,7 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage holds: some blocks, the embeddings (is_first), norm and head (is_last)."""
+    """A stage's share of a model: blocks, the embeddings (is_first), norm and head (is_last)."""
 
     blocks: range
     is_first: bool
@@ -105,7 +105,8 @@ def laid_out(config: Any, part: Part) -> Any:
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=way, dtype=torch.float32, trust_remote_code=False
         )
-    kind, base = KINDS[config.model_type], network.base_model
+    kind = KINDS[config.model_type]
+    base = network.base_model
     blocks = getattr(base, kind.blocks)
     for number in range(config.num_hidden_layers):
         if number not in part.blocks:
@@ -121,13 +122,14 @@ def laid_out(config: Any, part: Part) -> Any:
 
 
 def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
-    """What the model's forward takes as attention_mask, float32 [B, 1, S, S]: 0 where a token may
+    """Return the attention_mask of the model's forward, float32 [B, 1, S, S]: 0 where a token may
     look (itself, what stands before it in its document), else very low. None where samples are
     one document each: attention then needs no memory in the square of S. All layers share it.
 
     places_BS: position of each token in its document. num_new: rows of so many last tokens only.
     """
-    begins_BS, length = places_BS == 0, places_BS.shape[1]
+    begins_BS = places_BS == 0
+    length = places_BS.shape[1]
     documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
     before = 0 if num_new is None else length - num_new
     window = getattr(config, "sliding_window", None) or length
@@ -166,7 +168,8 @@ def run(
     past: Past | None = None,
 ) -> Tensor:
     """From ids or rows to rows [B, S, H]. past: of the tokens before these, which it takes in."""
-    cache, seen_BS = None, places_BS
+    cache = None
+    seen_BS = places_BS
     if past is not None:
         past.length += places_BS.shape[1]
         cache = past.keys_and_values
@@ -191,7 +194,8 @@ def give_memory(network: Any, module: nn.Module) -> None:
 
 def tie(network: Any) -> None:
     """The head to the embeddings, in a part that holds both."""
-    words, head = network.get_input_embeddings(), getattr(network, HEAD)
+    words = network.get_input_embeddings()
+    head = getattr(network, HEAD)
     if network.config.tie_word_embeddings and not {Elsewhere} & {type(words), type(head)}:
         head.weight = words.weight
 
@@ -204,8 +208,9 @@ def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def draw_weights(network: Any, seed: int) -> None:
-    """As the model type does, with a random stream for each block."""
-    kind, prefix = KINDS[network.config.model_type], network.base_model_prefix
+    """Draw weights as the model type does, with a random stream for each block."""
+    kind = KINDS[network.config.model_type]
+    prefix = network.base_model_prefix
     ends = [f"{prefix}.{name}" for name in (kind.embeddings, *kind.first, kind.norm)]
     blocks = dict(blocks_of(network))
     with torch.no_grad():
@@ -222,8 +227,10 @@ def load_weights(
     tensor that is missing or of another shape. end_block: called with each full block's name and
     the block."""
     files = WeightFiles(name_or_path)
-    kind, base = KINDS[network.config.model_type], f"{network.base_model_prefix}."
-    is_tied, filled = read_config(name_or_path).tie_word_embeddings, set[str]()
+    kind = KINDS[network.config.model_type]
+    base = f"{network.base_model_prefix}."
+    is_tied = read_config(name_or_path).tie_word_embeddings
+    filled = set[str]()
 
     def place_of(name: str) -> str:
         # The second is of a file of the headless model.
@@ -253,7 +260,7 @@ def load_weights(
 
 
 def write_checkpoint(network: Any, folder: Path) -> None:
-    """As save_pretrained, which writes on rank 0 of a process group only."""
+    """Write what save_pretrained does, which writes on rank 0 of a process group only."""
     folder.mkdir(parents=True, exist_ok=True)
     network.config.architectures = [type(network).__name__]
     (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))

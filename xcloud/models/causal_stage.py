@@ -84,9 +84,11 @@ class CausalStage(Stage):
         config = {"config": json.loads(network.config.to_json_string())}
         super().__init__({**architecture, **config}, handed_over, frozen)
         self.network = network
-        self._part, self._chunk = part, chunk
+        self._part = part
+        self._chunk = chunk
         self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)
-        self.cut, self._is_tied = cut, is_tied
+        self.cut = cut
+        self._is_tied = is_tied
         if frozen:
             self.requires_grad_(False)
 
@@ -100,13 +102,14 @@ class CausalStage(Stage):
         cast(Projection, self.cut).start(*tensors)
 
     def exported(self) -> dict[str, Tensor]:
-        """What training changes, under the names of peft or transformers: adapters, or all."""
+        """Return what training changes, adapters or all, by the names of peft or transformers."""
         cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
         state: dict[str, Tensor] = self.network.state_dict()
         if self.architecture["lora"]:
             names = {n: n.replace(f".{ADAPTER}.", ".") for n in state if ".lora_" in n}
             return {PEFT_PREFIX + theirs: state[n] for n, theirs in names.items()} | cut
-        is_whole, config = self._part.is_first and self._part.is_last, self.network.config
+        is_whole = self._part.is_first and self._part.is_last
+        config = self.network.config
         if is_whole and config.tie_word_embeddings:
             del state[f"{HEAD}.weight"]  # it is that of the embeddings
         return state | cut
@@ -127,12 +130,14 @@ class CausalStage(Stage):
         packing, rows = self._rows(received, batch, past)
         if self._part.is_last:
             return StageOutput(loss=self._losses(rows, packing, batch)[0].sum())
-        counts, places = packing.counts.to(torch.int16), packing.positions.to(torch.int16)
+        counts = packing.counts.to(torch.int16)
+        places = packing.positions.to(torch.int16)
         return StageOutput({"counts": counts, "places": places, "hidden": rows.float()})
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
-        """Of each sample [millionths of a nat, tokens guessed] of one document after the other."""
+        """Return for each sample [millionths of a nat, tokens guessed] of one document after the
+        other."""
         packing, rows = self._rows(received, batch)
         losses, guessed = self._losses(rows, packing, batch)
         starts_R = packing.positions == 0
@@ -158,7 +163,7 @@ class CausalStage(Stage):
     def _rows(
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> tuple[Packing, Tensor]:
-        """Where tokens stand in their documents, and this part's rows."""
+        """Return where tokens stand in their documents, and this part's rows."""
         ids_BS = rows_BSH = None
         if received is None:
             there_BS = batch[TEXT] != NO_TOKEN
@@ -207,7 +212,8 @@ def chunked_cross_entropy(
     device = rows_RH.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        rows_RH, words_VH = rows_RH.to(dtype), words_VH.to(dtype)
+        rows_RH = rows_RH.to(dtype)
+        words_VH = words_VH.to(dtype)
     losses: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows_RH, words_VH, labels_R, chunk, softcap
     )
@@ -239,14 +245,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         softcap: float | None,
     ) -> Tensor:
-        norms, right_R = [], torch.zeros(labels_R.shape, device=rows_RH.device)
+        norms = []
+        right_R = torch.zeros(labels_R.shape, device=rows_RH.device)
         for words_CH, rows, places, _ in _pieces(words_VH, labels_R, chunk):
             logits_RC = _logits(rows_RH, words_CH, softcap)
             norms.append(logits_RC.logsumexp(1))
             right_R[rows] = logits_RC[rows, places]
         norm_R = torch.stack(norms).logsumexp(0)
         ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
-        ctx.chunk, ctx.softcap = chunk, softcap
+        ctx.chunk = chunk
+        ctx.softcap = softcap
         return norm_R - right_R
 
     @staticmethod
@@ -300,15 +308,18 @@ class NextTokenPretraining(Descent):
                 f"the public texts have {len(flat)} tokens, fewer than a window of {self.length}: "
                 "raise OwnCausal.num_texts"
             )
-        device, mean = next(stage.parameters()).device, math.nan
+        device = next(stage.parameters()).device
+        mean = math.nan
         draw = torch.Generator().manual_seed(seed_of(self.seed, "windows"))
 
         def windows() -> Iterator[dict[str, Tensor]]:
-            num, places_S = len(flat) - self.length, torch.arange(self.length)
+            num = len(flat) - self.length
+            places_S = torch.arange(self.length)
             while True:
                 starts_B = torch.randint(num, (self.batch_size,), generator=draw)
                 places_BS = starts_B[:, None] + places_S
-                text_BS, label_BS = flat[places_BS].to(device), flat[places_BS + 1].to(device)
+                text_BS = flat[places_BS].to(device)
+                label_BS = flat[places_BS + 1].to(device)
                 yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
 
         def loss_of(batch: dict[str, Tensor]) -> Tensor:

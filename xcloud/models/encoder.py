@@ -81,9 +81,11 @@ class Packing:
 
 @dataclass
 class Cache:
-    """What a decoder's layer attends to beside the rows it is given: keys and values of the source
-    [2, B, h, S, d], shared by the hypotheses of a sentence, with the mask of its padding; and, if
-    `decodes`, where rows are one new token each, of the t tokens so far, [2, N, h, t, d]."""
+    """The keys and values that a decoder's layer attends to beside the rows it is given.
+
+    source: of the source, [2, B, h, S, d], shared by the hypotheses of a sentence. mask: of its
+    padding. decodes: rows are one new token each, and keys and values of the t tokens so far,
+    [2, N, h, t, d], are kept too."""
 
     source: Tensor | None = None
     mask: Tensor | None = None
@@ -91,7 +93,7 @@ class Cache:
     past: Tensor | None = None
 
     def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """As CachedDecoder's."""
+        """Keep some rows only, as CachedDecoder.keep does."""
         if self.past is not None:
             self.past = self.past.index_select(1, rows)
         if sentences is not None and self.source is not None:
@@ -114,7 +116,8 @@ class SelfAttention(nn.Module):
         """cache: of a decoder, in which a row sees itself and those before it."""
         grid = packing.unpack(self.query_key_value(rows_RH))
         heads = torch.unflatten(grid, 2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        pair, decodes = heads[1:], cache is not None and cache.decodes
+        pair = heads[1:]
+        decodes = cache is not None and cache.decodes
         if cache is not None and decodes:
             pair = cache.past = pair if cache.past is None else torch.cat((cache.past, pair), 3)
         keys, values = pair
@@ -180,7 +183,8 @@ class Layer(nn.Module):
             self.cross_norm = nn.LayerNorm(hidden)
             self.cross = CrossAttention(hidden, hidden, num_heads)
         self.feed_norm = nn.LayerNorm(hidden)
-        up, down = nn.Linear(hidden, feed_forward), nn.Linear(feed_forward, hidden)
+        up = nn.Linear(hidden, feed_forward)
+        down = nn.Linear(feed_forward, hidden)
         for linear in (up, down):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)

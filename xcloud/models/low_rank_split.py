@@ -87,9 +87,11 @@ class LowRankSplit(TextModel):
         return frozenset({"head"}) if stage == 2 else super().parts(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        """After stage 0 rows [R, K]; before a separate head [B, H or head_rank], or [R, …] for
-        spans. ConfigError for a layer, rank or length that exceeds the backbone's."""
-        split, whole = self.split, self.backbone.width()
+        """Return what crosses after a stage: rows [R, K] after stage 0; before a separate head
+        [B, H or head_rank], or [R, …] for spans. Raises ConfigError if a layer, rank or length
+        exceeds the backbone's."""
+        split = self.split
+        whole = self.backbone.width()
         split.check(self.backbone.depth(), whole)
         self.backbone.check_length(max_length)
         if stage == 0:
@@ -107,7 +109,8 @@ class LowRankSplit(TextModel):
         return rows_boundary(width, max_length, whole=whole)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        split, given = self.split, context.architecture
+        split = self.split
+        given = context.architecture
         if given is not None:
             head = given["head"] and Head(**given["head"])
             context = replace(context, head=head, max_length=int(given["max_length"]))
@@ -128,38 +131,45 @@ class LowRankSplit(TextModel):
             weights = self.backbone.weights(TEXT, context)
         about[BASES] = dict(weights.bases if given is None else given[BASES])
         config = weights.config
-        num_blocks, hidden = config.num_layers, config.hidden
+        num_blocks = config.num_layers
+        hidden = config.hidden
         split.check(num_blocks, hidden)
         about["backbone"] = asdict(config)
         blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
         encoder = self._part(weights, blocks, stage == 0)
-        layers, cut_block = dict(encoder.layers), encoder.layer(split.block)
+        layers = dict(encoder.layers)
+        cut_block = encoder.layer(split.block)
         if stage or split.is_inside:
             del layers[str(split.block)]  # the stage below or the cut has it
         handed: tuple[Tensor, ...] = ()
         if split.is_inside:
             cut: nn.Module | None = cut_inside(split, stage, cut_block)
         else:
-            sizes, lower = (config.vocab_size, hidden), partial(self.lower, weights)
+            sizes = (config.vocab_size, hidden)
+            lower = partial(self.lower, weights)
             cut, handed = projection_at(split, stage, sizes, lower, self.public_text, context)
             about[BASES] |= {} if cut is None else cut.measured_on
         ends = {} if cut is None else {"cut": cut}
         if stage == 0:
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
-            has_types, pad = config.type_vocab_size > 1, context.vocabularies[TEXT].pad
-            words, frozen = encoder.embeddings, split.freeze_bottom
+            has_types = config.type_vocab_size > 1
+            pad = context.vocabularies[TEXT].pad
+            words = encoder.embeddings
+            frozen = split.freeze_bottom
             return RowsStage(about, words, layers | ends, TEXT, pad, has_types, handed, frozen)
         way, widen = way_to_head(hidden, split.head_rank, context.seed)
         end: TextHead | None = None
         if num_stages == 2:
-            way, end = nn.Sequential(way, widen), self._answer(hidden, context)
+            way = nn.Sequential(way, widen)
+            end = self._answer(hidden, context)
         pooling = self.pooling if self.output == "sample" else None
         return UpperStage(about, ends | layers, pooling, way, end)
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
         encoder = self._part(weights, range(self.split.block + 1), True)
-        about, has_types = {"backbone": asdict(weights.config)}, weights.config.type_vocab_size > 1
+        about = {"backbone": asdict(weights.config)}
+        has_types = weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
@@ -243,11 +253,13 @@ class SvdTop(nn.Module):
         super().__init__()
         linear = block.attention.output if in_attention else block.down
         u, s, _ = factors(linear.weight, rank)
-        self.s, self.u = filled(s), filled(u, linear.bias)
+        self.s = filled(s)
+        self.u = filled(u, linear.bias)
         del block.attention
         if not in_attention:
             del block.attention_norm, block.up, block.down
-        self.block, self._in_attention = block, in_attention
+        self.block = block
+        self._in_attention = in_attention
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         block = self.block

@@ -84,7 +84,7 @@ class Descent:
     seed: NotNegative = 0
 
     def learning_rate_at(self, step: int) -> float:
-        """Of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         warm = (step + 1) / (self.warmup_steps + 1)
         left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
         return self.learning_rate * min(1.0, warm, left)
@@ -257,9 +257,11 @@ def pretrain(
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
     train = [texts[i] for i in order[num_held_out:]]
     held_out = [texts[i] for i in order[:num_held_out]]
-    a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
+    a_pass = math.ceil(sum(map(len, train)) / settings.batch_tokens)
+    shorter = "steps"
     if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
-        warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
+        warmup = min(settings.warmup_steps, most // 10)
+        shorter = "max_epochs"
         settings = replace(settings, steps=most, warmup_steps=warmup)
     passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
     report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
@@ -294,12 +296,16 @@ def evaluate(
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
     causal = settings.causal_share == 1
-    total, right, num = 0.0, 0, 0
+    total = 0.0
+    right = 0
+    num = 0
     for start in range(0, len(texts), 64):
         guesses = _guesses(texts[start : start + 64], ids, settings.mask_share, draw, causal)
         loss, hits = _loss(encoder, guesses)
         masked = len(guesses.truth_M)
-        total, right, num = total + float(loss) * masked, right + int(hits), num + masked
+        total += float(loss) * masked
+        right += int(hits)
+        num += masked
     encoder.train(was_training)
     return HeldOutScore(total / num, right / num)
 
@@ -350,7 +356,8 @@ def _guesses(
     draw: torch.Generator,
     causal: bool = False,
 ) -> _Guesses:
-    truth_R, lengths = torch.cat(list(texts)), torch.tensor([len(text) for text in texts])
+    truth_R = torch.cat(list(texts))
+    lengths = torch.tensor([len(text) for text in texts])
     if not causal:
         seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
         return _Guesses(seen_R, lengths, from_M, truth_R[from_M], False)

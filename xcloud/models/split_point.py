@@ -115,7 +115,7 @@ class Split:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the cut is inside of its block, not after it."""
+        """Return whether the cut is inside its block, not after it."""
         return self.rank is not None and self.method == "svd"
 
     @property
@@ -129,7 +129,7 @@ class Split:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a basis or an anchor is estimated before training."""
+        """Return whether a basis or an anchor is estimated before training."""
         return self.rank is not None and (self.method in USUAL_ANCHOR or self.anchor != "none")
 
     @property
@@ -148,8 +148,8 @@ class Split:
         return hidden if self.rank is None else self.rank
 
     def start_specs(self, hidden: int, max_length: int) -> tuple[TensorSpec, ...]:
-        """What an owner who estimates the basis sends before the first step: D [H, K] and the
-        anchor [P, H]."""
+        """Return what an owner who estimates the basis sends before the first step: D [H, K] and
+        the anchor [P, H]."""
         if not self.is_measured or self.needs_public_text:
             return ()
         shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
@@ -184,7 +184,7 @@ class Orthonormal(nn.Module):
 
 
 class Basis(NamedTuple):
-    """What projections start from: D [H, K], anchor [P, H], E [K, H]. P is 0 without an anchor."""
+    """The start of projections: D [H, K], anchor [P, H], E [K, H]. P is 0 without an anchor."""
 
     decode: Tensor
     anchor: Tensor
@@ -205,7 +205,8 @@ class Projection(nn.Module):
         if split.method == "orthogonal":
             register_parametrization(self.linear, "weight", Orthonormal())
         shift = torch.zeros(split.num_places(max_length), ends[1])
-        self._is_up, is_trained = is_up, is_up and len(shift) > 0
+        self._is_up = is_up
+        is_trained = is_up and len(shift) > 0
         self.shift = nn.Parameter(shift) if is_trained else nn.Buffer(shift)
         # Digests of public text that every cloud measures its basis on, and of the network.
         self.measured_on: dict[str, str] = {}
@@ -213,10 +214,12 @@ class Projection(nn.Module):
     @torch.no_grad()
     def start(self, decode: Tensor, anchor: Tensor, encode: Tensor | None = None) -> None:
         """From a Basis, of which the far side of the owner's text is given no E."""
-        weight, shift = decode, anchor
+        weight = decode
+        shift = anchor
         if not self._is_up:
             assert encode is not None
-            weight, shift = encode, -anchor @ encode.T
+            weight = encode
+            shift = -anchor @ encode.T
         if is_parametrized(self.linear):
             self.linear.weight = weight  # through the parametrization
         else:
@@ -238,7 +241,7 @@ def projection_at(
     public: PublicTexts | None,
     context: BuildContext,
 ) -> tuple[Projection | None, tuple[Tensor, ...]]:
-    """What stands at the boundary after stage 0 on this stage's side, None if nothing does, and
+    """Return what stands at the boundary after stage 0 on this stage's side, None if nothing, and
     what the stage hands over. Both clouds' start from one basis; of an exported stage it is to be
     filled from its file, and on the other side of the owner's text by what the owner hands over.
 
@@ -247,7 +250,8 @@ def projection_at(
     """
     if stage > 1 or split.rank is None or split.is_inside:
         return None, ()
-    hidden, max_length = sizes[1], context.max_length
+    hidden = sizes[1]
+    max_length = context.max_length
     cut = Projection(split, bool(stage), hidden, max_length)
     specs = split.start_specs(hidden, max_length)
     if stage and specs:
@@ -288,9 +292,11 @@ def measured_basis(
             f"{num_words}: give model.public_text the model's own tokenizer"
         )
     if public is not None:
-        whose, batch = public.describe(), _public_batch(split, public, ids, context)
+        whose = public.describe()
+        batch = _public_batch(split, public, ids, context)
     else:
-        whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
+        whose = "the owner's"
+        batch = dict(context.samples(split.calibration_texts))
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
     measured = replace(split, freeze_bottom=False, head_rank=None)
     described = {
@@ -312,7 +318,8 @@ def measured_basis(
         cut = f"cut in block {split.block}"
         context.report(f"{cut}: measuring a basis on {len(batch[TEXT])} texts ({whose})")
         moments = _Moments(lower.to(context.device).eval(), hidden, batch, context)
-        anchor, rank = moments.anchor(split.num_places(context.max_length)), split.width(hidden)
+        anchor = moments.anchor(split.num_places(context.max_length))
+        rank = split.width(hidden)
         if split.method == "identity":
             encode = orthonormal_rows(rank, hidden, context.seed, "cut", split.block)
             decode = encode.T.contiguous()
@@ -347,7 +354,9 @@ def _public_batch(
     room = (context.max_length - 1 - num_parts) // num_parts
     sentences = public.sentences(split.calibration_texts * num_parts, context.cache_dir)
     parts = [torch.tensor([*sentence[:room], ids.eos]) for sentence in sentences]
-    bos, texts, types = torch.tensor([ids.bos]), [], []
+    bos = torch.tensor([ids.bos])
+    texts = []
+    types = []
     for several in zip(*(parts[n::num_parts] for n in range(num_parts)), strict=False):
         texts.append(torch.cat([bos, *several]))
         numbers = [torch.full_like(part, number) for number, part in enumerate(several)]

@@ -27,7 +27,9 @@ from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
 from xcloud.net.frame import TensorSpec
 
-TEXT, TYPES, LABEL = "text", "types", "label"
+TEXT = "text"
+TYPES = "types"
+LABEL = "label"
 VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.model.Head
 SCORE_SCALE = 10_000
 
@@ -55,7 +57,9 @@ class RowsStage(Stage):
         super().__init__(architecture, handed_over, frozen)
         self.embeddings = embeddings
         self.layers = nn.ModuleDict(layers)
-        self._field, self._pad, self._has_types = field, pad, has_types
+        self._field = field
+        self._pad = pad
+        self._has_types = has_types
         if frozen:
             self.requires_grad_(False)
 
@@ -68,7 +72,8 @@ class RowsStage(Stage):
 
     def _rows(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing]:
         if received is not None:
-            rows, packing = received["hidden"], Packing(received["counts"])
+            rows = received["hidden"]
+            packing = Packing(received["counts"])
         else:
             assert self.embeddings is not None
             packing = Packing.of(batch[self._field], self._pad)
@@ -92,7 +97,9 @@ class UpperStage(RowsStage):
         answer: TextHead | None,
     ) -> None:
         super().__init__(architecture, None, layers, "", 0)
-        self._pooling, self.way, self.answer = pooling, way, answer
+        self._pooling = pooling
+        self.way = way
+        self.answer = answer
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         cast(Any, self.layers["cut"]).start(*tensors)

@@ -30,7 +30,8 @@ from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, Sta
 from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
-SOURCE, TARGET = "source", "target"
+SOURCE = "source"
+TARGET = "target"
 
 
 @settings("decoding")
@@ -58,7 +59,8 @@ class Greedy(Limits):
 
     def search(self, decoder: CachedDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
         """Token ids of each sentence, without bos and eos. limits: int64 [B]."""
-        num_sentences, longest = len(limits), int(limits.max())
+        num_sentences = len(limits)
+        longest = int(limits.max())
         written = limits.new_full((num_sentences, longest), ids.eos)
         alive = torch.arange(num_sentences, device=limits.device)
         tokens = torch.full_like(alive, ids.bos)
@@ -70,7 +72,8 @@ class Greedy(Limits):
                 break
             if len(going) < len(alive):
                 decoder.keep(going, going)
-                alive, tokens = alive[going], tokens[going]
+                alive = alive[going]
+                tokens = tokens[going]
         return _texts(written, ids.eos)
 
 
@@ -90,7 +93,8 @@ class Beam(Limits):
     length_penalty: NotNegativeFloat = 1.0
 
     def search(self, decoder: CachedDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
-        beams, longest = self.size, int(limits.max())
+        beams = self.size
+        longest = int(limits.max())
         alive = torch.arange(len(limits), device=limits.device)
         best = torch.full(limits.shape, -torch.inf, device=limits.device)
         best_written = limits.new_full((len(limits), longest), ids.eos)
@@ -108,7 +112,8 @@ class Beam(Limits):
             num_words = scores_NV.shape[1]
             grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
             candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
-            parent, word = flat // num_words, flat % num_words
+            parent = flat // num_words
+            word = flat % num_words
             ends = word == ids.eos
 
             # Ended hypotheses, and all at the limit, compete to be the sentence's best.
@@ -125,7 +130,8 @@ class Beam(Limits):
 
             # At most K of the 2K candidates end, so K remain.
             total_BK, pick = candidates.masked_fill(ends, -torch.inf).topk(beams, dim=1)
-            word, parent = word.gather(1, pick), parent.gather(1, pick)
+            word = word.gather(1, pick)
+            parent = parent.gather(1, pick)
             now = total_BK[:, 0] / (position + 1) ** self.length_penalty
             reachable = total_BK[:, 0] / limits[alive] ** self.length_penalty
             enough = (num_ended[alive] >= beams) & (best[alive] >= now)
@@ -135,7 +141,9 @@ class Beam(Limits):
                 break
             rows_BK = going[:, None] * beams + parent[going]
             decoder.keep(rows_BK.flatten(), going if len(going) < len(alive) else None)
-            alive, total_BK, tokens_N = alive[going], total_BK[going], word[going].flatten()
+            alive = alive[going]
+            total_BK = total_BK[going]
+            tokens_N = word[going].flatten()
             written_BKL = written_BKL.flatten(0, 1)[rows_BK]
             written_BKL[:, :, position] = word[going]
         return _texts(best_written, ids.eos)
@@ -180,8 +188,10 @@ class EncoderDecoder:
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
     def encoder_layers(self, num_layers: int, stage: int, num_stages: int) -> range:
-        """Of a stage: as encoder_layers_per_stage says, else evenly, the first ones one more."""
-        num_parts, counts = num_stages - 1, self.encoder_layers_per_stage
+        """Return the encoder layers of a stage: as encoder_layers_per_stage says, else evenly,
+        with one more in the first ones."""
+        num_parts = num_stages - 1
+        counts = self.encoder_layers_per_stage
         if counts is None:
             share, over = divmod(num_layers, num_parts)
             counts = [share + (part < over) for part in range(num_parts)]
@@ -216,7 +226,8 @@ class TargetStage(Stage):
         self.layers = nn.ModuleDict(layers)
         self.head = head
         self.settings = settings
-        self._ids, self._max_length = context.vocabularies[TARGET], context.max_length
+        self._ids = context.vocabularies[TARGET]
+        self._max_length = context.max_length
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         target_BS = batch[TARGET]
@@ -234,7 +245,7 @@ class TargetStage(Stage):
         return StageOutput(loss=loss)
 
     def open(self, received: Message, decodes: bool = False) -> list[Cache]:
-        """Of each layer, filled from the encoder's rows."""
+        """Return the cache of each layer, filled from the encoder's rows."""
         packing = Packing(received["counts"])
         crosses = (part for part in self.layers.modules() if isinstance(part, CrossAttention))
         return [cross.open(received["hidden"], packing, decodes) for cross in crosses]
@@ -263,7 +274,8 @@ class CachedDecoder:
     """Scores the next token of many hypotheses at once, and keeps what it needs of their past."""
 
     def __init__(self, stage: TargetStage, received: Message) -> None:
-        self._stage, self._position = stage, 0
+        self._stage = stage
+        self._position = 0
         self._caches = stage.open(received, decodes=True)
 
     def step(self, tokens_N: Tensor) -> Tensor:
@@ -306,7 +318,7 @@ class ScaledEmbeddings(nn.Module):
 
 
 class LastNorm(nn.LayerNorm):
-    """Of the encoder; a layer of its last stage."""
+    """The last norm of the encoder, a layer of its last stage."""
 
     def forward(self, rows_RH: Tensor, packing: Packing | None = None) -> Tensor:
         return super().forward(rows_RH)
@@ -374,12 +386,14 @@ class Transformer(EncoderDecoder):
             with seeded(context.seed, f"{end} layer", i):
                 sizes = (self.hidden, self.num_heads, self.feed_forward)
                 layers[str(i)] = Layer(*sizes, self.dropout, crosses=is_last)
-        embeddings, pad = None, 0
+        embeddings = None
+        pad = 0
         if is_last or stage == 0:
             ids = context.vocabularies[name]
             with seeded(context.seed, f"{end} ends"):
                 shape = (ids.size, self.hidden, context.max_length)
-                embeddings, pad = ScaledEmbeddings(*shape, self.dropout), ids.pad
+                embeddings = ScaledEmbeddings(*shape, self.dropout)
+                pad = ids.pad
         if embeddings is not None and is_last:
             return TargetStage(embeddings, layers, TiedHead(self.hidden), self, context, {})
         if stage == num_stages - 2:

@@ -44,7 +44,8 @@ class TemplateProcess:
         self._lock = Lock()
 
     def close(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.kill()

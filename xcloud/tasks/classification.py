@@ -101,7 +101,8 @@ class Classification(TextTask):
             said = "at least two different names, and null with task.kind=value"
             raise ConfigError(f"task.classes must be {said}; got {list(given)}")
         _ = self.scores
-        texts, allowed = self.text_columns, " or ".join(map(str, self.known.num_texts))
+        texts = self.text_columns
+        allowed = " or ".join(map(str, self.known.num_texts))
         if texts is not None and len(texts) not in self.known.num_texts:
             raise ConfigError(f"task.text_columns must name {allowed} columns, got {list(texts)}")
 
@@ -122,7 +123,8 @@ class Classification(TextTask):
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Return the tables without an unlabelled test set, unless it was asked for, and the
         columns of train."""
-        splits, remarks = dict(tables.tables), [*tables.remarks]
+        splits = dict(tables.tables)
+        remarks = [*tables.remarks]
         train = splits["train"][""][0]
         columns = self.known.columns(train, self.text_columns or (), self.label_column)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
@@ -192,7 +194,8 @@ class ClassificationData(View[Classification]):
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
             label, columns["label"] = task.labels_of(corpus)
-            self._label, self.head = label, label.head
+            self._label = label
+            self.head = label.head
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]
@@ -211,12 +214,15 @@ class ClassificationData(View[Classification]):
         accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
         error of the mean is over rows that are drawn in all parts alike."""
         self.check_predictions(split, predictions)
-        label, labels, parts = self._label, self._columns["label"][split], self._parts.get(split)
+        label = self._label
+        labels = self._columns["label"][split]
+        parts = self._parts.get(split)
         assert label is not None and isinstance(labels, Tensor)
         samples: dict[int, dict[str, object]] = {}
         by_part: dict[str, list[tuple[float, float]]] = {}
         for i in sorted(predictions):
-            right, said = float(labels[i]), label.read(predictions[i])
+            right = float(labels[i])
+            said = label.read(predictions[i])
             texts = {"prediction": label.show(said), "label": label.show(right)}
             samples[i] = {**texts, "correct": right == said}
             if parts is not None:
@@ -226,7 +232,8 @@ class ClassificationData(View[Classification]):
         return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
-        names, there = self._task.scores, MEANINGS[self._task.known.kind]
+        names = self._task.scores
+        there = MEANINGS[self._task.known.kind]
         meanings = {name: there[name] for name in names}
         if self._parts:
             parts = dict.fromkeys(self._parts["test"])
@@ -354,7 +361,8 @@ class HubCrossLingual(OnHub, CrossLingual):
             loaded = load_hub(self.where, language, revision=self.revision, split=split)
             return [HubTable(loaded, f"{self.where} {language}, split {split}")]
 
-        here, tested = self.train_language, list(self.languages or self.known.languages)
+        here = self.train_language
+        tested = list(self.languages or self.known.languages)
         tables: Tables = {
             "train": {"": table(here, "train")},
             "dev": {"": table(here, "validation")},
@@ -395,7 +403,8 @@ class DemoCrossLingual(DemoSized, CrossLingual):
     benchmarks: ClassVar = {"xnli": CROSS_LINGUAL["xnli"]}
 
     def find(self) -> SplitTables:
-        pairs, here = inferences(self.total), str(self.train_language)
+        pairs = inferences(self.total)
+        here = str(self.train_language)
         names = ("premise", "hypothesis", "label")
         made = {
             x: self.generated(names, [(*texts[x], relation) for texts, relation in pairs], pairs)

@@ -84,10 +84,8 @@ class Labels:
                     said += ", as in the training set; task.classes may name more"
                 raise DataError(f"{where}, {split}: {said}{ASKED}")
         either = set[str]().union(*found.values())
-        only_names, only_indices = (
-            sorted(either - by_index.keys()),
-            sorted(either - by_name.keys()),
-        )
+        only_names = sorted(either - by_index.keys())
+        only_indices = sorted(either - by_name.keys())
         said = f"some labels are names of classes ({_some(only_names)}), others their numbers "
         said += f"({_some(only_indices)}); the classes are {listed(names)}. Write one of the two"
         raise DataError(f"{where}: {said}, or set task.classes to the labels that there are")

@@ -44,7 +44,8 @@ from xcloud.tasks.tokenizer import (
 Chat = Sequence[Mapping[str, str]]
 """Messages, each with "role" (system, user, assistant …) and "content"."""
 
-TEXT, MESSAGES = "text", "messages"
+TEXT = "text"
+MESSAGES = "messages"
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
@@ -130,10 +131,12 @@ class CausalTokenizer:
     def __init__(self, pretrained: Any, name: str) -> None:
         if pretrained.eos_token_id is None:
             raise DataError(f"tokenizer {name} has no end-of-text token (eos_token): use another")
-        self._pretrained, self._name = pretrained, name
+        self._pretrained = pretrained
+        self._name = name
         self.learns_chats = False  # or it did: a prompt is then a question
         self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
-        bos, eos = pretrained.bos_token_id, pretrained.eos_token_id
+        bos = pretrained.bos_token_id
+        eos = pretrained.eos_token_id
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
         self.token_ids = TokenIds(len(pretrained), NO_TOKEN, first, eos, NO_TOKEN)
@@ -369,7 +372,8 @@ class LanguageData(View[LanguageModelling]):
 
     @property
     def _tokenizer_digests(self) -> dict[str, str]:
-        """Of labels alone, too: they are its token ids."""
+        """Return digests of the tokenizer, also for a rank that sees labels alone: they are its
+        token ids."""
         if self._tokenizer is None or not self._fields:
             return {}
         return {"the text tokenizer": f"{self._tokenizer.digest:08x}"}
@@ -394,7 +398,8 @@ class LanguageData(View[LanguageModelling]):
         documents = np.zeros((max(of_piece) + 1, 2))
         np.add.at(documents, of_piece, np.concatenate(found))
         nats, tokens = documents.T
-        loss, error = float(nats.sum() / tokens.sum()), ratio_error(nats, tokens)
+        loss = float(nats.sum() / tokens.sum())
+        error = ratio_error(nats, tokens)
         perplexity = math.exp(min(loss, LARGEST_LOSS))
         samples = {}
         for i, pieces in zip(order, found, strict=True):

@@ -109,7 +109,8 @@ class MultilingualText:
             {"format": FORMAT, "texts": self.source.identity(part, cache_dir), "limits": limits}
         )
         folder = cache_dir / "tokens"
-        tokens, offsets = folder / f"{key}.tokens", folder / f"{key}.offsets"
+        tokens = folder / f"{key}.tokens"
+        offsets = folder / f"{key}.offsets"
         counts = folder / f"{key}.counts"
 
         def make(offsets_part: Path) -> None:
@@ -125,7 +126,8 @@ class MultilingualText:
         table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
         found = json.loads(counts.read_text())
         table.num_texts = found["num_texts"]
-        table.num_cut, table.num_left_out = found["num_cut"], found["num_left_out"]
+        table.num_cut = found["num_cut"]
+        table.num_left_out = found["num_left_out"]
         return table
 
     def _samples(
@@ -200,7 +202,8 @@ class TextStream:
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""
         if number < self._next:
-            self._next, self._used = 1, Counter()
+            self._next = 1
+            self._used = Counter()
         while self._next < number:
             self._take()
         first = self.group_rank * self.batch_size
@@ -210,9 +213,12 @@ class TextStream:
         return torch.tensor([token for line in lines for token in line]), lengths
 
     def _take(self) -> list[tuple[str, int]]:
-        """Of each of the N samples of the next batch its part, and how many of it came before."""
+        """Return for each of the N samples of the next batch its part, and how many of that came
+        before."""
         draw = torch.Generator().manual_seed(_seed(self.seed, "parts", self._next))
-        num, names, turns = self.batch_size * self.group_size, list(self.tables), []
+        num = self.batch_size * self.group_size
+        names = list(self.tables)
+        turns = []
         parts_N = torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
         for name in (names[part] for part in parts_N.tolist()):
             turns.append((name, self._used[name]))
@@ -260,7 +266,8 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     check("--max-texts", asked.max_texts, Positive)
     check("--power", asked.power, Fraction)
     choice = TrainedTokenizer(asked.vocab_size, asked.kind, asked.lowercase)
-    source, draw = FolderText(asked.folder), random.Random(0)
+    source = FolderText(asked.folder)
+    draw = random.Random(0)
     source.check(asked.languages)
     sizes: dict[str, int] = {}
     drawn: dict[str, list[str]] = {}

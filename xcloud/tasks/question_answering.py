@@ -82,9 +82,11 @@ def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
             for qa in qas:
                 yield number, context, qa["question"], qa["answers"]
         return
-    number, before = 0, None
+    number = 0
+    before = None
     for context, question, answers in table.rows(("context", "question", "answers"), KEYS):
-        number, before = number + (context != before), context
+        number = number + (context != before)
+        before = context
         places = zip(answers["text"], answers["answer_start"], strict=True)
         yield number, context, question, [{"text": text, "start": at} for text, at in places]
 
@@ -92,9 +94,11 @@ def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
 def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
     if isinstance(answer, str):
         whole = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", context)
-        text, start = answer, whole.start() if whole else context.find(answer)
+        text = answer
+        start = whole.start() if whole else context.find(answer)
     else:
-        text, start = answer["text"], answer.get("start", answer.get("answer_start"))
+        text = answer["text"]
+        start = answer.get("start", answer.get("answer_start"))
         if start is None:
             return _place(context, text, where)
     if answer == "" or start < 0 or context[start : start + len(text)] != text:
@@ -142,7 +146,8 @@ class Windows:
             for start in window_starts(len(ids), fits, stride):
                 made.append((head, ids[start : start + fits], number, start))
         heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
-        special, separators = tokenizer.token_ids, tokenizer.num_separators
+        special = tokenizer.token_ids
+        separators = tokenizer.num_separators
         table = PairTable(heads, parts, max_length, special, separators)
         offsets = {context: spans for context, (_, spans) in encoded.items()}
         num_long = sum(len(question) > max_question for question in questions)
@@ -171,7 +176,8 @@ class Windows:
 
     def _place(self, window: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
         """Return the half-open range of positions of paragraph tokens, and its spans."""
-        begin, length = self.table.second_at[window], len(self.table.tokens[window])
+        begin = self.table.second_at[window]
+        length = len(self.table.tokens[window])
         context = self.asked.texts["context"][self.question_of[window]]
         return begin, length - 1, self.offsets[context]
 
@@ -291,7 +297,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             answer = windows.answer(window, *predictions[window][:2])
             references = [text for text, _ in windows.asked.texts["answers"][question]]
             texts = {"prediction": answer, "reference": references[0]}
-            f1, exact = word_f1(answer, references), exact_match(answer, references)
+            f1 = word_f1(answer, references)
+            exact = exact_match(answer, references)
             samples[question] = {**texts, "f1": f1, "exact_match": exact}
         found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
         values = {name: round(float(each.mean()), 4) for name, each in found.items()}

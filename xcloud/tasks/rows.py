@@ -209,8 +209,8 @@ class Source(ABC):
 
     @property
     def is_public(self) -> bool:
-        """Whether its texts are known to be public, so that samples of them may be shown in a
-        tracker. Files of a folder are somebody's own."""
+        """Return whether its texts are known to be public, so that samples of them may be shown in
+        a tracker. Files of a folder are somebody's own."""
         return False
 
     @property
@@ -256,7 +256,8 @@ class Source(ABC):
             found += f"; of forms that are not read: {listed(unread)}"
         chosen: dict[Split, list[Table]] = {}
         for split in SPLITS:
-            setting, own = key.format(split), self.own_names.get(split, {})
+            setting = key.format(split)
+            own = self.own_names.get(split, {})
             asked: Names = getattr(self, setting.removeprefix("task."))
             if asked is None:
                 asked = list(own) if own.keys() <= {one.names[0] for one in there} else ()
@@ -313,7 +314,8 @@ class Source(ABC):
         for split, parts in splits.items():
             if empty := [part for part, rows in parts.items() if not rows.num_rows]:
                 raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
-        remarks, train = list(tables.remarks), splits["train"][""]
+        remarks = list(tables.remarks)
+        train = splits["train"][""]
         for split in (split for split in SPLITS if split in splits):
             if num := sum(rows.num_empty for rows in splits[split].values()):
                 remarks.append(f"{split}: {num:,} empty texts left out")
@@ -327,7 +329,8 @@ class Source(ABC):
         result = dict[Split, Rows]()
         for split in SPLITS:
             most = self.max_train_samples if split == "train" else self.max_eval_samples
-            parts, seed = splits[split], self.split_seed
+            parts = splits[split]
+            seed = self.split_seed
             if most is not None and any(rows.num_rows > most for rows in parts.values()):
                 before = sum(rows.num_rows for rows in parts.values())
                 remarks.append(f"{split}: a sample of its {before:,} rows, seed {seed}")
@@ -340,7 +343,8 @@ class Source(ABC):
             for column in (name for name in rows.texts if name not in ("label", "part", "group")):
                 if num := sum(cell == "" for cell in rows.texts[column]):
                     remarks.append(f"{split}: {num:,} empty cells of {column} are kept")
-        agreed, drawn = dict(tables.facts), {f.name: getattr(self, f.name) for f in fields(Source)}
+        agreed = dict(tables.facts)
+        drawn = {f.name: getattr(self, f.name) for f in fields(Source)}
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn
         return Corpus(result, remarks, agreed, tables.further, train)
@@ -439,7 +443,8 @@ class Demo(Source):
     ) -> SplitTables:
         """Return rows of cells, cut into consecutive splits. samples: what all clouds agree on."""
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        result, start = Tables(), 0
+        result = Tables()
+        start = 0
         for split in self.order:
             part = slice(start, start + self.counts[split])
             cells = {name: column[part] for name, column in columns.items()}

@@ -25,7 +25,8 @@ Measure = Callable[[Vector], float]
 """A score of samples that count so many times each, [N]: once each in the score itself, by chance
 in a resample. NaN if none counts."""
 
-RESAMPLES, SEED = 1000, 0
+RESAMPLES = 1000
+SEED = 0
 # Answers are lowercased and stripped of these and of extra spaces before they are compared:
 # Rajpurkar et al., arXiv:1606.05250, section 6.1.
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -116,11 +117,13 @@ def label_scores(
     """Scores and their errors, of (label, prediction) pairs by part; the part "" is the whole
     split. Of several parts the first score is their mean; row i of each is drawn together, as it
     may be the same sample in another language."""
-    values, errors = {}, {}
+    values = {}
+    errors = {}
     measures = {(name, part): label_measure(name, *zip(*pairs, strict=True))
                 for name in names for part, pairs in parts.items()}  # fmt: skip
     for (name, part), measure in measures.items():
-        num, key = len(parts[part]), f"{name}_{part}" if part else name
+        num = len(parts[part])
+        key = f"{name}_{part}" if part else name
         values[key] = round(measure(np.ones(num)), 4)
         if name == "accuracy":
             error = 100 * ratio_error([right == said for right, said in parts[part]], 1)
@@ -142,7 +145,8 @@ def label_scores(
 def _correlation(x: Vector, y: Vector, counts: Vector) -> float:
     if np.ptp(x[counts > 0]) == 0 or np.ptp(y[counts > 0]) == 0:
         return 0.0
-    x, y = x - np.average(x, weights=counts), y - np.average(y, weights=counts)
+    x = x - np.average(x, weights=counts)
+    y = y - np.average(y, weights=counts)
     spread = (counts * x * x).sum() * (counts * y * y).sum()
     return float((counts * x * y).sum() / math.sqrt(spread))
 

@@ -168,7 +168,8 @@ class TextFile:
                 continue
             if empty is not None:
                 raise DataError(f"{self.path}, line {empty}: empty, and rows follow; remove it")
-            where, cells = f"{self.path}, line {number}", line.split("\t")
+            where = f"{self.path}, line {number}"
+            cells = line.split("\t")
             if len(cells) != len(header):
                 said = f"{len(cells)} columns, but the header has {len(header)}"
                 said += "; a text holds no tab or line break, not even in quotes"
@@ -241,7 +242,8 @@ class Folder(InFolder):
     def is_usual(self, name: str, split: Split) -> bool:
         stem, _, language = name.rpartition(".")
         if stem not in ("train", "test", *DEV_NAMES):
-            stem, language = name, self.language
+            stem = name
+            language = self.language
         if split == "test":  # test, test_2016_flickr, test-2; but not testimony
             named = stem.startswith("test") and not stem[4:5].isalpha()
         else:

@@ -141,7 +141,8 @@ def _replacements(step: Any) -> Iterator[tuple[str, str]]:
     """Yield what the replacements in a step, or in those that it is made of, replace ("" for a
     regular expression) and what by."""
     if isinstance(step, dict):
-        pattern, replaced = step.get("pattern"), step.get("content")
+        pattern = step.get("pattern")
+        replaced = step.get("content")
         if isinstance(pattern, dict) and isinstance(replaced, str):
             yield str(pattern.get("String", "")), replaced
         for part in step.values():

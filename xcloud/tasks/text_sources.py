@@ -224,9 +224,12 @@ class HubText(TextSource):
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         columns = languages_of(part)
-        name, config = self.pairs_name or "", self.pairs_config
+        name = self.pairs_name or ""
+        config = self.pairs_config
         if len(columns) == 1:
-            columns, name, config = (self.column,), self.name, self.config
+            columns = (self.column,)
+            name = self.name
+            config = self.config
         config = config and config.format(language=part, pair=part)
         loaded = load_hub(name, config, True, revision=self.revision, split=self.split)
         for row in HubTable(loaded, name).rows(columns, "text.source.column"):

@@ -187,11 +187,14 @@ class View(Tokenized, Generic[T]):
         in_words: str | None = None,
         cuts: Mapping[str, Mapping[Split, Cut]] = {},
     ) -> None:
-        self._task, self._fields, self._rows = task, fields, dict(sizes or corpus.counts)
+        self._task = task
+        self._fields = fields
+        self._rows = dict(sizes or corpus.counts)
         self._columns = {name: column for name, column in columns.items() if name in fields}
         self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
         task.check_rows(self._rows)
-        self._remarks, self._agreed = [*corpus.remarks, *remarks], corpus.agreed
+        self._remarks = [*corpus.remarks, *remarks]
+        self._agreed = corpus.agreed
         self._digests = corpus.digests() if fields else {}
         self._in_words = in_words if in_words and fields else counted(self._rows)
         found = {
@@ -294,7 +297,8 @@ class TokenTable:
     num_left_out = 0
 
     def __init__(self, rows: Iterable[Sequence[int]], pad: int = 0) -> None:
-        flat, ends = array("i"), [0]
+        flat = array("i")
+        ends = [0]
         for row in rows:
             flat.extend(row)
             ends.append(len(flat))
@@ -306,7 +310,8 @@ class TokenTable:
     def mapped(cls, tokens: Path, offsets: Path) -> TokenTable:
         """Memory-map files written by `write_table`; they must stay in place."""
         table = cls(())
-        num_rows, num_tokens = offsets.stat().st_size // 8, tokens.stat().st_size // 4
+        num_rows = offsets.stat().st_size // 8
+        num_tokens = tokens.stat().st_size // 4
         table._offsets = torch.from_file(str(offsets), size=num_rows, dtype=torch.int64)
         table._flat = torch.from_file(str(tokens), size=num_tokens, dtype=torch.int32)
         return table
@@ -391,7 +396,8 @@ class PairTable:
 
     def texts(self, index: int) -> list[list[int]]:
         """Return the sample's one or two texts, truncated, without special ids."""
-        row, start = self.tokens[index], self.second_at[index]
+        row = self.tokens[index]
+        start = self.second_at[index]
         first = row[1 : start - self._num_separators]
         return [first] if start == len(row) else [first, row[start:-1]]
 

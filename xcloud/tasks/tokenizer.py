@@ -99,7 +99,8 @@ class Tokenizer:
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
         scripts written without spaces."""
-        model, decoder = self.backend.model, str(self.backend.decoder)
+        model = self.backend.model
+        decoder = str(self.backend.decoder)
         is_word_piece = type(model).__name__ == "WordPiece"
         continuation = model.continuing_subword_prefix if is_word_piece else None
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
@@ -114,11 +115,14 @@ class Tokenizer:
         from tokenizers.processors import TemplateProcessing
         from transformers import PreTrainedTokenizerFast
 
-        piece, ids = self.backend.id_to_token, self.token_ids
-        bos, eos = piece(ids.bos), piece(ids.eos)
+        piece = self.backend.id_to_token
+        ids = self.token_ids
+        bos = piece(ids.bos)
+        eos = piece(ids.eos)
         backend = type(self.backend).from_str(self.backend.to_str())
         if backend.post_processor is None:
-            single, outer = f"{bos} $A {eos}", [(bos, ids.bos), (eos, ids.eos)]
+            single = f"{bos} $A {eos}"
+            outer = [(bos, ids.bos), (eos, ids.eos)]
             backend.post_processor = TemplateProcessing(single, f"{single} $B {eos}", outer)
         unknown = next((p for i in self.special if (p := piece(i)) in UNKNOWN_TOKENS), None)
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -235,9 +239,10 @@ class TrainedTokenizer(TokenizerChoice):
         return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
 
     def _pieces(self, texts: Iterable[str]) -> list[str]:
-        """Of one character each. The trainer numbers pieces such as ##a in hash-table order, which
-        differs between processes and changes the merges; fixing the numbers first makes it
-        deterministic."""
+        """Return the pieces of one character each.
+
+        The trainer numbers pieces such as ##a in hash-table order, which differs between processes
+        and changes the merges; fixing the numbers first makes it deterministic."""
         characters = sorted({c for text in texts for c in text if not c.isspace()})
         if (least := len(SPECIAL_TOKENS) + 2 * len(characters)) > self.vocab_size:
             said = f"the text has {len(characters)} characters; set at least {least}"
@@ -328,7 +333,8 @@ class PretrainedTokenizer(TokenizerChoice):
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         pretrained = self.load()
         backend = pretrained.backend_tokenizer
-        cls, sep = pretrained.cls_token_id, pretrained.sep_token_id
+        cls = pretrained.cls_token_id
+        sep = pretrained.sep_token_id
         ids = {
             "pad": pretrained.pad_token_id,
             "bos": pretrained.bos_token_id if cls is None else cls,
@@ -346,7 +352,7 @@ class PretrainedTokenizer(TokenizerChoice):
         return Tokenizer(backend, TokenIds(len(pretrained), **ids), special, rejoin, between)
 
     def load(self) -> Any:
-        """As transformers has it, in its fast form. Raises DataError."""
+        """Return the tokenizer of transformers, in its fast form. Raises DataError."""
         from transformers import AutoTokenizer
 
         name = resolve(self.name_or_path)
@@ -407,15 +413,17 @@ def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
         inside = piece.startswith(continuation)
         return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
     if byte_level and all(sign in BYTE_OF for sign in piece):
-        is_marked, text = piece.startswith("Ġ"), bytes(BYTE_OF[sign] for sign in piece)
+        is_marked = piece.startswith("Ġ")
+        text = bytes(BYTE_OF[sign] for sign in piece)
     else:
-        is_marked, text = piece.startswith(("Ġ", "▁")), piece.encode()
+        is_marked = piece.startswith(("Ġ", "▁"))
+        text = piece.encode()
     return is_marked or begins_unspaced(text)
 
 
 def begins_unspaced(text: bytes) -> bool:
-    """Whether UTF-8 text starts with a character of an unspaced script, combining marks excluded.
-    For an incomplete character: whether its first and last possible values both are."""
+    """Return whether UTF-8 text starts with a character of an unspaced script, combining marks
+    excluded; of an incomplete character, whether its first and last possible values both are."""
     if not text:
         return False
     num_bytes = max(1, 8 - (~text[0] & 0xFF).bit_length())  # as many as ones lead the first byte

@@ -81,7 +81,7 @@ class Translation(SourceTask):
                 check_columns(table, [*self._columns.values()], KEYS)
 
     def agreed_settings(self) -> dict[str, object]:
-        """Without tokenizers, which are private to the side that sees the text."""
+        """The settings without tokenizers, which are private to the side that sees the text."""
         return {"source": self.source, "target": self.target}
 
     @property
@@ -92,7 +92,7 @@ class Translation(SourceTask):
 
     @property
     def language(self) -> str:
-        """Of the target, as sacreBLEU calls it: zh of zh_CN."""
+        """The target's language, as sacreBLEU calls it: zh of zh_CN."""
         return self.target.replace("_", "-").partition("-")[0].lower()
 
     @property
@@ -104,7 +104,8 @@ class Translation(SourceTask):
         wanted = {key: column for key, column in self._columns.items() if key in fields}
         tables = self.find()
         corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS))
-        further, remarks = {}, []
+        further = {}
+        remarks = []
         for key in sorted(wanted):
             further[key] = tables.further.get(getattr(self, key), ())
             if (path := getattr(self, f"{key}_monolingual_file")) is not None:
@@ -186,7 +187,7 @@ class TranslationData(View[Translation], TranslationText):
         View.__init__(self, task, corpus, fields, tokenizers, self._tables, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        """Of the training pairs, and further texts."""
+        """Return the token ids of a side of the training pairs, and of further texts."""
         self.tokenizer(field)
         tables = self._tables[field]["train"], self._further[field]
         return [row[1:-1] for table in tables for row in table]
@@ -204,7 +205,8 @@ class TranslationData(View[Translation], TranslationText):
             i: {"prediction": self.decode(predictions[i]), "reference": self._references[split][i]}
             for i in sorted(predictions)
         }
-        values, errors = {}, {}
+        values = {}
+        errors = {}
         outputs, wanted = zip(*map(dict.values, samples.values()), strict=True)
         for name, metric in _metrics(self._task.language).items():
             values[name], errors[name], sentences = _score(metric, outputs, wanted)
@@ -230,7 +232,8 @@ def _score(
     """A metric of sacreBLEU, its error, and of each sentence the metric with the counts whose sums
     give it. In the steps of corpus_score and of sacreBLEU's own bootstrap, which is slower."""
     counts = metric._extract_corpus_statistics(outputs, [references])
-    score, table_NC = metric._compute_score_from_stats, np.array(counts, np.float64)
+    score = metric._compute_score_from_stats
+    table_NC = np.array(counts, np.float64)
 
     def measure(drawn_N: Vector) -> float:
         return float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score)
@@ -309,7 +312,8 @@ class DemoTranslation(Demo, Translation):
 
     def find(self) -> SplitTables:
         self.check_source()
-        num, extra = self.num_pairs, self.num_monolingual
+        num = self.num_pairs
+        extra = self.num_monolingual
         every = pairs(num + 2 * extra)
         # Of the other pairs one half lends its Spanish, the other half its English.
         further = {

@@ -80,7 +80,7 @@ class Wit3Translation(InFolder, Translation):
 
 
 def _set(folder: Path, name: str, pair: str) -> TextFile:
-    """Of the sides that are there."""
+    """Return a set with the sides that are there."""
     paths: dict[str, Path] = {}
     for side in pair.split("-"):
         files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))

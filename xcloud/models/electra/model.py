@@ -69,7 +69,7 @@ class MultilingualElectra:
 
     @property
     def max_positions(self) -> int | None:
-        """Of the discriminator; None if defined by its checkpoint."""
+        """The positions of the discriminator; None if its checkpoint defines them."""
         return None if self.discriminator.backbone.is_checkpoint else self.text.max_length
 
     def describe(self) -> str:
@@ -96,7 +96,8 @@ class MultilingualElectra:
 
     def producer(self, context: OneWayContext) -> GeneratorRank:
         settings = self.generators[context.cloud]
-        text, tokenizer = self.text.of(settings.source), self._tokenizer(context)
+        text = self.text.of(settings.source)
+        tokenizer = self._tokenizer(context)
         report = context.report if context.group_rank == 0 else lambda line: None
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
@@ -112,7 +113,8 @@ class MultilingualElectra:
         return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
-        settings, tokenizer = self.discriminator, self._tokenizer(context)
+        settings = self.discriminator
+        tokenizer = self._tokenizer(context)
         encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
         if (used := encoder.config.activation) != "gelu":
             said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
@@ -141,7 +143,8 @@ class MultilingualElectra:
 
     def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:
         """tokenizer: None before it is known."""
-        choice, most = self.text.tokenizer, max(g.batch_size for g in self.generators.values())
+        choice = self.text.tokenizer
+        most = max(g.batch_size for g in self.generators.values())
         size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
         known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
         return IdPacking(known[0], most, self.text.max_length - 2, known[1], self.coding)
@@ -152,7 +155,7 @@ class MultilingualElectra:
         """The encoder with its initial weights, equal in all ranks of its cloud."""
 
         def report(line: str) -> None:
-            """Without folder names: it may be shown in another cloud."""
+            """Report a line without names of folders: it may be shown in another cloud."""
             if backbone.is_checkpoint:
                 line = line.replace(backbone.describe(), Path(backbone.describe()).name)
             context.report(line.replace(f"{context.cache_dir}/", ""))

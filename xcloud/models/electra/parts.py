@@ -139,7 +139,8 @@ def sample_words(
     drawn = []
     rows = max(1, SAMPLED_TOGETHER // scores_MV.shape[1])
     for first in range(0, len(scores_MV), rows):
-        scores, random = scores_MV[first : first + rows], random_M[first : first + rows]
+        scores = scores_MV[first : first + rows]
+        random = random_M[first : first + rows]
         chances = (scores / temperature).masked_fill(forbidden_V, -torch.inf).softmax(1)
         sums = chances.cumsum(1)
         # Slightly below the total, or rounding could step past the last allowed id.
@@ -169,9 +170,10 @@ class Discriminator(nn.Module):
 def detect_replaced(
     discriminator: Discriminator, texts: CorruptedTexts, special: TokenIds
 ) -> tuple[Tensor, list[int]]:
-    """Of received tokens, whose outer bos and eos are added back: the loss, summed, with graph,
-    and true positives, false positives and false negatives. A token counts as detected if its
-    score is positive."""
+    """Return the summed loss of received tokens, with its graph, and true positives, false
+    positives and false negatives.
+
+    Outer bos and eos are added back. A token counts as detected if its score is positive."""
     ids_C, counts_B, replaced_C = texts
     ids_R, inner_C = with_ends(ids_C, counts_B, special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
@@ -214,7 +216,8 @@ class _Learner(StatefulTree):
         self.network.to(self.context.device).train(is_trained).requires_grad_(is_trained)
         self._num_steps, self._device = self.context.num_steps, self.context.device
         self._autocast = autocast_for(self.settings.precision, self._device)
-        rule, parameters = self.settings.optimizer, self.network.parameters()
+        rule = self.settings.optimizer
+        parameters = self.network.parameters()
         self._optimizer = rule.build(parameters) if is_trained else None
         self._trained = TrainedModule(self.network, self._optimizer)
 
@@ -260,7 +263,8 @@ class GeneratorRank(_Learner):
 
     def produce(self, number: int) -> Fed:
         """Texts, masks, ids and dropout depend on seed, cloud, group rank and number alone."""
-        settings, special = self.settings, self.tokenizer.token_ids
+        settings = self.settings
+        special = self.tokenizer.token_ids
         ids_R, counts_B = self.stream.batch(number)
         draw = torch.Generator().manual_seed(self._random("masks", number))
         masked_M = choose_masked(ids_R, special, settings.mask_share, draw, self._starts_V)
@@ -367,7 +371,8 @@ class DiscriminatorRank(_Learner):
 
     def export(self, run_dir: Path) -> None:
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
-        network, pad = self.network, self.tokenizer.token_ids.pad
+        network = self.network
+        pad = self.tokenizer.token_ids.pad
         heads = {"dense": network.dense, "dense_prediction": network.score}
         export(network.encoder, folder, pad, **heads)
         self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
@@ -377,14 +382,16 @@ class DiscriminatorRank(_Learner):
         nats per token. Errors are over these batches."""
         of = dict(zip(SUMS, self._recent_sums().T, strict=True))
         hits = of["true_positives"]
-        detected, replaced = hits + of["false_positives"], hits + of["false_negatives"]
+        detected = hits + of["false_positives"]
+        replaced = hits + of["false_negatives"]
         ratios = {
             "replaced_precision": (100 * hits, detected, 4),
             "replaced_recall": (100 * hits, replaced, 4),
             "replaced_f1": (200 * hits, detected + replaced, 4),
             "replaced_loss": (of["loss_sum"], of["weight"], 6),
         }
-        values, errors = {}, {}
+        values = {}
+        errors = {}
         for name, (above, below, digits) in ratios.items():
             values[name] = round(float(above.sum()) / max(1.0, float(below.sum())), digits)
             errors[name] = round(ratio_error(above, below), digits)
