@@ -120,7 +120,7 @@ class Boundary:
 
     @property
     def gradient_fields(self) -> tuple[BoundaryField, ...]:
-        """What comes back: the gradients of the floating fields."""
+        """The fields whose gradients come back: the floating ones."""
         if not self.gradient_returns:
             return ()
         return tuple(field for field in self.fields if field.dtype.is_floating_point)
@@ -152,7 +152,7 @@ class Codec(StatefulTree):
         return parts
 
     def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
-        """What the compressor would make of it now, with random numbers from `stream`; the
+        """Return what the compressor would make of it now, with random numbers from `stream`; the
         compressor stays as it is."""
         compressor = copy.deepcopy(self.compressor)
         compressor.use_stream(stream)
@@ -235,7 +235,7 @@ class Sender(Protocol):
         """
 
     def send_start(self, tensors: Parts) -> None:
-        """Once, before the first step: Boundary.start, as they are."""
+        """Send Boundary.start, once and uncompressed, before the first step."""
 
 
 class Receiver(Protocol):
@@ -334,7 +334,8 @@ class ReceiveChannel(_Channel):
             return message
 
     def _check_range(self, field: BoundaryField, values: Tensor) -> None:
-        """Before anything is allocated for so many rows, or read at such places."""
+        """Raise FrameError for values out of range, before anything is allocated for so many rows,
+        or read at such places."""
         most = self.max_rows_per_sample if field.name == "counts" else field.most
         if most is not None and values.numel():
             low, high = (int(end) for end in torch.aminmax(values))

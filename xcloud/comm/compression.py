@@ -39,7 +39,7 @@ class ChannelId:
 
 
 class CompressionPlan(ABC):
-    """What every setting of `compression` answers: which compressors act at a boundary, from which
+    """A setting of `compression`, which answers: which compressors act at a boundary, from which
     step on, and on what replicas average.
 
     boundaries: those with a compression of their own.
@@ -55,8 +55,8 @@ class CompressionPlan(ABC):
     @property
     @abstractmethod
     def by_step(self) -> Sequence[tuple[int | None, Compression]]:
-        """Those that may be in force at one boundary, each with the last step it serves, or None
-        for ever."""
+        """Return those that may be in force at one boundary, each with the last step it serves, or
+        None for ever."""
 
     @property
     @abstractmethod
@@ -73,18 +73,18 @@ class CompressionPlan(ABC):
         return self.averaged.averaging_choice.for_tensor(name, shape)
 
     def at_boundary(self, stage: int) -> CompressionPlan:
-        """Of the boundary after `stage`."""
+        """Return the compression of the boundary after `stage`."""
         return self
 
     @property
     def has_memory(self) -> bool:
-        """Whether anything is kept per sample between visits, at any time: a sample must meet the
+        """True if anything is kept per sample between visits, at any time: a sample must meet the
         same ranks throughout."""
         return any(one.has_memory for _, one in self.by_step)
 
     @property
     def is_identity(self) -> bool:
-        """Whether every tensor arrives unchanged."""
+        """True if every tensor arrives unchanged."""
         return all(one.is_identity for _, one in self.by_step)
 
 

@@ -63,7 +63,7 @@ class PerTensor(TensorChoice):
 
     @property
     def label(self) -> str:
-        """Such as "powersgd(4), vectors: fp16"."""
+        """The name in tables, such as "powersgd(4), vectors: fp16"."""
         others = (f"{name}: {compressor.label}" for name, compressor in self._special.items())
         return ", ".join((self.default.label, *others))
 
@@ -127,7 +127,7 @@ class Phased(CompressionPlan):
 
     @property
     def label(self) -> str:
-        """Such as "none+none to step 200, int4+int8"."""
+        """The name in tables, such as "none+none to step 200, int4+int8"."""
         return ", ".join(
             phase.compression.label
             + ("" if phase.until_step is None else f" to step {phase.until_step}")
@@ -178,7 +178,7 @@ class PerBoundary(CompressionPlan):
 
     @property
     def label(self) -> str:
-        """Such as "int4+int2, boundary 1: int8+int8"."""
+        """The name in tables, such as "int4+int2, boundary 1: int8+int8"."""
         others = (f"boundary {s}: {self._boundaries[s].label}" for s in self.boundaries)
         return ", ".join((self.default.label, *others))
 
@@ -197,7 +197,7 @@ def _check(name: str, value: object, *kinds: type) -> None:
 
 
 class Selection(StatefulTree):
-    """Which choice is in force from which step, in one rank. All its channels look here."""
+    """The choice that is in force from each step, in one rank. All its channels look here."""
 
     own_names = ("choice", "before", "since_step")
 

@@ -30,7 +30,7 @@ error of one message exceeds the tensor (unbiased, so that the sum of many is ri
 
 
 class TensorChoice(ABC):
-    """Which compressor each averaged tensor gets; a Compressor chooses itself for all of them.
+    """A choice of the compressor of each averaged tensor; a Compressor chooses itself for all.
     compression_plans.PerTensor is another one."""
 
     @property
@@ -41,7 +41,7 @@ class TensorChoice(ABC):
     @property
     @abstractmethod
     def is_identity(self) -> bool:
-        """Whether every tensor arrives unchanged."""
+        """True if every tensor arrives unchanged."""
 
     @abstractmethod
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
@@ -69,7 +69,8 @@ class Compressor(TensorChoice, StatefulTree):
 
     @abstractmethod
     def compress(self, tensor: Tensor) -> Parts:
-        """Parts with exactly the specs of `wire_specs`. Raises ValueError for integer tensors."""
+        """Return tensors with exactly the specs of `wire_specs`. Raises ValueError for
+        integers."""
 
     @abstractmethod
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:

@@ -167,7 +167,7 @@ class IdPacking:
 
 @dataclass
 class Reader:
-    """What is left of a message, uint8."""
+    """A reader of what is left of a message, uint8."""
 
     data: Tensor
 

@@ -21,7 +21,7 @@ from xcloud.net.frame import TensorSpec
 
 
 class WarmFactors(Compressor):
-    """What compressors share whose wire is left [R, r] and right [r, D] in the tensor's dtype, and
+    """A base of compressors whose wire is left [R, r] and right [r, D] in the tensor's dtype, and
     whose next call begins at the basis [D, l] that this one ended with.
 
     NaN or inf anywhere makes every value NaN, so that divergence stays visible.
@@ -174,7 +174,7 @@ class Svd(WarmFactors):
 
 @lru_cache(maxsize=16)
 def _noise(num_features: int, num_columns: int) -> Tensor:
-    """Not to be changed."""
+    """Return fixed noise, shared: no caller may change it."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_features, num_columns, generator=generator) / math.sqrt(num_features)
 

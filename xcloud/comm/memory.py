@@ -22,7 +22,7 @@ _DTYPES: Mapping[str | None, torch.dtype] = {"float32": torch.float32, "bfloat16
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Which rows of a message belong to which sample: counts[i] rows of sample ids[i]."""
+    """The rows of a message by sample: counts[i] rows of sample ids[i]."""
 
     ids: tuple[int, ...]
     counts: tuple[int, ...]
@@ -94,7 +94,7 @@ class _PerSample(Memory):
         return found
 
     def _note(self, sample: int) -> None:
-        """Before anything of this sample changes."""
+        """Note a sample before anything of it changes."""
         self._before.setdefault(sample, self._tensors.get(sample))
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:

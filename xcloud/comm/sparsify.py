@@ -39,7 +39,7 @@ class _Sparse(Compressor):
 
     @abstractmethod
     def _numbers(self, num_items: int) -> tuple[int, int]:
-        """Of the items looked at, and of those sent."""
+        """Return how many items are looked at, and how many are sent."""
 
     def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """The number of items, and the shape of one."""

@@ -99,7 +99,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps: the block's time belongs to neither."""
+        """Leave the time of a block between two steps out of both."""
         started_at_s = time.monotonic()
         try:
             yield
@@ -114,7 +114,7 @@ class StepClock:
 
     @property
     def doing(self) -> What | None:
-        """What the innermost block counts now; None outside of all."""
+        """The kind that the innermost block counts now; None outside of all."""
         return None if self._open is None else self._open._what
 
     def now(self) -> Any:

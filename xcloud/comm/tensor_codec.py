@@ -27,9 +27,9 @@ Choose = Callable[[str, torch.Size], Compressor]
 
 @dataclass
 class _Sent:
-    """What one message did to what its tensor keeps, until the codec is told whether the message
-    was used. before: the residual that the message carried; None for one without. after: what the
-    message left out."""
+    """A record of what one message did to what its tensor keeps, until the codec is told whether
+    the message was used. before: the residual that the message carried; None for one without.
+    after: what the message left out."""
 
     before: Tensor | None
     after: Tensor | None
@@ -170,7 +170,7 @@ class TensorCodec(StatefulTree):
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """The names of the tensors."""
         return [coded.name for coded in self._coded]
 
     @property
@@ -183,7 +183,7 @@ class TensorCodec(StatefulTree):
 
     @property
     def max_bytes(self) -> int:
-        """Of every message, without its frame."""
+        """The bytes of every message, without its frame."""
         return sum(part.num_bytes for part in self.wire_specs)
 
     @property
@@ -193,7 +193,7 @@ class TensorCodec(StatefulTree):
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """What each part is, in words."""
+        """The description of each tensor of a message, in words."""
         labels = dict.fromkeys(coded.compressor.label for coded in self._coded)
         what = f"{len(self._coded)} tensors as {', '.join(labels)}"
         return tuple(
@@ -225,8 +225,8 @@ class TensorCodec(StatefulTree):
         return joined, seen
 
     def decode(self, parts: Parts) -> list[Tensor]:
-        """What `encode` of the sender returned, bit for bit. Raises FrameError for a message of
-        other settings."""
+        """Return what `encode` of the sender returned, bit for bit. Raises FrameError for a
+        message of other settings."""
         found = tuple(TensorSpec.of(part) for part in parts)
         if found != self.wire_specs:
             raise FrameError(

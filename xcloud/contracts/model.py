@@ -29,7 +29,8 @@ BASES = "bases"
 
 
 class StageOutput(NamedTuple):
-    """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
+    """The output of a stage: what it sends on and what it loses. The last stage has a loss and
+    sends nothing.
 
     loss: sum (not mean) over the micro-batch, scalar with graph; the trainer divides
     by the weight of the whole update, so that any cut into micro-batches gives the same gradient.
@@ -66,7 +67,8 @@ class Stage(nn.Module, ABC):
         return self._handed_over
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        """What the stage before handed over. Called only where its boundary has a `start`."""
+        """Take over what the stage before handed over. Called only where its boundary has a
+        `start`."""
         raise TypeError(f"{type(self).__name__} has no take_over for its boundary's `start`")
 
     @abstractmethod
@@ -74,11 +76,12 @@ class Stage(nn.Module, ABC):
         """Training and evaluation alike; `received` is None in the first stage."""
 
     def tied(self) -> nn.Parameter | None:
-        """What this stage trains as one with the pipeline's other end, where both begin equal."""
+        """Return what this stage trains as one with the pipeline's other end, where both begin
+        equal."""
         return None
 
     def exported(self) -> Mapping[str, Tensor]:
-        """What a file of the trained stage holds."""
+        """Return what a file of the trained stage holds."""
         return self.state_dict()
 
     def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,7 +101,7 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class TokenIds:
-    """What a model must know of a tokenizer: its size and its special ids."""
+    """The facts of a tokenizer that a model must know: its size and its special ids."""
 
     size: int
     pad: int
@@ -109,7 +112,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Head:
-    """What the last stage of an understanding model must answer, known where labels are.
+    """The answer that the last stage of an understanding model gives, known where labels are.
 
     kind      num_outputs  batch field "label"                       `predict` gives, per sample
     classes   classes      int64 [B], the class                      [class]
@@ -140,7 +143,8 @@ class BuildPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext(BuildPlace):
-    """What a rank passes to a model that builds one of its stages; only what the rank may see.
+    """The context that a rank passes to a model that builds one of its stages; only what the rank
+    may see.
 
     vocabularies: field name -> special ids, visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
@@ -177,7 +181,7 @@ class SplitModel(Protocol):
         who may hold them."""
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        """What crosses from `stage` to `stage + 1`, without building anything."""
+        """Return what crosses from `stage` to `stage + 1`, without building anything."""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """The stage with its initial weights, which depend on the seed but not on the cluster; or,
@@ -238,7 +242,7 @@ class TaskData(Protocol):
 
     @property
     def vocabularies(self) -> Mapping[str, TokenIds]:
-        """Of the visible fields that hold token ids."""
+        """The vocabularies of the visible fields that hold token ids."""
 
     @property
     def num_cut(self) -> NumCut:
@@ -246,7 +250,7 @@ class TaskData(Protocol):
 
     @property
     def head(self) -> Head | None:
-        """What the last stage predicts; None if labels are not visible, and in translation."""
+        """The head that the last stage has; None if labels are not visible, and in translation."""
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Token ids of the training texts of a visible field, without special ids."""

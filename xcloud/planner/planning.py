@@ -23,7 +23,7 @@ from xcloud.planner.plan_report import Report, print_plans, write_plan, write_pl
 from xcloud.planner.search import Space, search, splits_of
 from xcloud.planner.settings import FreelyCut, Planning, with_micro_batches
 from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
-from xcloud.record.timeline import write_predicted
+from xcloud.record.timeline import PLAN_FILE, write_predicted
 from xcloud.security.defences import LABEL
 from xcloud.simulator.costs import Profile, lines_of, read_profile
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
@@ -49,6 +49,7 @@ def _planned(planner: Planner, run_dir: Path) -> Any:
     print_plans(report)
     chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
     write_plan(run_dir, report, chosen)
+    say(run_dir / PLAN_FILE)
     is_drawn = write_plan_picture(run_dir / PICTURE, report)
     say(run_dir / PICTURE if is_drawn else run_dir)
     if chosen is None:

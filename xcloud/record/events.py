@@ -143,7 +143,7 @@ class StepTotals:
         return totals
 
     def sums(self, name: str) -> dict[Any, float]:
-        """By what follows the name in the keys."""
+        """Return the numbers of a name, by what follows it in the keys."""
         return {key[1]: value for key, value in self.numbers.items() if key[0] == name}
 
     def mean_s(self, kind: str) -> dict[str, float]:
@@ -215,13 +215,13 @@ class Columns:
         return self._columns.get((name,), array("d"))
 
     def below(self, *head: object) -> list[Any]:
-        """What follows `head` in keys, in order of appearance."""
+        """Return what follows `head` in keys, in order of appearance."""
         num = len(head)
         found = (key[num] for key in self._columns if key[:num] == head and len(key) > num)
         return list(dict.fromkeys(found))
 
     def sum(self, *key: object, first: int = 0) -> float:
-        """Of all steps from the place `first`."""
+        """Return the sum of a key over all steps from the place `first`."""
         return sum(self._columns.get(key, array("d"))[first:])
 
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
@@ -273,8 +273,8 @@ class StepCollector:
 
 
 def update_s(spans: Iterable[tuple[float, float]]) -> float:
-    """The wall time of an update: from when the last rank had begun it to when the last one had
-    ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank
+    """Return the wall time of an update: from when the last rank had begun it to when the last one
+    had ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank
     begins where it ended the one before, the times of all updates add up, whoever is ahead; with
     clocks that disagree too, if a rank's own ones are used throughout."""
     spans = list(spans)

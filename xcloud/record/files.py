@@ -44,23 +44,23 @@ def files_of_samples(run_dir: Path) -> list[str]:
 
 
 def ready_file(run_dir: Path, rank: int) -> Path:
-    """Created by a dispensable rank; from then on the run survives its loss."""
+    """Return the file that a dispensable rank creates; from then on the run survives its loss."""
     return run_dir / f"rank{rank}.ready"
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """Written by launch/rank_process.py in a rank that fails."""
+    """Return the file that a rank writes when it fails."""
     return run_dir / f"rank{rank}.error.json"
 
 
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
-    """The error report of a rank that failed on this machine: message, peer_lost, expected,
-    may_quote."""
+    """Return the error report of a rank that failed on this machine: kind, message, peer_lost,
+    expected, may_quote. None if there is none."""
     return read_json(error_file(run_dir, rank)) or None
 
 
 def may_quote_data(run_dir: Path) -> bool:
-    """Whether a rank has failed here with a message that may quote its data."""
+    """Return whether a rank has failed here with a message that may quote its data."""
     failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
     return any(failure.get("may_quote", True) for failure in failures)
 
@@ -70,7 +70,7 @@ def state_file(run_dir: Path, rank: int) -> Path:
 
 
 def note_attempt(run_dir: Path, restarts_left: int) -> None:
-    """By the launcher, which begins to start all ranks."""
+    """Note, for the launcher, that it begins to start all ranks."""
     with contextlib.suppress(OSError):  # a full disk must not end a run
         facts = {
             "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
@@ -85,7 +85,7 @@ def forget_launcher(run_dir: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Of what one of these files holds; empty if it is missing or no object."""
+    """Return the object that one of these files holds; empty if it is missing or holds none."""
     try:
         with open(path, encoding="utf-8", opener=no_link) as file:
             found = json.load(file)
@@ -105,7 +105,7 @@ def has_events(run_dir: Path) -> bool:
 
 
 class CheckpointSteps:
-    """Which checkpoints a run has, on this machine; what is in them, checkpoints.py reads."""
+    """The steps of which a run has checkpoints on this machine."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINTS_DIR
@@ -114,19 +114,19 @@ class CheckpointSteps:
         return self.path / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """That have any file, newest first."""
+        """Return the steps that have any file, newest first."""
         return sorted(numbers(self.path, r"step-(\d+)"), reverse=True)
 
     def is_agreed(self, step: int) -> bool:
         return (self.step_dir(step) / AGREED_FILE).exists()
 
     def agreed_steps(self) -> list[int]:
-        """That every rank of the run has completed, newest first."""
+        """Return the steps that every rank of the run has completed, newest first."""
         return [step for step in self.steps() if self.is_agreed(step)]
 
 
 def numbers(folder: Path, pattern: str) -> list[int]:
-    """In the names of what is in a folder that may not exist."""
+    """Return the numbers in the names of what is in a folder, which may not exist."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -135,7 +135,8 @@ def numbers(folder: Path, pattern: str) -> list[int]:
 
 
 def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
-    """At most SEGMENT_BYTES of a segment from an offset, and whether the segment is finished.
+    """Return at most SEGMENT_BYTES of a segment from an offset, and whether the segment is
+    finished.
 
     path: of the log. number: from 1. Raises one of DAMAGED.
     """
@@ -158,7 +159,8 @@ def segment(path: Path, number: int) -> Path:
 
 
 def _finished(path: Path, number: int) -> Path | None:
-    """As it is now. It is compressed before it is deleted, hence the order."""
+    """Return a finished segment as it is now. It is compressed before it is deleted, hence the
+    order."""
     plain = segment(path, number)
     return next((f for f in (plain, plain.with_name(f"{plain.name}.gz")) if f.exists()), None)
 

@@ -52,7 +52,7 @@ def _numbers(path: Path) -> set[int]:
 
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
+    """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
     draft, digest, num_bytes = draft_of(path, rank), hashlib.sha256(), 0
     try:
         with open(draft, "wb", buffering=0) as file:
@@ -72,7 +72,7 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
 
 
 def draft_of(path: Path, rank: int) -> Path:
-    """Where a rank writes a file before it bears its name."""
+    """Return the path at which a rank writes a file before it bears its name."""
     return path.with_name(f".{path.name}.{rank}")
 
 
@@ -86,7 +86,8 @@ def sync_names(folder: Path) -> None:
 
 
 class LostLines:
-    """What could not be appended to an event log: how many lines, and whose "finish"."""
+    """A count of what could not be appended to an event log: how many lines, and whose
+    "finish"."""
 
     def __init__(self, log_file: Path, error: Exception) -> None:
         self.num, self._finished_ranks = 0, list[int]()

@@ -81,7 +81,7 @@ class RunStatistics:
         return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
-        """Returns the totals of a step if this event completes it, else None."""
+        """Take in an event. Return the totals of a step if this completes it, else None."""
         kind = event["event"]
         if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
@@ -145,7 +145,7 @@ class RunStatistics:
         }
 
     def seconds(self, kind: str, first: int) -> dict[str, float]:
-        """Of all steps from the place `first`, by cloud."""
+        """Return the seconds of all steps from the place `first`, by cloud."""
         return self.steps.sums(kind, first=first)
 
     def num_skipped(self) -> int:
@@ -307,13 +307,13 @@ def num_warmup_steps(num_steps: int) -> int:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
-    """JSON has no NaN: a diverged run's loss becomes null."""
+    """Write a summary as JSON, which has no NaN: a diverged run's loss becomes null."""
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
     replace_text(Path(path), text + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Empty if the run was killed before writing one."""
+    """Return the summary of a run; empty if the run was killed before writing one."""
     return read_json(run_dir / SUMMARY_FILE)
 
 
@@ -324,7 +324,7 @@ def drop_unfinished(run_dir: Path) -> None:
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
-    """above / below; None if either was not measured."""
+    """Return above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
 
 

@@ -66,7 +66,8 @@ class Flight(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did in the step, from its own start to its own end of it."""
+    """A row of the picture: what one rank did in the step, from its own start to its own end of
+    it."""
 
     rank: int
     cloud: str
@@ -94,7 +95,8 @@ class Timeline:
 
     @property
     def step_us(self) -> int:
-        """Of the update, as a run counts it; a rank that is ahead begins it before that."""
+        """The time of the update, as a run counts it; a rank that is ahead begins it before
+        that."""
         spans = ((lane.until_us, lane.until_us - lane.from_us) for lane in self.lanes)
         return round(update_s(spans))
 
@@ -157,7 +159,7 @@ _Key = tuple[int, int, int, int]  # boundary, sender, receiver, number on that l
 
 
 def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], dict[_Key, int]]:
-    """What every rank sent, and when every rank received it, under the same keys."""
+    """Return what every rank sent, and when every rank received it, under the same keys."""
     sent, received = {}, {}
     for rank, events in parts.items():
         for event in events:

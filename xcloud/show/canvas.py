@@ -99,7 +99,7 @@ def ink_on(colour: str) -> str:
 
 
 def wrapped(title: str, width_in: float) -> str:
-    """Of 11.5 characters an inch, at TITLE_POINTS."""
+    """Return a text in lines of 11.5 characters an inch, at TITLE_POINTS."""
     return "\n".join(textwrap.wrap(title, int(11.5 * width_in)))
 
 

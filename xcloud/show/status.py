@@ -38,13 +38,21 @@ Wait = tuple[int, str, float]  # for which rank, which message, seconds
 
 
 class RankStatus:
-    """Of one rank. state: as RankState writes it. process: running, stopped, gone, or unknown (on
-    another machine). waits: the longest first."""
+    """A rank as its state file shows it.
+
+    state: as RankState writes it.
+    process: running, stopped, gone, or unknown (on another machine).
+    waits: the longest first.
+    """
 
     def __init__(self, state: Mapping[str, Any], now: float) -> None:
-        self._state, self._now = state, now
-        self.rank, self.phase, self.step = int(state["rank"]), state["phase"], state.get("step")
-        self.has_ended, self.silent_s = state["ended"], now - state["written"]
+        self._state = state
+        self._now = now
+        self.rank = int(state["rank"])
+        self.phase = state["phase"]
+        self.step = state.get("step")
+        self.has_ended = state["ended"]
+        self.silent_s = now - state["written"]
         self.process = "gone" if self.has_ended else _process(state["pid"], state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
@@ -70,6 +78,21 @@ class RankStatus:
         if wait is not None:
             text += f"; waits for {wait[1]} from rank {wait[0]} for {human_duration(wait[2])}"
         return f"{text}; process {self.process}, last heartbeat {self._since('written')} ago"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is known of the rank, for a program."""
+        waits = [
+            {"rank": rank, "message": what, "for_s": for_s} for rank, what, for_s in self.waits
+        ]
+        return {
+            "rank": self.rank,
+            "phase": self.phase,
+            "step": self.step,
+            "process": self.process,
+            "has_ended": self.has_ended,
+            "silent_s": self.silent_s,
+            "waits_for": waits,
+        }
 
     def _since(self, name: str) -> str:
         return human_duration(self._now - self._state[name])
@@ -101,8 +124,8 @@ def _process(pid: int, host: str) -> str:
 
 
 def waited_for(ranks: Sequence[RankStatus]) -> dict[int, Wait]:
-    """The longest wait of each rank that waits. In a collective a rank waits for all others, and
-    those that are in it too are not the reason."""
+    """Return the longest wait of each rank that waits. In a collective a rank waits for all
+    others, and those that are in it too are not the reason."""
     waits = {one.rank: one.waits for one in ranks if one.waits}
     return {
         rank: next(
@@ -114,8 +137,8 @@ def waited_for(ranks: Sequence[RankStatus]) -> dict[int, Wait]:
 
 
 def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
-    """Of the ranks at the end of each chain of waiting: who waits for them, directly or not. A
-    circle of ranks that wait for each other has no end, and its ranks are not listed."""
+    """Return the ranks at the end of each chain of waiting, and who waits for them, directly or
+    not. A circle of ranks that wait for each other has no end, and its ranks are not listed."""
     well = [one.rank for one in ranks if one.is_well]
     waits_for = {rank: wait[0] for rank, wait in waited_for(ranks).items() if rank in well}
     waiting: dict[int, list[int]] = {}
@@ -129,7 +152,23 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     return waiting
 
 
+def facts_of(run_dir: Path) -> dict[str, Any]:
+    """Return what `describe` says, for a program. Raises ConfigError for no folder of a run."""
+    now = time.time()
+    check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
+    ranks = ranks_of(run_dir, now)
+    agreed = CheckpointSteps(run_dir).agreed_steps()
+    return {
+        "run_dir": str(run_dir),
+        "state": _whole(run_dir, ranks, now),
+        "ranks": [one.as_json() for one in ranks],
+        "waited_for_by": {str(rank): sorted(by) for rank, by in culprits(ranks).items()},
+        "checkpoint_step": agreed[0] if agreed else None,
+    }
+
+
 def describe(run_dir: Path) -> str:
+    """Return what every rank of a run does, and who waits for whom, as text."""
     now = time.time()
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
     ranks = ranks_of(run_dir, now)
@@ -188,8 +227,13 @@ def _between_attempts(
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud status", description=__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(words)
     try:
-        say(describe(parser.parse_args(words).run_dir))
+        if given.json:
+            say(json.dumps(facts_of(given.run_dir), indent=1))
+        else:
+            say(describe(given.run_dir))
     except XcloudError as error:
         say(f"xcloud: {error}", error=True)
         return 1

@@ -57,7 +57,7 @@ def console_of() -> Console:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A line of its own, never wrapped: a wrapped path cannot be copied."""
+    """Print a line of its own, never wrapped: a wrapped path cannot be copied."""
     from rich.text import Text
 
     console.print(Text(printable(text), style=style), soft_wrap=True)
@@ -171,7 +171,8 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
-    """Predicted steps of a run that keeps frozen rows. epochs: of OverEpochs (pricing.py)."""
+    """Describe the predicted steps of a run that keeps frozen rows. epochs: of OverEpochs
+    (pricing.py)."""
     first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
     kept = epochs["kept_share"]
     return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
@@ -260,7 +261,7 @@ def _leak_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
-    """Of a one-way job: each producer's share."""
+    """Return the rows of a one-way job: each producer's share."""
     per_token = human_number(feed["bytes_per_token"], ".2f")
     yield "bytes per token", per_token, "between clouds, counted"
     for name, producer in feed["producers"].items():
@@ -321,7 +322,7 @@ def cell_text(value: Any) -> str:
 
 
 def rendered(template: Path, **values: Any) -> str:
-    """A page of HTML or Markdown from its template, with these values."""
+    """Return a page of HTML or Markdown made of a template and values."""
     from jinja2 import Environment, StrictUndefined  # only who writes a page pays for it
 
     environment = Environment(

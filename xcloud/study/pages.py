@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections import Counter
@@ -134,6 +135,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--paper", action="store_true", help=pages)
     check = "hold every row of every record to the summary of its run, and say what differs"
     parser.add_argument("--check", action="store_true", help=check)
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     records, paper = read_records(claims), project_root() / PAPER
@@ -145,6 +147,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if given.check:
         return _check(records)
+    if given.json:
+        listed = [
+            {
+                "name": name,
+                "verdict": _verdict(claim, records.get(name)),
+                "human_minutes": claim.human_minutes,
+                "machine_minutes": claim.machine_minutes,
+                "claim": claim.title,
+            }
+            for name, claim in claims.items()
+        ]
+        say(json.dumps(listed, indent=1, ensure_ascii=False))
+        return 0
     say(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"

@@ -175,7 +175,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
 
 
 def _losses(runs: Sequence[Result]) -> pd.DataFrame:
-    """Of the finished runs, a column for each seed."""
+    """Return the losses of the finished runs, a column for each seed."""
     by_seed = {}
     for run in runs:
         if run.status == "finished":

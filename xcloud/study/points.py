@@ -117,7 +117,7 @@ def varying(many: Sequence[Settings]) -> list[str]:
 
 
 def is_unsplit(settings: Settings) -> bool:
-    """Whether a splittable model is left unsplit."""
+    """Return whether a splittable model is left unsplit."""
     return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
 
 
@@ -161,7 +161,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
 
 
 def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two points have the same overrides but for the sweep's name, in any order."""
+    """Return whether two points have the same overrides but for the sweep's name, in any order."""
     return {**_by_key(one), "sweep": ""} == {**_by_key(other), "sweep": ""}
 
 
@@ -196,7 +196,8 @@ def _dotted(key: str) -> str:
 
 
 def _word(key: str, value: object) -> str:
-    """As an override: key=null, key=true, key=0.5, key="a text (of any characters)"."""
+    """Return the value as an override: key=null, key=true, key=0.5, key="a text (of any
+    characters)"."""
     if isinstance(value, str):
         return as_override(key, value)
     return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
@@ -228,7 +229,7 @@ Changed = Mapping[str, tuple[object, object]]  # by setting: before and now
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a point: run it, keep what it left, run it again from the start or from its
+    """A decision about a point: run it, keep what it left, run it again from the start or from its
     last checkpoint. why: the reason, if worth printing."""
 
     point: Point

@@ -8,6 +8,7 @@ varies by itself.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
     parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON only")
     given = parser.parse_args(arguments)
+    if not given.sweep and given.json:
+        say(json.dumps(known_sweeps(), indent=1))
+        return 0
     if not given.sweep:
         say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
@@ -97,7 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [folder.name for folder in opened]
     if len({*names}) < len(names):
         raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
-    results, title = Results(list(chain(*opened.values()))), " and ".join(names)
+    results = Results(list(chain(*opened.values())))
+    title = " and ".join(names)
+    if given.json:
+        say(results.rows.to_json(orient="records", indent=1, default_handler=str))
+        return 0
     written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
     if given.site:
         say(write_sweep_site(results, written, f"Sweep {title}", given.site))
@@ -183,7 +192,7 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
 
 
 def _compares(results: Results) -> bool:
-    """Whether a share compares a row with another row, or one that would is left out."""
+    """Return whether a share compares a row with another row, or one that would is left out."""
     rows = results.rows
     return bool((rows.share.dropna() != 1.0).any() or rows.share_left_out.notna().any())
 
@@ -215,7 +224,7 @@ def _drift_remarks(results: Results) -> Iterator[str]:
 
 
 def _rate(results: Results) -> str:
-    """Of those that compare with one cloud the one that most rows have; empty without any."""
+    """Return the rate that most rows compare with one cloud; empty if none does."""
     names = [name for name in reversed(RATES) if f"{name}_share_of_one_cloud" in results.rows]
     shares = {name: results.rows[f"{name}_share_of_one_cloud"].count() for name in names}
     return max(shares, key=lambda name: shares[name]) if any(shares.values()) else ""

@@ -55,7 +55,7 @@ AS_THEY_ARE = (
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
-    """The values of one step for the curves of training."""
+    """Return the values of one step for the curves of training."""
     metrics = {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
     metrics |= {f"train/{name}": value for name, value in totals.values.items()}
     for kind in ("compute_s", "codec_s", "waiting_s"):
@@ -68,12 +68,13 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
 
 
 def quality_metrics(event: Event) -> dict[str, float]:
-    """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
+    """Return the values of a split's scores for its curves, from a "quality" event; its step is
+    event["step"]."""
     return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The values of summary.json that a table of runs compares, without nulls."""
+    """Return the values of summary.json that a table of runs compares, without nulls."""
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
     of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
@@ -101,7 +102,8 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def legal_name(name: str) -> str:
-    """The closest name that MLflow accepts: letters, digits, `_ - . / space`, no path tricks."""
+    """Return the closest name that MLflow accepts: letters, digits, `_ - . / space`, no path
+    tricks."""
     legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
     return re.sub(r"^\.+", "_", legal)[:250].rstrip("/ ") or "_"  # ".." would be a folder
 
@@ -125,10 +127,10 @@ def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Poin
 
 @dataclass
 class Thinner:
-    """At most `points` points of a curve of num_steps: of so many steps the smallest, the largest
-    and the last value, each at its own step, for a store can only append. Where such a bucket ends
-    follows from the number of the step alone, so a run that resumes, or a store that comes back,
-    gets the same points again."""
+    """A choice of at most `points` points of a curve of num_steps: of so many steps the smallest,
+    the largest and the last value, each at its own step, for a store can only append. Where such a
+    bucket ends follows from the number of the step alone, so a run that resumes, or a store that
+    comes back, gets the same points again."""
 
     points: int
     num_steps: int
@@ -159,7 +161,7 @@ class Thinner:
 
 
 def _height(point: Point) -> float:
-    """Not a number counts as the largest: it must be seen."""
+    """Return the height of a value; not a number counts as the largest, so that it is seen."""
     return math.inf if math.isnan(point.value) else point.value
 
 

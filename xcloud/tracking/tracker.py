@@ -69,8 +69,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is to record. params: by dotted names. steps: a fresh collector of the run's
-    job. num_steps: that are planned."""
+    """A run that a tracker is to record.
+
+    params: settings by dotted names.
+    steps: a fresh collector of the run's job.
+    num_steps: how many are planned.
+    """
 
     name: str
     params: Mapping[str, object]
@@ -90,7 +94,8 @@ class Recording:
         """End the record of a run. note: what a reader is to see first, as Markdown."""
 
     def places(self) -> Mapping[str, str]:
-        """Where the run was recorded, how to see it, and what the record lacks: label -> text."""
+        """Return where the run was recorded, how to see it, and what the record lacks, by
+        label."""
         return {}
 
 
@@ -328,7 +333,8 @@ class Sender(threading.Thread, Recording):
         return True
 
     def _read_load(self) -> None:
-        """Of the machine, as MLflow's page of system metrics names it; steps are seconds."""
+        """Read the load of the machine, named as on MLflow's page of system metrics; steps are
+        seconds."""
         second = int(time.time() - self._started_at_s)
         if second < self._load_due_s:
             return
@@ -371,7 +377,8 @@ class Sender(threading.Thread, Recording):
         return points
 
     def _is_new(self, key: str, step: int) -> bool:
-        """Of steps that were done again MLflow keeps the first values: it cannot replace one."""
+        """Note the step of a curve; return whether it is new to MLflow, which keeps the first
+        values of steps that were repeated."""
         is_new = step > self._until.get(key, -1)
         self._until[key] = max(step, self._until.get(key, -1))
         return is_new
@@ -447,6 +454,7 @@ def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a retry is pointless; otherwise the store may be down, and sending is retried."""
+    """Return whether a retry is pointless; otherwise the store may be down, and sending is
+    retried."""
     is_lost = isinstance(error, FileNotFoundError | PermissionError)  # an artifact; no server's
     return is_lost or getattr(error, "error_code", None) in REFUSALS
