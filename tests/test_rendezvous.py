@@ -18,7 +18,7 @@ from tests.pipelines import in_threads
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
 from xcloud.launch import failures
-from xcloud.launch.torchrun import Machines, StopAsked, _endings, _place, _tell
+from xcloud.launch.torchrun import Machines, StopAsked, _endings, _host_and_port, _tell
 from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
 from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
@@ -149,7 +149,7 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
     [("a.b:123", ("a.b", 123)), ("a.b", ("a.b", 29500)), ("[::1]:7", ("::1", 7))],
 )
 def test_the_place_is_host_and_port(endpoint: str, place: tuple[str, int]) -> None:
-    assert _place(endpoint) == place
+    assert _host_and_port(endpoint) == place
 
 
 def test_what_stands_in_the_store_is_short_or_nothing() -> None:

@@ -176,7 +176,7 @@ def test_a_failing_rank_ends_the_run_and_is_named_first(
 def test_a_rank_that_hangs_is_a_timeout_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)  # it has none
+    monkeypatch.setattr(processes, "_FINAL_REPORTS_S", 0.5)  # it has none
     config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=4"])
     config["model"] |= {"fail_stage": 1, "fail_how": "hang", "fail_step": 10}
 

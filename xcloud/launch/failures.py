@@ -1,5 +1,5 @@
 """Why a run has failed: what a rank leaves of its failure, and which of several is the cause. Also
-which clouds, of a run that can do without them, may begin again, and what no run can begin with.
+which clouds, of a run that can do without them, may restart, and what no run can begin with.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     with contextlib.suppress(OSError):
         error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
-        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
-        say(said, error=True, end="")
+        shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
+        say(shown, error=True, end="")
     return _exit_code(failure)
 
 
@@ -82,6 +82,7 @@ def _exit_code(failure: Mapping[str, Any]) -> int:
 
 
 def failed(error: BaseException) -> str:
+    """Return how a rank has ended, for python -m xcloud status."""
     return f"has failed: {str(error)[:300]}"
 
 
@@ -108,15 +109,23 @@ def first_cause(
     failed: Callable[[], Mapping[int, int]],
     suspended: Mapping[int, float],
 ) -> str:
-    """A rank that lost its peer fails too, often before the peer's exit is noticed; wait a moment
-    and name the rank with a cause of its own. clouds: of each rank. failed: exit codes by rank, as
-    they are now. suspended: ranks that were ended for it, and after how many seconds."""
-    settled = time.monotonic() + _SETTLE_S
-    while time.monotonic() < settled and not own_failures(failed()):
+    """Return why a run has failed, in words: the first failure with a cause of its own.
+
+    A rank that lost its peer fails too, often before the peer's exit is noticed, so this waits a
+    moment.
+
+    clouds: of each rank.
+    failed: returns exit codes by rank, as they are now.
+    suspended: ranks that were ended because they were suspended, and after how many seconds.
+    """
+    settled_at_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < settled_at_s and not own_failures(failed()):
         time.sleep(0.05)
     codes = failed()
     rank = (own_failures(codes) or [*codes])[0]
-    code, failure, log = codes[rank], failure_of(run_dir, rank), run_dir / f"rank{rank}.log"
+    code = codes[rank]
+    failure = failure_of(run_dir, rank)
+    log = run_dir / f"rank{rank}.log"
     if failure is not None:
         what = failure["message"]
     elif rank in suspended:
@@ -146,7 +155,10 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
 
 
 class Ranks(Protocol):
-    """What may begin again: processes.LocalRanks. since_s: when a cloud was first seen lost."""
+    """The ranks that may restart: processes.LocalRanks.
+
+    since_s: when a cloud was first seen lost.
+    """
 
     run_dir: Path
     clouds: list[str]
@@ -159,7 +171,7 @@ class Ranks(Protocol):
 
 
 def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
-    """Again, those that have lost a rank so long ago."""
+    """Restart the clouds that lost a rank at least after_s seconds ago."""
     ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
     codes = {rank: code for rank, code in ended.items() if code}
     for cloud in lost_clouds(ranks.run_dir, ranks.clouds, codes):

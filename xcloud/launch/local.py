@@ -67,7 +67,8 @@ def _run(
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
-    monitor, ranks = Monitor(job, configs.flatten(config), run_dir), _ranks(job, run_dir, asked)
+    monitor = Monitor(job, configs.flatten(config), run_dir)
+    ranks = _ranks(job, run_dir, asked)
 
     cause: str | None = None
     signals = StopSignals(ranks.ask_to_stop)
@@ -118,15 +119,22 @@ def _check_folder(job: Job, config: DictConfig, run_dir: Path, resumes: CanGoOn 
 
 
 def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
-    layout, processes = job.cluster, range(job.cluster.num_processes)
+    """Return the processes of a job, which read this file."""
+    layout = job.cluster
+    processes = range(layout.num_processes)
     clouds = [layout.placement(rank).cloud for rank in processes]
     return LocalRanks(
-        run_dir, clouds, job.roster.essential & set(processes), job.roster.restart_s,
-        layout.liveness.lost_after_s, file,
-    )  # fmt: skip
+        run_dir,
+        clouds,
+        essential=job.roster.essential & set(processes),
+        restart_s=job.roster.restart_s,
+        lost_after_s=layout.liveness.lost_after_s,
+        experiment_file=file,
+    )
 
 
 def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
+    """Read new events. Return whether all ranks have met."""
     met = monitor.poll()
     if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
         with contextlib.suppress(OSError):  # a full disk: it is tried again
@@ -137,7 +145,7 @@ def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path)
 
 
 def _cause(error: BaseException, run_dir: Path) -> str:
-    """Why the run has ended early, for its summary."""
+    """Return why the run has ended early, for its summary."""
     if isinstance(error, RunFailed):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -158,37 +166,44 @@ def _cause(error: BaseException, run_dir: Path) -> str:
 def _train(
     ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
 ) -> None:
-    """To the end of the run, in as many attempts as that takes and the user allows."""
-    folder, most = CheckpointSteps(ranks.run_dir), experiment.launch.max_restarts
-    for number in range(most + 1):
-        note_attempt(ranks.run_dir, most - number)
+    """Train to the end of the run, in as many attempts as that takes and the user allows."""
+    folder = CheckpointSteps(ranks.run_dir)
+    max_restarts = experiment.launch.max_restarts
+    for number in range(max_restarts + 1):
+        note_attempt(ranks.run_dir, max_restarts - number)
         ranks.start()
         try:
             return ranks.wait(meanwhile=follow)
         except RunFailed as error:
             agreed = folder.agreed_steps()
             # An error that a rank itself has named comes again.
-            if number == most or not agreed or comes_again(ranks.failed):
+            if number == max_restarts or not agreed or comes_again(ranks.failed):
                 raise
             say(
                 f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
-                f"at most {most}: launch.max_restarts)"
+                f"at most {max_restarts}: launch.max_restarts)"
             )
             monitor.next_attempt()
 
 
 class StopSignals:
-    """While `handled` lasts, the first signal to stop calls on_first, any later one raises
-    KeyboardInterrupt. writes_record: only the record of the run is left to be written. came_late:
-    the first signal came after that."""
+    """The signals to stop: while `handled` lasts, the first one calls on_first, any later one
+    raises KeyboardInterrupt.
+
+    writes_record: only the record of the run is left to be written.
+    came_late: the first signal came after that.
+    """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first, self._was_asked = on_first, False
-        self.writes_record = self.came_late = False
+        self._on_first = on_first
+        self._was_asked = False
+        self.writes_record = False
+        self.came_late = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Outside the main thread nothing is: Python gives it no signals."""
+        """Handle signals while the block lasts; outside the main thread, which alone gets signals,
+        nothing is done."""
         before: dict[int, Any] = {}
         with contextlib.suppress(ValueError):
             for number in signals_to_stop():
@@ -202,7 +217,8 @@ class StopSignals:
     def _take(self, number: int, frame: object) -> None:
         if self._was_asked:
             raise KeyboardInterrupt
-        self._was_asked, self.came_late = True, self.writes_record
+        self._was_asked = True
+        self.came_late = self.writes_record
         doing = "writing the record of the run" if self.came_late else "saving what there is"
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())

@@ -1,5 +1,5 @@
-"""What a cloud other than the first one sees of a run over several machines: its own steps while
-it runs, and in the end how many bytes of which kind have left it.
+"""The progress that a cloud other than the first one sees of a run over several machines: its own
+steps while it runs, and in the end how many bytes of which kind have left it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ class OwnProgress:
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_steps, self._say, self._clock = max_steps, say, clock
+        self._max_steps = max_steps
+        self._say = say
+        self._clock = clock
         self._said_at_s = -math.inf
-        self._num_steps, self._sums = 0, Counter[str]()
+        self._num_steps = 0
+        self._sums = Counter[str]()
         self._loss: float | None = None
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Count a step, and say how it goes if it is time to."""
         if event != "step" or "step_s" not in fields:
             return
         self._num_steps += 1
@@ -43,7 +47,8 @@ class OwnProgress:
             return
         self._said_at_s = self._clock()
         self._say(self._line(fields["step"]))
-        self._num_steps, self._sums = 0, Counter()
+        self._num_steps = 0
+        self._sums = Counter()
 
     def _line(self, step: int) -> str:
         step_s = self._sums["step_s"] / self._num_steps

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine and watches them. Computes nothing.
+"""The processes of a run on this machine: they are started here and watched. Computes nothing.
 
 Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves
 no orphans (each child asks the kernel to end it with its parent).
@@ -25,7 +25,7 @@ from xcloud.record.files import ready_file
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
-_LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
+_FINAL_REPORTS_S = 3.0  # how long after a failure the others may take to report their last steps
 _STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
 LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
@@ -40,13 +40,14 @@ LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has w
 
 
 class RunStopped(KeyboardInterrupt):
-    """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1,
+    """The end of a run before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1,
     SIGHUP)."""
 
 
 def start_process(
     command: list[str], environment: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
+    """Start a process that writes to a log and gets no Ctrl+C of its own."""
     with open(log, "ab") as file:
         return subprocess.Popen(
             command,
@@ -59,12 +60,16 @@ def start_process(
 
 
 class LocalRanks:
-    """The worker processes of one run. essential: ranks whose failure fails the run; the others
-    may be lost once they are ready, which the remaining ranks report. None: all ranks.
-    restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
-    error of its own; None: never. lost_after_s: an essential rank that is suspended (SIGSTOP) for
-    so long is ended, whatever the others wait for, and until all have met any rank; None: never.
-    experiment_file: that the ranks read; None: that of the run folder."""
+    """The worker processes of one run.
+
+    essential: ranks whose failure fails the run; the others may be lost once they are ready, which
+        the remaining ranks report. None: all ranks.
+    restart_s: after which all ranks of a cloud that lost one restart, unless that one has an error
+        of its own; None: never.
+    lost_after_s: an essential rank that is suspended (SIGSTOP) for so long is ended, whatever the
+        others wait for, and until all have met any rank; None: never.
+    experiment_file: that the ranks read; None: that of the run folder.
+    """
 
     def __init__(
         self,
@@ -75,17 +80,19 @@ class LocalRanks:
         lost_after_s: float | None = None,
         experiment_file: Path | None = None,
     ) -> None:
-        self.run_dir, self.clouds = run_dir, cloud_of_rank
+        self.run_dir = run_dir
+        self.clouds = cloud_of_rank
         self.experiment_file = experiment_file or run_dir
         self.essential = frozenset(range(len(cloud_of_rank))) if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
-        self._restart_s, self._lost_after_s = restart_s, lost_after_s
+        self._restart_s = restart_s
+        self._lost_after_s = lost_after_s
         self.since_s: dict[object, float] = {}  # when something was first seen, see for_s
         self._suspended: dict[int, float] = {}  # ranks that were given up, after how many seconds
 
     def start(self) -> None:
-        """May be called again once `wait` has raised RunFailed."""
+        """Start all ranks. It may be called again once `wait` has raised RunFailed."""
         was_asked = self.is_asked_to_stop
         if was_asked:
             raise RunStopped
@@ -101,8 +108,9 @@ class LocalRanks:
             self.ask_to_stop()
 
     def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
-        file, parent = str(self.experiment_file), str(os.getpid())
-        command = python_command("xcloud", "worker", file, "--rank", str(rank), "--parent", parent)
+        words = ["worker", str(self.experiment_file)]
+        words += ["--rank", str(rank), "--parent", str(os.getpid())]
+        command = python_command("xcloud", *words)
         environment = {
             **LIBRARY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
@@ -116,7 +124,7 @@ class LocalRanks:
         return start_process(command, environment, self.log(rank))
 
     def ask_to_stop(self) -> None:
-        """All ranks save the step under way and end; those that do not train yet just end."""
+        """Have all ranks save the step under way and end; those that do not train yet just end."""
         self.is_asked_to_stop = True
         for process in self.processes:
             if process.poll() is None:
@@ -124,7 +132,7 @@ class LocalRanks:
 
     @property
     def failed(self) -> dict[int, int]:
-        """Exit codes of the ranks that have failed."""
+        """The exit codes of the ranks that have failed."""
         ended = {rank: process.poll() or 0 for rank, process in enumerate(self.processes)}
         return {r: code for r, code in ended.items() if code not in (0, *_STOPPED_CODES)}
 
@@ -146,13 +154,15 @@ class LocalRanks:
             self.end()
 
     def _is_over(self, has_met: bool) -> bool:
-        """What follows from the conditions of all ranks, the first that applies:
+        """Return whether the run is over. What follows from the conditions of all ranks, the first
+        that
+        applies:
 
         a rank stopped before all met, END_WITHIN_S ago   the run has stopped: those that wait for
                                                           it inside torch hear no signal
         one failed before all met                         the run fails
         one failed that is essential or was not ready     it fails, once the others have reported
-        an essential one runs                             the run goes on; lost clouds begin again
+        an essential one runs                             the run goes on; lost clouds restart
         another one runs, for LATE_S at most              the run goes on
         an essential one stopped                          the run has stopped
         """
@@ -167,7 +177,7 @@ class LocalRanks:
         ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
         if failed.keys() - (ready - self.essential) or (failed and not has_met):
             cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
-            until_s = time.monotonic() + _LAST_WORDS_S * has_met
+            until_s = time.monotonic() + (_FINAL_REPORTS_S if has_met else 0.0)
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
                 time.sleep(POLL_EVERY_S)
             if self.is_asked_to_stop and not own_failures(self.failed):
@@ -184,15 +194,16 @@ class LocalRanks:
         return True
 
     def for_s(self, what: object) -> float:
-        """Seconds since this was asked first."""
+        """Return the seconds since this was asked first."""
         now_s = time.monotonic()
         return now_s - self.since_s.setdefault(what, now_s)
 
     def _end_suspended(self, watched: Iterable[int]) -> None:
-        """A suspended rank would keep others waiting where no link looks for heartbeats: while
-        they join, and in a collective. Until it is ended it has been suspended all along."""
+        """End ranks that have been suspended all along for lost_after_s. They would keep others
+        waiting where no link looks for heartbeats: while they join, and in a collective."""
         for rank in watched:
-            key, process = ("suspended", rank), self.processes[rank]
+            key = ("suspended", rank)
+            process = self.processes[rank]
             if not _is_suspended(process):
                 if process.poll() is None:
                     self.since_s.pop(key, None)
@@ -216,14 +227,15 @@ class LocalRanks:
         self._remove_rendezvous()
 
     def _remove_rendezvous(self) -> None:
-        """Files by which ranks have met: of no use to others, and after a kill still there."""
+        """Delete the files by which ranks have met: of no use to others, and still there after a
+        kill."""
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
 
 
 def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
-    """By SIGSTOP."""
+    """Return whether a process is stopped by SIGSTOP."""
     try:
         return process.poll() is None and psutil.Process(process.pid).status() == "stopped"
     except psutil.Error:

@@ -40,22 +40,36 @@ _DEFAULT_PORT = 29500
 
 
 class StopAsked(Exception):
-    """The ranks of this machine were asked to stop, so torchrun must not start them again."""
+    """The end of ranks that were asked to stop, so that torchrun must not start them again."""
 
 
 class Machines(RendezvousHandler):
-    """Where all machines meet: a store that the first of them serves at --master-addr."""
+    """The rendezvous of all machines: a store that the first of them serves at --master-addr."""
 
-    def __init__(self, host: str, port: int, number: int, num_machines: int, run_id: str,
-                 within_s: float, say: Callable[[str], None]) -> None:  # fmt: skip
-        self._host, self._port = host, port
-        self._number, self._num_machines = number, num_machines
-        self._run_id, self._within_s, self._say = run_id, within_s, say
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        number: int,
+        num_machines: int,
+        run_id: str,
+        within_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._number = number
+        self._num_machines = num_machines
+        self._run_id = run_id
+        self._within_s = within_s
+        self._say = say
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return where the ranks of all machines meet, once every machine has come. Raises
-        StopAsked where torchrun would start ranks again that were asked to stop."""
+        """Return where the ranks of all machines meet, once every machine has come.
+
+        Raises StopAsked where torchrun would start ranks again that were asked to stop.
+        """
         if self._store is None:
             self._store = self._open()
             self._await_all(self._store)
@@ -73,7 +87,7 @@ class Machines(RendezvousHandler):
             waiting = Waiting(f"for {self._host}:{self._port}", self._within_s, self._say)
             while (why := why_unreachable(self._host, self._port)) is not None:
                 waiting.go_on(why, _LOOK_EVERY_S)
-        return store_at(self._host, self._port, self._number == 0, self._within_s)
+        return store_at(self._host, self._port, serves=self._number == 0, within_s=self._within_s)
 
     def _await_all(self, store: TCPStore) -> None:
         store.set(f"machine.{self._number}", "here")
@@ -110,19 +124,25 @@ class Machines(RendezvousHandler):
 
 
 def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
-    host, port = _place(parameters.endpoint)
+    host, port = _host_and_port(parameters.endpoint)
     within_s = float(parameters.config.get("timeout", JOIN_WITHIN_S))
     return Machines(
-        host, port, int(parameters.config["rank"]), parameters.max_nodes,
-        run_id=parameters.run_id, within_s=within_s, say=say,
-    )  # fmt: skip
+        host,
+        port,
+        number=int(parameters.config["rank"]),
+        num_machines=parameters.max_nodes,
+        run_id=parameters.run_id,
+        within_s=within_s,
+        say=say,
+    )
 
 
-def _place(endpoint: str) -> tuple[str, int]:
+def _host_and_port(endpoint: str) -> tuple[str, int]:
     """Return host and port of "host:port", "[::1]:port" or "host"."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or not port.isdigit():
-        host, port = endpoint.strip(), str(_DEFAULT_PORT)
+        host = endpoint.strip()
+        port = str(_DEFAULT_PORT)
     return host.strip("[]"), int(port)
 
 
@@ -142,7 +162,8 @@ def torchrun(words: Sequence[str]) -> int:
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
-    parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
+    parser.prog = "python -m xcloud torchrun"
+    parser.description = torchrun.__doc__
     # Passed on to the ranks, which save and end; torchrun would take SIGHUP back from nohup.
     handled = [one.name for one in signals_to_stop() if one is not signal.SIGUSR1]
     parser.set_defaults(signals_to_handle=",".join(handled))
@@ -158,7 +179,8 @@ def torchrun(words: Sequence[str]) -> int:
     say(f"waiting for all machines at {place}")
     with tempfile.TemporaryDirectory(prefix="xcloud-") as folder:
         os.environ[ENDINGS] = folder
-        code, killed = 0, {}
+        code = 0
+        killed: dict[int, Ending] = {}
         try:
             run(given)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
@@ -190,7 +212,8 @@ def _take_over_rendezvous(given: Any, place: str) -> None:
         rendezvous_handler_registry.register("xcloud", _machines_of)
     conf = f"rank={given.node_rank}"
     given.rdzv_conf = f"{given.rdzv_conf},{conf}" if given.rdzv_conf else conf
-    given.rdzv_backend, given.rdzv_endpoint = "xcloud", place
+    given.rdzv_backend = "xcloud"
+    given.rdzv_endpoint = place
 
 
 def _endings() -> dict[int, Ending]:
@@ -207,14 +230,14 @@ def _endings() -> dict[int, Ending]:
 
 def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
     """Leave word for rank 0 that this machine's ranks come no more."""
-    host, port = _place(place)
+    host, port = _host_and_port(place)
     if why_unreachable(host, port, _TELL_WITHIN_S) is not None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):
         store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)
         for rank, ending in endings.items():
-            told = Ending.STOPPED if code == EXIT_START_AGAIN else ending
-            store.set(ended_key(rank), told.value)
+            reported = Ending.STOPPED if code == EXIT_START_AGAIN else ending
+            store.set(ended_key(rank), reported.value)
 
 
 def _first_line(error: BaseException) -> str:

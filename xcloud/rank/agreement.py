@@ -1,6 +1,6 @@
-"""Before anything else, all ranks meet and compare what they are about to run. A difference ends
-the run in every rank with the same message: the setting, its values, and the ranks and clouds that
-have them. The data are compared later, by fingerprint (`agree_on`, from rank/task_data.py).
+"""All ranks compare, before anything else, what they are about to run. A difference ends the run
+in every rank with the same message: the setting, its values, and the ranks and clouds that have
+them. The data are compared later, by fingerprint (`agree_on`, from rank/task_data.py).
 
 Clouds draw batches, learning rates and dropout from the experiment file alone, so another `seed`
 pairs samples that do not belong together, and another layout hangs the process groups: hence
@@ -63,22 +63,26 @@ _TABLE = TypeAdapter[Any](dict[Literal["setting", "code", "fact", "info", "held"
 
 T = TypeVar("T")
 NameOf = Callable[[int], str]
-"""Of a rank, for messages."""
+"""Returns the name of a rank, for messages."""
 
 Held = Mapping[str, str]
-"""Of a rank's checkpoints a line each, by step."""
+"""A line for each of a rank's checkpoints, by step."""
 
 Newest = Callable[[Mapping[int, Held], NameOf], tuple[int, str]]
-"""By what the ranks hold the step that all go on from, 0 for the start, and a note for the user.
-Raises ConfigError."""
+"""Returns, by what the ranks hold, the step that all go on from (0: the start) and a note for the
+user. Raises ConfigError."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's answer. kind: go = start; stop = the run ends. refused: ranks that end, while the
-    run continues without them. text: the reason or, with `go`, a note for the user; may be empty.
-    from_step: of the checkpoint that all go on from; 0 = from the start. attempt: a number that no
-    other attempt at this run has."""
+    """The answer of rank 0 to all ranks.
+
+    kind: go = start; stop = the run ends.
+    refused: ranks that end, while the run continues without them.
+    text: the reason or, with `go`, a note for the user; may be empty.
+    from_step: of the checkpoint that all go on from; 0 = from the start.
+    attempt: a number that no other attempt at this run has.
+    """
 
     kind: Literal["go", "stop"] = "go"
     refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -87,35 +91,41 @@ class Verdict:
     attempt: Annotated[int, Field(ge=0)] = 0
 
 
-_VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
+_VERDICT = TypeAdapter(Verdict)
+_FACTS = TypeAdapter(_SECTION)
 
 
 def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
-    """On one machine, where ranks begin once."""
-    num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
+    """Return the rendezvous of ranks on one machine, where ranks begin once."""
+    num_ranks = job.cluster.num_processes
+    within_s = job.cluster.liveness.join_within_s
     store = rendezvous_store(run_dir) if num_ranks > 1 else HashStore()
-    return Rendezvous(rank, num_ranks, store, within_s)
+    return Rendezvous(rank, num_ranks, store=store, within_s=within_s)
 
 
 def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: Newest) -> Verdict:
     """Compare with all ranks; where ranks may begin at any time, with those that save, and the
     others with rank 0. Every rank calls it first.
 
-    mine: what this rank runs (table_of). Raises ConfigError in every rank that cannot go
-    on, but in one that is `refused`, which must still join the wiring before it may leave.
+    mine: what this rank runs (table_of).
+    held: its checkpoints.
+
+    Raises ConfigError in every rank that cannot go on, but in one that is `refused`, which must
+    still join the wiring before it may leave.
     """
-    rank, compared = rendezvous.rank, {*range(rendezvous.num_ranks)}
+    rank = rendezvous.rank
+    compared = {*range(rendezvous.num_ranks)}
     if rendezvous.is_open:
         compared = {*job.roster.saving}
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
         rendezvous.write("table", encode_table(mine))
     if rank == 0:
-        told = _Comparison(job, rendezvous, mine, compared - {0}).verdict(newest)
-        told = replace(told, text=_printable(told.text), attempt=time.time_ns())
-        rendezvous.write("verdict", json.dumps(asdict(told)))
+        found = _Comparison(job, rendezvous, mine=mine, peers=compared - {0}).verdict(newest)
+        found = replace(found, text=_printable(found.text), attempt=time.time_ns())
+        rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:
-        own = _Comparison(job, rendezvous, mine, {0}).judge()
+        own = _Comparison(job, rendezvous, mine=mine, peers={0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
     verdict = decode_verdict(rendezvous.read("verdict", 0))
@@ -130,23 +140,28 @@ def agree_on(
     facts: Mapping[str, str],
     left_out: Mapping[int, Collection[str]] = {},
 ) -> Mapping[str, str]:
-    """All ranks must hold the same facts before the first step; every rank calls it. what: a name
-    for them. left_out: by rank, those that it need not have. Returns those of rank 0.
+    """Compare facts that all ranks must share before the first step. Return those of rank 0. Every
+    rank calls it.
+
+    what: a name for them.
+    left_out: by rank, those that it need not have.
 
     Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
     may begin at any time.
     """
     rendezvous.write(what, json.dumps(dict(facts)))
-    theirs, others = facts, range(0 if rendezvous.is_open else rendezvous.num_ranks)
+    theirs = facts
+    others = range(0 if rendezvous.is_open else rendezvous.num_ranks)
     for peer in others[1:] if rendezvous.rank == 0 else [0]:
         theirs = decode_facts(rendezvous.read(what, peer), peer)
-        compare_facts(facts, theirs, peer, left_out.get(max(peer, rendezvous.rank), ()))
+        unneeded = left_out.get(max(peer, rendezvous.rank), ())
+        compare_facts(facts, theirs, peer=peer, left_out=unneeded)
     return facts if rendezvous.rank == 0 else theirs
 
 
 def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None:
-    """Compare what several ranks have built a part of, each from its own copy: what two of them
-    have must be equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
+    """Compare the copies of what several ranks have built a part of: what two of them have must be
+    equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
     what the first rank that has a thing has of it.
 
     facts: digests of base models and public texts, by a name for messages. Raises ConfigError in
@@ -155,8 +170,9 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
     rendezvous.write("shared", json.dumps(dict(facts)))
     if rendezvous.rank != 0:
         first = decode_facts(rendezvous.read("what is shared", 0), 0)
-        return _compare_shared(facts, first, "another rank")
-    first, odd = dict(facts), dict[int, dict[str, str]]()
+        return _compare_shared(facts, first, whose="another rank")
+    first = dict(facts)
+    odd = dict[int, dict[str, str]]()
     for peer in range(1, rendezvous.num_ranks):
         theirs = decode_facts(rendezvous.read("shared", peer), peer)
         if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
@@ -164,7 +180,7 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
         first = {**theirs, **first}
     rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
-        _compare_shared(first, theirs, f"rank {peer}")
+        _compare_shared(first, theirs, whose=f"rank {peer}")
 
 
 def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:
@@ -187,11 +203,15 @@ def decode_facts(text: str, peer: int) -> dict[str, str]:
 def compare_facts(
     mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
 ) -> None:
-    """left_out: names that one of the two need not have."""
+    """Raise ConfigError, naming the fact, unless two ranks hold the same facts.
+
+    left_out: names that one of the two need not have.
+    """
     for name in sorted(mine.keys() | theirs.keys()):
         if (name not in mine or name not in theirs) and name in left_out:
             continue
-        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        here = mine.get(name, "nothing")
+        there = theirs.get(name, "nothing")
         if here != there:
             raise ConfigError(
                 f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
@@ -201,12 +221,14 @@ def compare_facts(
 
 
 class _Comparison:
-    """Of what this rank runs with what `peers` run, of which rank 0 is one if it is not this."""
+    """A comparison of what this rank runs with what `peers` run, of which rank 0 is one if it is
+    not this."""
 
     def __init__(
         self, job: Job, rendezvous: Rendezvous, mine: Table, peers: Iterable[int]
     ) -> None:
-        self._job, self._name_of = job, partial(rank_name, job)
+        self._job = job
+        self._name_of = partial(rank_name, job)
         self._tables: dict[int, Table] = {rendezvous.rank: mine}
         self._unread: dict[int, str] = {}
         for peer in sorted(peers):
@@ -219,8 +241,8 @@ class _Comparison:
                 self._unread[peer] = str(error)  # the other ranks must be told too
 
     def verdict(self, newest: Newest) -> Verdict:
-        """All but the refused ranks begin, or go on from the newest checkpoint that all of them
-        hold."""
+        """Return the answer to all ranks: those that are not refused begin, or go on from the
+        newest checkpoint that all of them hold."""
         found = self.judge()
         held = {r: t.get("held", {}) for r, t in self._tables.items() if r not in found.refused}
         if found.kind == "stop" or not any(held.values()):
@@ -232,13 +254,15 @@ class _Comparison:
         return replace(found, text="; ".join(filter(None, (found.text, note))), from_step=step)
 
     def judge(self) -> Verdict:
+        """Return the answer as far as settings, code and facts decide it."""
         differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
         bad = {*self._unread}.union(*(r for keys in differing.values() for r in keys.values()))
         if not bad:
             torches = self._values("info", "torch", self._differing("info").get("torch", []))
             return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
 
-        said, files = list(self._unread.values()), differing.pop("code")
+        said = list(self._unread.values())
+        files = differing.pop("code")
         shown = [(section, key) for section, keys in differing.items() for key in sorted(keys)]
         for section, key in shown[:_MAX_SHOWN]:
             said.append(f"{key} is {self._values(section, key, differing[section][key])}")
@@ -261,22 +285,22 @@ class _Comparison:
         # A rank with another layout cannot even join the process groups.
         fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
         refused = self._job.refused_with(frozenset(bad)) if fits else ()
-        return Verdict("go" if refused else "stop", tuple(sorted(refused)), text)
+        return Verdict("go" if refused else "stop", refused=tuple(sorted(refused)), text=text)
 
     def _differing(self, section: str) -> dict[str, list[int]]:
-        """Ranks that have something else there than rank 0, by key."""
+        """Return the ranks that have something else in a section than rank 0, by key."""
         found: dict[str, list[int]] = {}
         first = self._tables[0].get(section, {})
         for rank, table in self._tables.items():
             theirs = table.get(section, {})
             for key in first.keys() | theirs.keys():
-                values = first.get(key), theirs.get(key)
+                values = (first.get(key), theirs.get(key))
                 if values[0] != values[1] and PATH not in values:
                     found.setdefault(key, []).append(rank)
         return found
 
     def _values(self, section: str, key: str, ranks: Sequence[int]) -> str:
-        """'1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
+        """Return '1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
         holders: dict[str, list[int]] = {}
         for rank in (0, *ranks) if ranks else ():
             value = self._tables[rank].get(section, {}).get(key, "not set")
@@ -289,14 +313,17 @@ class _Comparison:
 
 
 def rank_name(job: Job, rank: int) -> str:
+    """Return the name of a rank for messages, with its cloud."""
     if rank >= job.cluster.num_ranks:  # this rank's file knows fewer
         return f"rank {rank}"
     return f"rank {rank} (cloud {job.cluster.placement(rank).cloud})"
 
 
 def encode_table(table: Table) -> str:
-    """JSON. Raises ConfigError for an experiment that is too large to compare."""
-    text, num_lines = json.dumps(table), sum(map(len, table.values()))
+    """Return a table as JSON. Raises ConfigError for an experiment that is too large to
+    compare."""
+    text = json.dumps(table)
+    num_lines = sum(map(len, table.values()))
     if len(text) > MAX_BYTES or num_lines > _MAX_LINES:
         raise ConfigError(
             f"this experiment has {num_lines} settings and files in {len(text):,} bytes, too "
@@ -307,7 +334,8 @@ def encode_table(table: Table) -> str:
 
 
 def decode_table(text: str, sender: str) -> Table:
-    """Raises FrameError for anything but what encode_table makes."""
+    """Return the table that `sender` sent. Raises FrameError for anything but what encode_table
+    makes."""
     return _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
 
 

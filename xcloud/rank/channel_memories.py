@@ -1,4 +1,5 @@
-"""What the channels of stage boundaries remember of samples, where an update may be skipped."""
+"""The memories that channels of stage boundaries have of samples, where an update may be
+skipped."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ class Settled(Protocol):
 
 @dataclass(frozen=True)
 class ChannelMemories(Hook):
-    """Tells this rank's channels whether the update was made. An exploding gradient that all ranks
-    skip would else stay in a residual or a delta cache until its sample's next visit."""
+    """A part that tells this rank's channels whether the update was made. An exploding gradient
+    that all ranks skip would else stay in a residual or a delta cache until its sample's next
+    visit."""
 
     channels: Collection[Settled]
 

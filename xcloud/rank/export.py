@@ -25,7 +25,10 @@ from xcloud.contracts.model import Stage, TaskData
 def export_stage(
     run_dir: Path, stage: int, module: Stage, tensors: dict[str, Tensor], data: TaskData
 ) -> Path:
-    """Write a stage's weights and the tokenizers of this side. tensors: what it exports, whole."""
+    """Write a stage's weights and the tokenizers of this side. Return the file of the weights.
+
+    tensors: what the stage exports, whole.
+    """
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
 
     def write(folder: Path) -> None:
@@ -45,8 +48,10 @@ def export_stage(
 
 
 def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gathered, one at a time, on the CPU; of a sharded stage every rank calls it. keep: whether
-    this rank wants them."""
+    """Return tensors whole, on the CPU. Of a sharded stage every rank calls it.
+
+    keep: whether this rank wants them; else it returns none.
+    """
     found = {}
     for name, tensor in tensors.items():
         gather = getattr(tensor, "full_tensor", None)
@@ -58,8 +63,8 @@ def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def exporting(run_dir: Path) -> Iterator[None]:
-    """Unlike a lost log, a model that cannot be written fails the run: raises RunFailed, naming
-    the disk."""
+    """Raise RunFailed, naming the disk, for a model that cannot be written: unlike a lost log, it
+    fails the run."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,6 @@
-"""What one rank reports of itself after the last update: the memory that its training took, and of
-what; one of the last steps, span by span and message by message. Rank 0 says which;
-record/timeline.py merges what they report. Where it computes on a GPU: the clock of its
-steps.
+"""The reports of one rank after the last update: the memory that its training took, by kind, and
+one of the last steps, span by span and message by message. Rank 0 chooses the step;
+record/timeline.py merges what the ranks report. Also the clock of steps on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 
 @dataclass(frozen=True)
 class TypicalStep(Hook):
-    """Reports one of the last steps. control: None where there is one rank."""
+    """A part that reports one of the last steps.
+
+    control: None where there is one rank.
+    """
 
     clock: StepClock
     control: Control | None
@@ -45,7 +47,8 @@ class TypicalStep(Hook):
     def finish(self) -> None:
         """Send the "timeline" events of the step that rank 0 chooses by its own clock, as a step
         ends in all ranks together. Every rank has recorded it."""
-        steps, messages = self.clock.recorded, self.clock.messages
+        steps = self.clock.recorded
+        messages = self.clock.messages
         if not steps or messages is None:  # the last step was made before the run was resumed
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
@@ -59,15 +62,15 @@ class TypicalStep(Hook):
 
 
 def most_typical(steps: Sequence[int], step_s: Sequence[float]) -> int:
-    """Index of the step nearest to the median time, the latest of equals. Step 1, which warms
-    every cache, only if there is no other."""
+    """Return the index of the step nearest to the median time, the latest of equals. Step 1, which
+    warms every cache, only if there is no other."""
     candidates = [i for i, step in enumerate(steps) if step > 1] or [0]
     median = statistics.median(step_s[i] for i in candidates)
     return min(reversed(candidates), key=lambda i: abs(step_s[i] - median))
 
 
 def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[str, Any]]:
-    """The fields of one rank's "timeline" events; long lists are split over several events.
+    """Return the fields of one rank's "timeline" events; long lists are split over several events.
 
     Times are whole microseconds since `started_us`, by this machine's monotonic clock;
     `machine` identifies who shares it, `unix_us` is the wall-clock time at its zero.
@@ -113,7 +116,8 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
 
 
 def _belongs(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
-    """Reports belong to no step but occupy the line; include those from just before the step."""
+    """Return whether a message belongs to a step. Reports belong to none but occupy the line:
+    those from just before the step are included."""
     if key.kind is not Kind.REPORT:
         return key.step == step.step
     step_s = step.ended_at_s - step.started_at_s
@@ -121,7 +125,8 @@ def _belongs(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
 
 
 class MemoryMeter:
-    """`first_step` goes around every step; `describe` says in bytes:
+    """A meter of the memory of one rank. `first_step` goes around every step; `describe` returns
+    bytes:
 
     peak: most resident memory of the process since the first step began, libraries and network
         buffers included; where the system cannot forget an earlier peak (no Linux, or not
@@ -143,13 +148,13 @@ class MemoryMeter:
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """The first time peaks begin anew and activations are counted; later, nothing."""
+        """Reset the peaks and count activations, the first time that it is entered."""
         if not self._is_first:
             yield
             return
         self._is_first = False
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (Linux)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak (Linux)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         with self._activations:
@@ -171,8 +176,11 @@ class MemoryMeter:
 
 
 class MemoryReport(Hook):
-    """Reports the memory of a pipeline's rank. queued: messages that wait to be sent or read.
-    bytes_to_copy: returns what a checkpoint copies; None: none are made."""
+    """A part that reports the memory of a pipeline's rank.
+
+    queued: messages that wait to be sent or read.
+    bytes_to_copy: returns what a checkpoint copies; None: none are made.
+    """
 
     def __init__(
         self,
@@ -204,11 +212,12 @@ class MemoryReport(Hook):
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """While it is entered, counts what autograd keeps for the backward: num_bytes now, peak_bytes
-    at most. Parameters are left out, and what several tensors share is counted once."""
+    """A count of what autograd keeps for the backward while this is entered: num_bytes now,
+    peak_bytes at most. Parameters are left out, and what several tensors share is counted once."""
 
     def __init__(self) -> None:
-        self.peak_bytes = self.num_bytes = 0
+        self.num_bytes = 0
+        self.peak_bytes = 0
         self._kept: Counter[int] = Counter()  # tensors in each memory block, by its address
         self._lock = threading.Lock()  # a GPU's backward lets go in a thread of its own
         super().__init__(self._keep, lambda kept: getattr(kept, "tensor", kept))
@@ -233,7 +242,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 @dataclass(eq=False)
 class _Kept:
-    """A tensor that autograd keeps, and what tells that it is let go."""
+    """A tensor that autograd keeps, which tells its owner when it is let go."""
 
     tensor: Tensor
     owner: SavedTensors
@@ -245,12 +254,12 @@ class _Kept:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of tensors dealt over ranks what this one holds."""
+    """Return the bytes of tensors; of those dealt over ranks what this one holds."""
     return sum(part.numel() * part.element_size() for part in map(local_part, tensors))
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Of what they keep of each parameter."""
+    """Return the bytes that optimizers keep of each parameter."""
     kept = (value for o in optimizers for state in o.state.values() for value in state.values())
     return bytes_of(value for value in kept if isinstance(value, Tensor))
 
@@ -279,7 +288,8 @@ class GpuClock(StepClock):
         self, device: torch.device, record_from: int | None = None, slowdown: float = 1.0
     ) -> None:
         super().__init__(record_from, slowdown)
-        self._device, self._began_at_s = device, 0.0
+        self._device = device
+        self._began_at_s = 0.0
         self._began: Any = None  # the event at the beginning of the step; None: host times
         self._unread: list[Span] = []
 
@@ -294,9 +304,11 @@ class GpuClock(StepClock):
         return step_s
 
     def settle(self) -> None:
-        """In seconds of the host's clock. Waits for the device."""
+        """Count the spans of the last step, in seconds of the host's clock. Waits for the
+        device."""
         torch.cuda.synchronize(self._device)
-        spans, self._unread = self._unread, []
+        spans = self._unread
+        self._unread = []
         for what, start, end, place in spans:
             super().count(Span(what, self._s(start), self._s(end), place))
 
@@ -315,7 +327,7 @@ class GpuClock(StepClock):
 
 
 def _event() -> Any:
-    """On the current stream: when all work given to it before is done."""
+    """Return an event of the current stream: when all work given to it before is done."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

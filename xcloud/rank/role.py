@@ -41,16 +41,18 @@ class Restored(Protocol):
 
 @dataclass(frozen=True)
 class RankContext(Generic[JobT]):
-    """What a rank has whatever it does.
+    """The things that every rank has, whatever its role.
 
     reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
     on_report: rank 0 writes other ranks' reports with it, as they come.
-    settings: as all ranks have compared them. verdict: of that comparison, with the checkpoint to
-    go on from. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
-    others. restored: gives a rank its state back that has no list of features (train/parts.py).
+    settings: as all ranks have compared them.
+    verdict: of that comparison, with the checkpoint to go on from.
+    asked: whether the run is to end early.
+    transport: joins this rank to the others.
+    restored: gives a rank its state back that has no list of features (train/parts.py).
+    is_resumed: there was an earlier attempt, which may have left no checkpoint.
     roll_back: this cloud's user lets agreed checkpoints go that are later than the one that all
-    ranks go on from.
+        ranks go on from.
     """
 
     job: JobT
@@ -72,20 +74,22 @@ class RankContext(Generic[JobT]):
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
-    """Whether any of these is of the same cloud as `rank`, whose ranks wait for each other, or one
-    without which the run cannot go on."""
+    """Return whether `rank` cannot go on without any of these: one of its own cloud, whose ranks
+    wait for each other, or one without which the run cannot go on."""
     essential = job.roster.saving if job.roster.is_elastic else job.roster.essential
     mates = job.cluster.ranks_in(job.cluster.cloud_of(rank))
     return bool(lost & essential.union(mates))
 
 
 class Role(ABC, Generic[JobT]):
-    """What one rank does. Built in all ranks at the same time: that joins them (process groups,
-    links). Then the shell calls `run`, and `close` if it came to its end.
+    """The role of one rank. It is built in all ranks at the same time: that joins them (process
+    groups, links). Then `run` is called, and `close` if it came to its end.
 
-    records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it. control: None where there is one rank. lives: heartbeats of the other
-    ranks, by rank. is_stopped: the run has ended early, as it was asked to.
+    records: of each link to another cloud.
+    received: by rank of the sender, where its own record may be lost with it.
+    control: None where there is one rank.
+    lives: heartbeats of the other ranks, by rank.
+    is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
@@ -95,7 +99,9 @@ class Role(ABC, Generic[JobT]):
     is_stopped = False
 
     def __init__(self, context: RankContext[JobT]) -> None:
-        self.context, self.job, self.rank = context, context.job, context.rank
+        self.context = context
+        self.job = context.job
+        self.rank = context.rank
         self.reporter = context.reporter
 
     def report(self, lines: bytes) -> None:
@@ -104,18 +110,19 @@ class Role(ABC, Generic[JobT]):
         self.control.report(lines)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """Whether this rank cannot go on without any of these, which have ended or are silent."""
+        """Return whether this rank cannot go on without any of these, which have ended or are
+        silent."""
         return is_needed(self.job, self.rank, lost)
 
     @abstractmethod
     def run(self) -> None:
-        """From a rank that is joined to the others to the export and evaluation of its part."""
+        """Run the role, from full connection to the export and evaluation of its part."""
 
     def alive(self) -> AbstractContextManager[object]:
-        """While the block lasts the other ranks are sent heartbeats."""
+        """Send the other ranks heartbeats while the block lasts."""
         if self.control is None:
             return nullcontext()
         return heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
 
     def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye."""
+        """Deliver everything, and wait until every peer has closed its links."""

@@ -18,9 +18,11 @@ UNREAD = "the task's settings and sizes"
 
 
 def load_or_be_told(job: Experiment, rendezvous: Rendezvous, own: Task | None = None) -> TaskData:
-    """Load as `load` does, where some ranks may read no field. own: its `task`.
+    """Load the data as `load` does, or take their sizes from rank 0 in a rank that reads no field.
 
-    Raises FrameError too, for no sizes.
+    own: its `task`.
+
+    Raises FrameError too, where rank 0 sends no sizes.
     """
     task = job.task
     unseeing = [rank for rank in range(job.cluster.num_ranks) if not job.fields_of(rank)]
@@ -32,18 +34,18 @@ def load_or_be_told(job: Experiment, rendezvous: Rendezvous, own: Task | None = 
         return load(
             job,
             rendezvous,
-            lambda data: {UNREAD: _unread(job, data).fingerprint()},
-            left_out,
+            more=lambda data: {UNREAD: _unread(job, data).fingerprint()},
+            left_out=left_out,
             task=own,
         )
-    theirs = agree_on("data", rendezvous, {}, left_out)
+    theirs = agree_on("data", rendezvous, facts={}, left_out=left_out)
     data = _with_sizes(task, _sizes_in(theirs)).load(frozenset(), job.seed)
-    compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
+    compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, peer=0)
     return data
 
 
 def _unread(job: Experiment, data: TaskData) -> TaskData:
-    """What a rank that reads nothing has of the same data."""
+    """Return what a rank that reads nothing has of the same data."""
     sizes = {split: data.num_samples(split) for split in SPLITS}
     return _with_sizes(job.task, sizes).load(frozenset(), job.seed)
 

@@ -1,6 +1,6 @@
-"""What one rank does with the task's data: load what its cloud may see, check that all clouds have
-the same, give models what they need of it to build a stage, and score a split through the
-pipeline, and so through the compressed link.
+"""The task's data in one rank: it loads what its cloud may see, checks that all clouds have the
+same, gives models what they need of it to build a stage, and scores a split through the pipeline,
+and so through the compressed link.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load(
 ) -> TaskData:
     """Load exactly the fields that this rank's stages read.
 
-    more: further facts that the ranks compare.
+    more: returns further facts that the ranks compare.
     left_out: see agree_on.
     task: in place of the experiment's, with what this run keeps of its own.
 
@@ -74,15 +74,17 @@ def load(
             defence.check_labels("tokens", 1)
     # Sizes are compared first: they say more than a digest.
     facts = {SAMPLES[split]: str(data.num_samples(split)) for split in SPLITS}
-    agree_on("data", rendezvous, {**facts, DATA: data.fingerprint(), **more(data)}, left_out)
+    facts = {**facts, DATA: data.fingerprint(), **more(data)}
+    agree_on("data", rendezvous, facts=facts, left_out=left_out)
     return data
 
 
 def note_data(context: RankContext[Experiment], data: TaskData) -> None:
     """Say which data these are and what of them did not fit. What a cloud's texts are like is
     nobody else's matter: only rank 0 reports it, others write it to their own log."""
-    job, rank, reporter = context.job, context.rank, context.reporter
-    if rank != 0:
+    job = context.job
+    reporter = context.reporter
+    if context.rank != 0:
         say(data.describe())
         for text, *_ in _cuts_in_words(data.num_cut):
             log.warning(text)
@@ -120,7 +122,7 @@ def shown_digest(job: Experiment, data: TaskData) -> str:
 
 
 def is_held(job: Experiment) -> bool:
-    """Whether the job, or the policy of this cloud, keeps a field in some clouds."""
+    """Return whether the job, or the policy of this cloud, keeps a field in some clouds."""
     return bool(job.security.holders or this_clouds_policy().holders)
 
 
@@ -131,7 +133,10 @@ def context_of(
     report: Callable[[str], None],
     group: RankGroup = RankGroup.alone(),  # noqa: B008
 ) -> BuildContext:
-    """For the stages of a rank. group: the ranks that hold the same stage."""
+    """Return what the stages of a rank are built with.
+
+    group: the ranks that hold the same stage.
+    """
     return BuildContext(
         seed=job.seed,
         device=device,
@@ -148,14 +153,15 @@ def context_of(
 
 
 def _spread(data: TaskData, count: int) -> Batch:
-    """So many training samples from all over the file, which may be sorted."""
+    """Return `count` training samples from all over the file, which may be sorted."""
     num_samples = data.num_samples("train")
     ids = torch.arange(0, num_samples, max(1, num_samples // count))[:count]
     return data.batch("train", ids)
 
 
 def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
-    """Before anything is computed: a task that reads more than it was asked for is refused."""
+    """Raise DataError, before anything is computed, for a task that reads more than it was asked
+    for."""
     if data.num_samples("train"):
         extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
         if extra:
@@ -168,9 +174,14 @@ def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
 
 @dataclass(eq=False)
 class Evaluator(Hook):
-    """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
-    leader reports the scores to rank 0. What it says of single samples it writes only to its own
-    run folder: a few as text, of the test set all (write_scores). meet: waits for all ranks."""
+    """A part that scores a split through the pipeline of replica 0.
+
+    All ranks take part; the last stage's leader reports the scores to rank 0. What it says of
+    single samples it writes only to its own run folder: a few as text, of the test set all
+    (write_scores).
+
+    meet: waits for all ranks.
+    """
 
     context: RankContext[Experiment]
     pipeline: Pipeline
@@ -185,15 +196,17 @@ class Evaluator(Hook):
                 self.evaluate("dev", step)
 
     def evaluate(self, split: Split, step: int) -> None:
-        """Every rank calls it, and returns once all are done: else the next step would wait for
-        another cloud's decoding."""
+        """Score a split. Every rank calls it, and returns once all are done: else the next step
+        would wait for another cloud's decoding."""
         if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
             self._score(split, step)
         self.meet()
 
     def _score(self, split: Split, step: int) -> None:
         started = time.perf_counter()
-        data, pipeline, settings = self.data, self.pipeline, self.context.job.training
+        data = self.data
+        pipeline = self.pipeline
+        settings = self.context.job.training
         count = data.num_samples(split)
         if settings.eval_samples is not None:
             count = min(count, settings.eval_samples)
@@ -214,14 +227,22 @@ class Evaluator(Hook):
             scores = data.score(split, predictions)
             self._write_samples(split, step, scores)
             reporter = self.context.reporter
-            report_scores(reporter, split, step, scores, data.signature(), started)
+            report_scores(
+                reporter,
+                split,
+                step,
+                scores=scores,
+                signature=data.signature(),
+                started_s=started,
+            )
 
     def _write_samples(self, split: Split, step: int, scores: Scores) -> None:
         """Write what is said of single samples, and whether a tracker may have it: texts of public
         corpora that no rule keeps in a cloud, and figures without texts."""
-        job, reporter, run_dir = self.context.job, self.context.reporter, self.context.run_dir
-        held = is_held(job)
-        may_show = job.has_public_texts and not held
+        reporter = self.context.reporter
+        run_dir = self.context.run_dir
+        held = is_held(self.context.job)
+        may_show = self.context.job.has_public_texts and not held
         with reporter.may_lose(SAMPLES_FILE):
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
             samples = self.data.sample_outputs(split, scores, 5)
@@ -240,7 +261,10 @@ def report_scores(
     signature: Mapping[str, str],
     started_s: float,
 ) -> None:
-    """started_s: of time.perf_counter, when the evaluation began."""
+    """Report the scores of a split to rank 0.
+
+    started_s: of time.perf_counter, when the evaluation began.
+    """
     reporter.event(
         "quality",
         now=True,
@@ -271,7 +295,8 @@ def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
 def token_pads(job: Experiment, data: TaskData, stages: Collection[int]) -> dict[str, int]:
     """Return the padding id of each field of tokens that one of these stages is the first to read,
     so that every token of a batch is counted once over the ranks."""
-    num_stages, pads = job.cluster.num_stages, {}
+    num_stages = job.cluster.num_stages
+    pads = {}
     for name, vocabulary in data.vocabularies.items():
         reads = (
             stage for stage in range(num_stages) if name in job.model.fields(stage, num_stages)
@@ -282,7 +307,8 @@ def token_pads(job: Experiment, data: TaskData, stages: Collection[int]) -> dict
 
 
 def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[int, list[int]]:
-    """Predictions of all ranks of a stage, as one flat integer tensor from each (no pickle)."""
+    """Return the predictions of all ranks of a stage, which each sends as a flat integer
+    tensor."""
     flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
     sizes = group.gather(torch.tensor([len(flat)]))
     padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.int64)
@@ -290,7 +316,8 @@ def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[
     everyone = group.gather(padded)
     predictions: dict[int, list[int]] = {}
     for length, numbers in zip(sizes, everyone, strict=True):
-        values, at = numbers[: int(length)].tolist(), 0
+        values = numbers[: int(length)].tolist()
+        at = 0
         while at < len(values):
             until = at + 2 + values[at + 1]
             predictions[values[at]] = values[at + 2 : until]
