@@ -104,5 +104,6 @@ def nothing() -> None:
     """For configs: what may be left out is (plan=none, security/meter=none)."""
 
 
-def between(least: int, most: int) -> Any:
-    return Annotated[int, Field(ge=least, le=most)]
+def between(minimum: int, maximum: int) -> Any:
+    """Return the annotation of a whole number within bounds, both included."""
+    return Annotated[int, Field(ge=minimum, le=maximum)]

@@ -21,20 +21,26 @@ _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
 def quoted(value: object) -> str:
     """Return a value of foreign data for a message: its repr, cut to MAX_QUOTED characters."""
     text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"
+    return _cut(text, MAX_QUOTED)
 
 
 def listed(names: Iterable[object]) -> str:
     """Return names of foreign data for a message, "none" for none: each cut to MAX_QUOTED / 2
     characters, all of them to three times MAX_QUOTED."""
-    texts = map(str, names)
-    half = MAX_QUOTED // 2
-    most = 3 * MAX_QUOTED
-    text = ", ".join(text if len(text) <= half else f"{text[:half]}…" for text in texts)
-    return (text if len(text) <= most else f"{text[:most]}…") or "none"
+    each = [_cut(str(name), MAX_QUOTED // 2) for name in names]
+    return _cut(", ".join(each), 3 * MAX_QUOTED) or "none"
+
+
+def _cut(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[:max_length]}…"
 
 
 def worded(error: ValidationError, cls: type, path: str) -> Exception:
+    """Return the error to raise for settings that do not fit their annotations: which key, what it
+    takes and what came.
+
+    path: the key of these settings in a config.
+    """
     first = error.errors()[0]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, Exception):  # of __post_init__
@@ -120,26 +126,38 @@ def _one(annotation: Any) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _length(least: int | None, most: int | None) -> str:
-    if least is None and most is None:
+def _length(minimum: int | None, maximum: int | None) -> str:
+    if minimum is None and maximum is None:
         return ""
-    return f" of {least if most == least else f'{least or 0}..{most}' if most else f'{least}+'},"
+    if minimum == maximum:
+        return f" of {minimum},"
+    if maximum:
+        return f" of {minimum or 0}..{maximum},"
+    return f" of {minimum}+,"
 
 
-def _whole(least: int | None, most: int | None) -> str:
-    if least is not None and most is not None:
-        return f"{least}..{most}"
-    return "a whole number" + (f" >= {least}" if least is not None else "")
+def _whole(minimum: int | None, maximum: int | None) -> str:
+    if minimum is None:
+        return "a whole number"
+    if maximum is None:
+        return f"a whole number >= {minimum}"
+    return f"{minimum}..{maximum}"
 
 
-def _number(above: float | None, least: float | None, most: float | None) -> str:
-    if above is None and least is None and most is None:
+def _number(above: float | None, minimum: float | None, maximum: float | None) -> str:
+    if above is None and minimum is None and maximum is None:
         return "a number"
-    low = f"({above:g}" if above is not None else f"[{least:g}" if least is not None else "(-inf"
-    return f"a number in {low}, {f'{most:g}]' if most is not None else 'inf)'}"
+    low = "(-inf"
+    if above is not None:
+        low = f"({above:g}"
+    elif minimum is not None:
+        low = f"[{minimum:g}"
+    high = "inf)" if maximum is None else f"{maximum:g}]"
+    return f"a number in {low}, {high}"
 
 
 def meant(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message that names the nearest of the known names, if one is near."""
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
