@@ -54,7 +54,7 @@ what arrived builds one of its own."""
 class _Roster(Protocol):
     @property
     def is_elastic(self) -> bool:
-        """Whether clouds may be late, leave and come back."""
+        """True where clouds may be late, leave and come back."""
 
 
 class WiredJob(Protocol):
@@ -111,21 +111,23 @@ class Wiring(StatefulTree):
         return {MEMORY: self.boundaries.channels}
 
     def start_failure_detection(self) -> None:
-        """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
-        links are emulated, which hold messages back, or where clouds may leave and come back."""
+        """Count a rank as lost from now on after lost_after_s of silence, in a step too. Does
+        nothing where links are emulated, which hold messages back, or where clouds may leave and
+        come back."""
         if not self.is_elastic and not self.ends.is_emulated:
             for life in self.ends.lives.values():
                 life.beats = True
 
     def meet(self) -> None:
-        """See Control.meet; where clouds may leave, of the first cloud."""
+        """Block until all ranks are here; where clouds may leave, those of the first cloud. See
+        Control.meet."""
         layout = self.ends.layout
         ranks = layout.ranks_in(layout.cloud_of(0)) if self.is_elastic else range(layout.num_ranks)
         if self.control is not None and self.ends.rank in ranks:
             self.control.meet(ranks)
 
     def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""
+        """Deliver everything, and wait for every peer to close, as long as it sends heartbeats."""
         self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 

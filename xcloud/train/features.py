@@ -267,7 +267,7 @@ class Features:
 
     @property
     def is_directed(self) -> bool:
-        """Whether rank 0's control signal reaches, in every step, all ranks that save."""
+        """True where rank 0's control signal reaches, in every step, all ranks that save."""
         job = self.job
         return job.cluster.num_replicas == 1 or (
             job.roster.is_elastic and self.rank in job.roster.saving
