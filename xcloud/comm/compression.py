@@ -102,7 +102,7 @@ def check_memory(compressor: Compressor, memory: Memory, direction: str) -> None
 
 @settings("compression")
 class Compression(CompressionPlan):
-    """What compresses each direction of every boundary. A channel works on copies.
+    """The compressors of each direction of every boundary. A channel works on copies.
 
     forward: compressor of activations.
     backward: compressor of their gradients.

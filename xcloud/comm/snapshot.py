@@ -17,7 +17,7 @@ _PIECE_PAGES = 4096  # touched before looking whether to stop
 
 
 def bytes_to_copy(take: Callable[[], object]) -> int:
-    """Of host memory that the snapshot `take` needs in a `SnapshotBuffer`. Nothing is copied."""
+    """Return the bytes that the snapshot `take` needs in a `SnapshotBuffer`. Nothing is copied."""
     num_bytes = 0
 
     def count(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -41,7 +41,7 @@ class SnapshotBuffer:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Within, `copy_of` copies into this memory, over the snapshot before."""
+        """Let `copy_of` copy into this memory inside the block, over the snapshot before."""
         self._used = 0
         with copying(self._copy):
             yield

@@ -127,7 +127,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildPlace:
-    """Where a rank builds what it holds.
+    """The place where a rank builds what it holds.
 
     group_rank: index among the ranks that hold the same; the first fills the cache. barrier: waits
     for the other ones. report: one line of progress for the user.
@@ -196,8 +196,8 @@ Answers = Literal["sample", "span"]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a split. values: by name, the main one first. errors: the standard error of each, over
-    samples. samples: by id, figures and texts of each for `scores.jsonl`."""
+    """The scores of a split. values: by name, the main one first. errors: the standard error of
+    each, over samples. samples: by id, figures and texts of each for `scores.jsonl`."""
 
     values: Mapping[str, float]
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class TaskData(Protocol):
 
     @property
     def num_cut(self) -> NumCut:
-        """What did not fit, of visible fields. What does not occur is not in it."""
+        """The numbers of what did not fit, of visible fields. What does not occur is not in it."""
 
     @property
     def head(self) -> Head | None:

@@ -22,7 +22,7 @@ def _nothing(summary: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class FeatureFigure:
-    """What a feature adds to the figures of a run.
+    """A figure that a feature adds to those of a run.
 
     kinds: names of its events.
     in_summary: make its part of the summary of all its events; called where there are any.

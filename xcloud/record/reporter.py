@@ -216,7 +216,7 @@ class Reporter:
 
     @property
     def may_tell_of_texts(self) -> bool:
-        """Whether rank 0 is told what this cloud's own files and texts are like."""
+        """True if rank 0 is told what this cloud's own files and texts are like."""
         return not self._is_abroad
 
     def remark(self, text: str) -> None:
