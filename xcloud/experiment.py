@@ -91,7 +91,8 @@ class Experiment(PipelineJob):
 
     @property
     def labels(self) -> Labels:
-        security, strategy = self.security, ""
+        security = self.security
+        strategy = ""
         if self.strategy.averaging is not None:
             strategy = self.strategy.label
         in_force = self._compression_in_force
@@ -117,14 +118,19 @@ class Experiment(PipelineJob):
         if security.meter is not None and not self.cluster.crosses_clouds:
             described.append("leak meter: off (one cloud)")
         return Labels(
-            " ".join(filter(None, (strategy, in_force))), in_force, self.schedule.label,
-            described, strategy, (defences if acts else "off") if defences else "none",
-        )  # fmt: skip
+            variant=" ".join(filter(None, (strategy, in_force))),
+            compression=in_force,
+            schedule=self.schedule.label,
+            described=described,
+            strategy=strategy,
+            defences=(defences if acts else "off") if defences else "none",
+        )
 
     @property
     def _compression_in_force(self) -> str:
         """Of boundaries that leave a cloud, else of what replicas average."""
-        layout, compression = self.cluster, self.compression
+        layout = self.cluster
+        compression = self.compression
         if not layout.crosses_clouds:
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
@@ -140,7 +146,9 @@ class Experiment(PipelineJob):
     def roster(self) -> Roster:
         """Where clouds may leave and come back the first one, which merges for all, saves. Only
         who holds the end of a pipeline knows how good it is."""
-        everyone, layout, traits = super().roster.essential, self.cluster, self.strategy.traits
+        everyone = super().roster.essential
+        layout = self.cluster
+        traits = self.strategy.traits
         leads = [ranks[0] for ranks in layout.replicas_of(layout.num_stages - 1)]
         may_report = {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
         is_elastic = traits.is_elastic and layout.num_replicas > 1
@@ -148,9 +156,12 @@ class Experiment(PipelineJob):
         saving = first if is_elastic else everyone
         averaging = self.strategy.averaging
         return Roster(
-            saving if traits.may_leave else everyone, saving, may_report, is_elastic,
-            None if averaging is None else averaging.restart_s,
-        )  # fmt: skip
+            essential=saving if traits.may_leave else everyone,
+            saving=saving,
+            may_report=may_report,
+            is_elastic=is_elastic,
+            restart_s=None if averaging is None else averaging.restart_s,
+        )
 
     @property
     def has_public_texts(self) -> bool:
@@ -164,7 +175,8 @@ class Experiment(PipelineJob):
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
         model cannot have."""
-        asked, given = getattr(self.task, "answers", None), getattr(self.model, "output", None)
+        asked = getattr(self.task, "answers", None)
+        given = getattr(self.model, "output", None)
         if asked and given and asked != given:
             raise ConfigError(
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
@@ -176,5 +188,6 @@ class Experiment(PipelineJob):
     def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":
             return self.fields_of_cloud(cloud)
-        stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages
+        stages = self.cluster.clouds[cloud].stages or ()
+        num_stages = self.cluster.num_stages
         return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))

@@ -68,7 +68,7 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
             yield from _settings_in(value, f"{path}.{name}")
         return
     if not isinstance(node, dict) or "_target_" not in node:
-        yield Setting(path, "", "", _word(node), "")
+        yield Setting(key=path, takes="", default="", value=_word(node), means="")
         return
     target = resolve_name(str(node["_target_"]))
     meanings = _meanings(target)
@@ -77,7 +77,7 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
         key = f"{path}.{name}"
         default = parameter.default
         has_default = default is not parameter.empty
-        written = _default(target, name, default) if has_default else ""
+        written = _default(target, name, default=default) if has_default else ""
         value = node.get(name)
         if isinstance(value, dict) and value:
             yield from _settings_in(value, key)

@@ -97,7 +97,7 @@ def check_keys(node: Any, path: str) -> None:
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for key in () if open_ended else node:
             if key not in parameters and not str(key).startswith("_"):
-                raise ConfigError(unknown_key(path, str(key), list(parameters)))
+                raise ConfigError(unknown_key(path, str(key), known=list(parameters)))
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in node:

@@ -142,7 +142,7 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
     to do. Raises ConfigError."""
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
-    config = with_overrides(file, overrides, conf_dir)
+    config = with_overrides(file, overrides, conf_dir=conf_dir)
     job = job_from_config(config)
     if read_summary(run_dir).get("status") == "finished":
         return config, job.max_steps > read_job(file).max_steps
@@ -156,7 +156,7 @@ def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
         with _composing(conf_dir):
             return _compose([*map(with_home, words)])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("\n".join(explained(error, words, conf_dir))) from error
+        raise ConfigError("\n".join(explained(error, words, conf_dir=conf_dir))) from error
 
 
 def _compose(words: Sequence[str]) -> DictConfig:
@@ -296,9 +296,11 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
                 where = ".".join(parts[: depth + 1])
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
             else:
-                path, like = ".".join(parts[:depth]), _elsewhere(config, key)
+                path = ".".join(parts[:depth])
+                like = _elsewhere(config, key)
                 own = "; with profile=files it is the folder of your corpus" * (key == "task.path")
-                yield unknown_key(path, part, [*beside, *optional], like) + own
+                known = [*beside, *optional]
+                yield unknown_key(path, part, known=known, elsewhere=like) + own
             return
         node = node._get_node(part)
 
@@ -377,7 +379,8 @@ def _check_words(words: Sequence[Override]) -> None:
     """Refuse overrides from elsewhere that lead out of conf/ or read this machine: Hydra's own
     settings (its search path), an option that is a path."""
     for word in words:
-        key, value = word.key_or_group, str(word.value())
+        key = word.key_or_group
+        value = str(word.value())
         leads_out = _is_group(word) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", value)
         if key.split("/")[0].split(".")[0] in ("hydra", "defaults") or leads_out:
             raise ConfigError(f"{word.input_line}: an experiment from elsewhere may not ask this")

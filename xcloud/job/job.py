@@ -272,7 +272,7 @@ class PipelineJob(Job):
     def places(self) -> Places:
         labels = {"compression": self.compression.label, "schedule": self.schedule.label,
                   "cluster": self.cluster.describe()}  # fmt: skip
-        return Places.held(self.cluster, self.strategy, self.max_steps, labels)
+        return Places.held(self.cluster, self.strategy, last_step=self.max_steps, labels=labels)
 
     @property
     def ties_ends(self) -> bool:
@@ -295,7 +295,9 @@ class PipelineJob(Job):
     def boundaries(self) -> dict[int, Boundary]:
         """What crosses from each stage to the next."""
         return {
-            stage: self.model.boundary(stage, self.cluster.num_stages, self.task.max_length)
+            stage: self.model.boundary(
+                stage, self.cluster.num_stages, max_length=self.task.max_length
+            )
             for stage in range(self.cluster.num_stages - 1)
         }
 
@@ -313,7 +315,9 @@ class PipelineJob(Job):
         if self.autopilot is None:
             return [self.schedule]
         layout = self.cluster
-        return self.autopilot.schedules(self.schedule, layout.num_stages, layout.num_lanes)
+        return self.autopilot.schedules(
+            self.schedule, layout.num_stages, num_lanes=layout.num_lanes
+        )
 
     @property
     def max_micro_batch(self) -> int:
@@ -329,18 +333,22 @@ class PipelineJob(Job):
     def batch_plan(self, num_samples: int) -> BatchPlan:
         """The batches of training. A sample keeps its ranks where a memory is kept for it: both
         ends of a channel must meet it again."""
-        layout, size = self.cluster, self.training.batch_size
+        layout = self.cluster
+        size = self.training.batch_size
         periods = [
             layout.rank_period(stage)
             for stage in range(layout.num_stages - 1)
             if layout.leaves_cloud(stage)
             and (self.compression.at_boundary(stage).has_memory or stage in self.cached_boundaries)
         ]
-        period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
+        period = math.lcm(*periods)
+        num_micro_batches = self.schedule.num_micro_batches
         if period == 1:
-            return BatchPlan(num_samples, size, self.seed)
+            return BatchPlan(num_samples, batch_size=size, seed=self.seed)
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
-        return PinnedBatchPlan(num_samples, size, self.seed, ranks)
+        return PinnedBatchPlan(
+            num_samples=num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks
+        )
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Batch fields that any rank of the cloud reads."""

@@ -41,65 +41,65 @@ def plain(is_lacking: Callable[[PipelineJob], bool], setting: str, remedy: str) 
 no_plan = plain(
     lambda job: job.plan is not None,
     "plan= prices one compression for the whole run",
-    "leave plan= out",
+    remedy="leave plan= out",
 )
 one_pipeline = plain(
     lambda job: job.cluster.num_replicas > 1,
     "strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",
-    "choose strategy=pipeline",
+    remedy="choose strategy=pipeline",
 )
 several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
     "here is one replica",
-    "choose strategy=data_parallel or local_updates",
+    remedy="choose strategy=data_parallel or local_updates",
 )
 every_update_together = plain(
     lambda job: job.strategy.traits.is_apart,
     "strategy={job.strategy.name} brings whole replicas together from time to time",
-    "choose one that averages gradients (strategy=data_parallel)",
+    remedy="choose one that averages gradients (strategy=data_parallel)",
 )
 all_clouds_stay = plain(
     lambda job: job.strategy.traits.is_elastic,
     "strategy={job.strategy.name} lets clouds be late, leave and come back",
-    "set strategy.averaging.late=wait and leave=fail",
+    remedy="set strategy.averaging.late=wait and leave=fail",
 )
 no_privacy = plain(
     lambda job: job.security.privacy is not None,
     "security.privacy noises them apart and bounds gradients of whole stages",
-    "set security/privacy=none",
+    remedy="set security/privacy=none",
 )
 untied_ends = plain(
     lambda job: job.ties_ends,
     "model.embeddings=tie exchanges whole ones between both ends",
-    "take model.embeddings=untie or freeze",
+    remedy="take model.embeddings=untie or freeze",
 )
 whole_stages = plain(
     lambda job: any(cloud.shard for cloud in job.cluster.clouds.values()),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
-    "leave shard out",
+    remedy="leave shard out",
 )
 noise_without_labels = plain(
     lambda job: any(d and d.needs_labels for d in [job.security.defences.get("forward")]),
     "it needs labels, which are not available there",
-    "use it backward",
+    remedy="use it backward",
 )
 whole_replicas = plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
     "this cluster cuts the model between clouds, which pass each sample's activations and "
     "gradients on without that noise, so its epsilon would not hold there",
-    "keep each replica in one cloud (strategy=data_parallel), noise what crosses "
+    remedy="keep each replica in one cloud (strategy=data_parallel), noise what crosses "
     "(security/defences)",
 )
 one_sample_each = plain(
     lambda job: job.training.batch_size != job.num_pieces,
     "training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
     "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
-    "make them equal, most cheaply by training.accumulate_steps",
+    remedy="make them equal, most cheaply by training.accumulate_steps",
 )
 rows_may_be_kept = plain(
     lambda job: not job.security.may_keep_rows,
     "security.may_keep_rows=false forbids it",
-    "set security.may_keep_rows=true",
+    remedy="set security.may_keep_rows=true",
 )
 
 
@@ -115,7 +115,8 @@ def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
     layout = job.cluster
     for stage in range(layout.num_stages - 1):
         ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
-        wan, most = layout.wan_between(ends[0][0], ends[1][0]), max(map(len, ends))
+        wan = layout.wan_between(ends[0][0], ends[1][0])
+        most = max(map(len, ends))
         if wan is not None and wan.is_metered and most > 1:
             what = f"after stage {stage} {most} ranks share it (cluster/wan=real)"
             return Lack(what, "give the clouds on both sides one rank each")
@@ -192,7 +193,9 @@ def equal_shards_in_step(job: PipelineJob) -> Lack | None:
             ]
             holders = [own for own in turns if stage in own]
             schedule = job.schedule.for_lanes(layout.num_stages, layout.num_lanes)
-            check_in_step(schedule, layout.num_stages, holders, f"cluster.clouds.{name}")
+            check_in_step(
+                schedule, layout.num_stages, turns=holders, what=f"cluster.clouds.{name}"
+            )
     return None
 
 
@@ -264,7 +267,8 @@ def check_boundaries(job: PipelineJob) -> None:
 
 def check_choices(job: PipelineJob) -> None:
     """Whatever the autopilot may choose must be allowed as the run's own setting."""
-    schedules, compression = job.schedules, job.compression
+    schedules = job.schedules
+    compression = job.compression
     assert isinstance(compression, Selectable)
     num_choices = len(schedules) * len(compression.choices)
     if not 2 <= num_choices <= MAX_CHOICES:
@@ -308,81 +312,81 @@ class Feature:
 
 AUTOPILOT = Feature(
     "autopilot",
-    {
+    why={
         no_plan: "changes the compression",
         one_pipeline: "decides in one rank for a single pipeline",
         one_rank_at_metered_ends: "measures a real network from one rank at each end",
     },
-    "set autopilot=off",
+    without="set autopilot=off",
 )
 
 NO_FEEDBACK = Feature(
     "strategy.averaging.feedback=false",
-    {self_correcting_compressor: "adds nothing of what a message left out to the next one"},
-    "set feedback to true",
+    why={self_correcting_compressor: "adds nothing of what a message left out to the next one"},
+    without="set feedback to true",
 )
 
 TIED_ENDS = Feature(
     "model.embeddings=tie",
-    {
+    why={
         no_privacy: "hands the other end gradients as they are",
         every_update_together: "needs both ends in every update",
         words_may_be_at_both_ends: "sends gradients to the other end",
     },
-    "take model.embeddings=untie or freeze",
+    without="take model.embeddings=untie or freeze",
 )
 
 SHARDS = Feature(
     "cluster.clouds.{0[0]}.shard",
-    {
+    why={
         untied_ends: "shards gradients over ranks",
         every_update_together: "shards parameters and gradients over ranks",
         equal_shards_in_step: "averages what each rank holds with ranks that hold the same",
         no_privacy: "shards gradients over ranks",
     },
-    "leave shard out",
+    without="leave shard out",
 )
 
 NOISE_BACKWARD = Feature(
     "security.defences.backward={.label}",
-    {labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
-    "choose security/defences/backward=max_norm or gaussian_noise",
+    why={labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
+    without="choose security/defences/backward=max_norm or gaussian_noise",
 )
 
 NOISE_FORWARD = Feature(
     "security.defences.forward={.label}",
-    {noise_without_labels: "acts at evaluation too"},
-    "choose security/defences/forward=max_norm or gaussian_noise",
+    why={noise_without_labels: "acts at evaluation too"},
+    without="choose security/defences/forward=max_norm or gaussian_noise",
 )
 
 PRIVATE_CLOUD = Feature(
     "security/privacy=cloud",
-    {
+    why={
         several_replicas: "noises what replicas in several clouds give to an averaging",
         all_clouds_stay: "gives no bound if what one merge leaves out is sent with the next",
     },
-    "choose security/privacy=sample",
+    without="choose security/privacy=sample",
 )
 
 PRIVATE_SAMPLE = Feature(
     "security/privacy=sample",
-    {
+    why={
         whole_stages: "clips each sample's gradient in one rank",
         whole_replicas: "noises parameter gradients",
         whole_backward: "clips each sample's gradient before the next one's is computed",
         one_sample_each: "needs one sample in every micro-batch",
     },
-    "set security/privacy=none",
+    without="set security/privacy=none",
 )
 
 ACTIVATION_CACHE = Feature(
     "training.activation_cache_mb={}",
-    {
+    why={
         rows_may_be_kept: "keeps rows of another cloud",
         all_clouds_stay: "relies on what every cloud has kept",
         constant_boundary: "keeps rows that are the same in every epoch",
         rows_arrive_alike: "keeps rows as they arrived in the first epoch",
         kept_stages_whole: "leaves out what a rank need not compute again",
     },
-    "set it to 0",
+    without="set it to 0",
 )

@@ -187,9 +187,9 @@ class Strategy:
             )
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
-            return _with_stages(layout, [stages] * number, 1)
+            return _with_stages(layout, [stages] * number, per_replica=1)
         by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
-        return _with_stages(layout, by_cloud, per_replica)
+        return _with_stages(layout, by_cloud, per_replica=per_replica)
 
     def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
         found = layout.num_replicas
@@ -255,19 +255,29 @@ class Places:
         cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
         labels: Mapping[str, str] = {},
     ) -> Places:  # fmt: skip
-        column, every = "pipeline", 1
+        column = "pipeline"
+        every = 1
         if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
-            column, every = averaging.traits.column, averaging.traits.equal_every
-        clouds, placed = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
+            column = averaging.traits.column
+            every = averaging.traits.equal_every
+        clouds = list(layout.clouds)
+        placed = map(layout.placement, range(layout.num_ranks))
         ranks = [
-            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
+            Place(
+                cloud=clouds.index(p.cloud),
+                replica=p.replica,
+                stages=p.stages,
+                is_sharded=layout.clouds[p.cloud].shard,
+            )
             for p in placed
         ]
-        return cls(column, ranks, every, last_step, labels)
+        return cls(
+            column=column, ranks=ranks, merges_every=every, last_step=last_step, labels=labels
+        )
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Places:
-        ranks = [Place(cloud, replica, tuple(stages), dealt)
+        ranks = [Place(cloud=cloud, replica=replica, stages=tuple(stages), is_sharded=dealt)
                  for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
         return cls(**{**saved, "ranks": ranks})
 

@@ -37,7 +37,8 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
 
     allowed: dict[str, set[str]] = {"read": set(), "write": set(), "hub": set(), "address": set()}
     for lead in leads_of(settings):
-        value, to = lead.value, lead.to
+        value = lead.value
+        to = lead.to
         if to == "hub":
             to = "read" if is_place(value) else "hub"
         if to == "hub" and lead.revision:

@@ -29,7 +29,14 @@ def time_averaging(
     first = next(iter(trained.values()))
     shapes = {name: p.shape for name, p in trained.items()}
     try:
-        codec = TensorCodec(shapes, compression.for_tensor, 0, True, first.dtype, first.device)
+        codec = TensorCodec(
+            shapes=shapes,
+            choose=compression.for_tensor,
+            identity=0,
+            feedback=True,
+            dtype=first.dtype,
+            device=first.device,
+        )
     except ConfigError:
         return None
     generator = torch.Generator(first.device).manual_seed(0)
@@ -40,12 +47,16 @@ def time_averaging(
     key = MessageKey(Kind.AVERAGING)
 
     def merge() -> None:
-        weighted_sum([Contribution(own, 1.0), Contribution(codec.decode(parts), 1.0)])
+        weighted_sum(
+            [Contribution(own, weight=1.0), Contribution(codec.decode(parts), weight=1.0)]
+        )
 
     return AveragingCodec(
         frame_bytes(codec.wire_specs),
-        median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0), first.device),
-        median_s(merge, first.device),
+        encode_s=median_s(
+            lambda: encode_frame(key, codec.encode(tensors)[0], sequence=0), first.device
+        ),
+        decode_s=median_s(merge, first.device),
     )
 
 
@@ -55,7 +66,8 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
     parameters = [*trained.values()]
     if not parameters:
         return 0.0, 0.0
-    buffer, device = FlatBuffer(parameters), parameters[0].device
+    buffer = FlatBuffer(parameters)
+    device = parameters[0].device
     merged = [torch.zeros_like(p) for p in parameters]
 
     def gradients() -> None:
@@ -65,8 +77,12 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
             assert parameter.grad is not None
             parameter.grad.copy_(tensor).mul_(1)
 
-    shares = by_tensor({name: parameter.shape for name, parameter in trained.items()}, 1)
-    outer = OuterParameters(trained, shares, RankGroup.alone(), OuterOptimizer())
+    shares = by_tensor(
+        {name: parameter.shape for name, parameter in trained.items()}, num_shares=1
+    )
+    outer = OuterParameters(
+        parameters=trained, shares=shares, group=RankGroup.alone(), optimizer=OuterOptimizer()
+    )
 
     def changes() -> None:
         """As features/replicas/local_updates.py."""

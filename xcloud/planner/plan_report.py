@@ -69,7 +69,7 @@ class Report:
         if self.pipeline is None:
             return []
         counts = self.space.counts(self.pricer.arranged[self.pipeline.strategy])
-        return over_micro_batches(self.pricer, self.pipeline, counts)
+        return over_micro_batches(self.pricer, self.pipeline, counts=counts)
 
     @cached_property
     def crossings(self) -> dict[str, float]:
@@ -141,7 +141,9 @@ class Report:
     def as_table(self, chosen: Priced | None) -> dict[str, Any]:
         """For plan.json; "always" and "never" in place of an infinite or no bandwidth. chosen: the
         plan that is run; None if none is."""
-        profile, best_count, mean_s = self.pricer.profile, self.best_count, None
+        profile = self.pricer.profile
+        best_count = self.best_count
+        mean_s = None
         if chosen is not None:
             epochs = self.over_epochs.get(chosen.plan)
             mean_s = chosen.step_s if epochs is None else epochs.mean_s
@@ -177,18 +179,19 @@ def write_plan(folder: Path, report: Report, chosen: Priced | None) -> None:
 
 def print_plans(report: Report, console: Console | None = None) -> None:
     console = console_of() if console is None else console
-    profile, ranked = report.pricer.profile, report.ranked
+    profile = report.pricer.profile
+    ranked = report.ranked
     say(
         console,
         f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
         f"{report.search_s:.1f} s; profile: {profile.measured_on}",
     )
     for why in report.stale:
-        say(console, f"the profile may not hold: {why}", "yellow")
+        say(console, f"the profile may not hold: {why}", style="yellow")
     rows = {str(i): row for i, row in enumerate(report.rows, 1)} | {"yours": report.own_row}
     last = [Column(name, right=False, wraps=True) for name in ("bound by", "next")]
     columns = [*NAMES, "step", "bubble", "bytes", "memory", *last]
-    print_table(console, columns, [_cells(name, row) for name, row in rows.items()])
+    print_table(console, columns, rows=[_cells(name, row) for name, row in rows.items()])
     for line in _notes(report, rows):
         say(console, line)
 
@@ -257,7 +260,7 @@ def write_plan_picture(path: Path, report: Report) -> bool:
     draws = [draw for draw, has in parts if has]
     if not draws:
         return False
-    figure = canvas("", 8, 0.2 + 4.2 * len(draws))
+    figure = canvas("", 8, height_in=0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
         axes.set(xscale="log", yscale="log")
         draw(axes, report)
@@ -269,16 +272,17 @@ def write_plan_picture(path: Path, report: Report) -> bool:
 
 def _titled(axes: Axes, text: str, report: Report, plan: Plan) -> None:
     of = f"{text}: {plan.strategy}, {report.split(plan)}"
-    axes.set_title(wrapped(of, 8), fontsize=TITLE_POINTS, loc="left")
+    axes.set_title(wrapped(of, width_in=8), fontsize=TITLE_POINTS, loc="left")
 
 
 def _over_bandwidth(axes: Axes, report: Report) -> None:
     """A line for each compressor; a mark where it begins to pay."""
     best = report.best
-    _titled(axes, "predicted step time over bandwidth", report, best)
+    _titled(axes, "predicted step time over bandwidth", report=report, plan=best)
     for number, (name, points) in enumerate(report.curves.items()):
         colour = LINES[number % len(LINES)]
-        label, at = name, report.crossings.get(name, 0.0)
+        label = name
+        at = report.crossings.get(name, 0.0)
         if at:
             label += f", pays below {bandwidth_text(at)}"
         axes.plot(*zip(*points, strict=True), color=colour, label=label)
@@ -291,9 +295,11 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
     """Simulated and by the formulas; a mark at the m whose step is fastest."""
-    counted, plan, best = report.over_micro_batches, report.pipeline, report.best_count
+    counted = report.over_micro_batches
+    plan = report.pipeline
+    best = report.best_count
     assert plan is not None and best is not None
-    _titled(axes, f"bubble over micro-batches, {plan.compression}", report, plan)
+    _titled(axes, f"bubble over micro-batches, {plan.compression}", report=report, plan=plan)
     counts = [entry.micro_batches for entry in counted]
     for (name, label), colour in zip(FORMULAS, LINES[1:], strict=False):
         values = [getattr(entry, name) for entry in counted]

@@ -48,7 +48,7 @@ def _planned(planner: Planner, run_dir: Path) -> Any:
     report = planner.report(*planner.profile())
     print_plans(report)
     chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
-    write_plan(run_dir, report, chosen)
+    write_plan(run_dir, report, chosen=chosen)
     say(run_dir / PLAN_FILE)
     is_drawn = write_plan_picture(run_dir / PICTURE, report)
     say(run_dir / PICTURE if is_drawn else run_dir)
@@ -59,7 +59,7 @@ def _planned(planner: Planner, run_dir: Path) -> Any:
         # The measured step that it is shown with is one of the last.
         epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
-        write_predicted(run_dir, last.predict(chosen.plan).timeline, chosen.plan.strategy)
+        write_predicted(run_dir, last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy)
     return planner.applied(chosen, report)
 
 
@@ -68,9 +68,12 @@ class Planner:
     name, the job's own first. not_planned: what the job does not allow, and why."""
 
     def __init__(self, config: Any) -> None:
-        self.config, job = config, configs.job_from_config(config).pipeline
+        self.config = config
+        job = configs.job_from_config(config).pipeline
         assert isinstance(job.plan, Planning)
-        self.job, self.plan, self.cluster = job, job.plan, written_cluster(config)
+        self.job = job
+        self.plan = job.plan
+        self.cluster = written_cluster(config)
         if job.compression.boundaries:
             raise ConfigError(
                 "plan: compression differs from boundary to boundary, which is not priced yet; "
@@ -103,14 +106,29 @@ class Planner:
 
     @property
     def trial(self) -> TrialRun:
-        cluster, num_steps = replicas_of(self.cluster)[0], self.plan.trial_steps
-        return TrialRun(self.config, self.job, cluster, self.candidates, self.counts, num_steps)
+        cluster = replicas_of(self.cluster)[0]
+        num_steps = self.plan.trial_steps
+        return TrialRun(
+            config=self.config,
+            job=self.job,
+            cluster=cluster,
+            candidates=self.candidates,
+            counts=self.counts,
+            num_steps=num_steps,
+        )
 
     def report(self, profile: Profile, notes: Sequence[str] = ()) -> Report:
         """Search, and whatever is shown of it. notes: why the profile may not hold."""
-        started_s, training = time.perf_counter(), self.job.training
-        pricer = Pricer(profile, self.arranged, training.batch_size, training.accumulate_steps)
-        space, why = self._space(profile), [*notes]
+        started_s = time.perf_counter()
+        training = self.job.training
+        pricer = Pricer(
+            profile=profile,
+            arranged=self.arranged,
+            batch_size=training.batch_size,
+            passes=training.accumulate_steps,
+        )
+        space = self._space(profile)
+        why = [*notes]
         if missing := sorted({*self.candidates} - {*space.compressions}):
             why.append(f"the profile has no costs of {', '.join(missing)}")
             if self.own_compression in missing or NO_COMPRESSION in missing:
@@ -119,7 +137,7 @@ class Planner:
             why.append(
                 "it does not say how many samples there are; the first epoch alone is predicted"
             )
-        ranked = search(pricer, space, self.plan.rows)
+        ranked = search(pricer, space, keep=self.plan.rows)
         if not ranked.best:
             raise ConfigError(
                 f"plan: none of {', '.join(map(str, self.counts))} micro-batches suits this "
@@ -127,11 +145,20 @@ class Planner:
             )
         took_s = time.perf_counter() - started_s
         epochs = self._over_epochs(pricer, [ranked.best[0].plan, space.own])
-        return Report(pricer, space, ranked, took_s, why, self.not_planned, epochs)
+        return Report(
+            pricer=pricer,
+            space=space,
+            ranked=ranked,
+            search_s=took_s,
+            stale=why,
+            not_planned=self.not_planned,
+            over_epochs=epochs,
+        )
 
     def applied(self, chosen: Priced, report: Report) -> Any:
         """The config with this plan."""
-        plan, given = chosen.plan, configs.plain_settings(self.config, without=("hydra",))["plan"]
+        plan = chosen.plan
+        given = configs.plain_settings(self.config, without=("hydra",))["plan"]
         found: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
         if plan.compression != self.own_compression:
             found["compression"] = given["compressors"][plan.compression]
@@ -146,8 +173,11 @@ class Planner:
 
     def _space(self, profile: Profile) -> Space:
         """Of strategies that the profile's pieces allow; the others leave `arranged`."""
-        job, pieces, splits = self.job, profile.pieces, dict[str, list[tuple[int, ...]]]()
-        blocks, own = self._model_blocks, job.strategy.name
+        job = self.job
+        pieces = profile.pieces
+        splits = dict[str, list[tuple[int, ...]]]()
+        blocks = self._model_blocks
+        own = job.strategy.name
         is_free = bool(blocks) and all(piece.blocks for piece in pieces)
         for name, found in list(self.arranged.items()):
             fits = is_free or found.num_stages in (1, len(pieces))
@@ -161,7 +191,8 @@ class Planner:
                 del splits[name], self.arranged[name]
         if own not in splits:
             raise ConfigError(f"plan: strategy {own}: {self.not_planned[own]}")
-        ends, num_stages = splits[own][0], self.arranged[own].num_stages
+        ends = splits[own][0]
+        num_stages = self.arranged[own].num_stages
         if num_stages > 1 and is_free:
             cuts = {n: 1 + i for i, n in enumerate(accumulate(piece.blocks for piece in pieces))}
             wanted = [*accumulate(blocks)]
@@ -172,15 +203,28 @@ class Planner:
                 )
             ends = tuple(cuts[n] for n in wanted)
             splits[own] = sorted({*splits[own], ends})
-        plan = Plan(own, ends, job.schedule, self.own_compression)
+        plan = Plan(
+            strategy=own, ends=ends, schedule=job.schedule, compression=self.own_compression
+        )
         names = [name for name in self.candidates if name in profile.compressors]
-        varies, schedules = self.plan.search, self.schedules
-        return Space(plan, splits, self.counts, names, varies, schedules, self._allows)
+        varies = self.plan.search
+        schedules = self.schedules
+        return Space(
+            own=plan,
+            splits=splits,
+            micro_batches=self.counts,
+            compressions=names,
+            varies=varies,
+            schedules=schedules,
+            allows=self._allows,
+        )
 
     @property
     def _model_blocks(self) -> list[int]:
         """Of each stage; empty for a model that is not cut freely."""
-        model, length, own = self.job.model, self.job.task.max_length, self.job.strategy.name
+        model = self.job.model
+        length = self.job.task.max_length
+        own = self.job.strategy.name
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
         return model.block_counts(self.arranged[own].num_stages, length)
@@ -207,7 +251,8 @@ class Planner:
 
     def _schedules(self) -> list[Schedule]:
         """Those beside the job's own that the job allows."""
-        found, m = list[Schedule](), self.job.schedule.num_micro_batches
+        found = list[Schedule]()
+        m = self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
             if why := self._refusal(schedule=with_micro_batches(schedule, m)):
                 self.not_planned[f"schedule={name}"] = why
@@ -217,7 +262,8 @@ class Planner:
 
     def _arranged(self) -> dict[str, Arranged]:
         """Every strategy that the cluster, the task and who may see what allow."""
-        own, found = self.job.strategy, dict[str, Arranged]()
+        own = self.job.strategy
+        found = dict[str, Arranged]()
         others = self.plan.strategies if "strategy" in self.plan.search else {}
         for name, strategy in {**others, own.name: own}.items():
             try:
@@ -250,7 +296,8 @@ class Planner:
         return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)
 
     def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
-        training, num_samples = self.job.training, pricer.profile.train_samples
+        training = self.job.training
+        num_samples = pricer.profile.train_samples
         if not training.activation_cache_mb or not num_samples:
             return {}
         max_bytes = training.activation_cache_mb * MEGABYTE

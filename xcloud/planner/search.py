@@ -20,7 +20,8 @@ from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 MOST_SPLITS = 5000
-TRIES, REFINED = 24, 4  # of a search; see fastest
+TRIES = 24
+REFINED = 4  # of a search; see fastest
 NEAR = 12  # plans that differ from the job's own in one thing
 WORTH = 0.98  # a change that leaves more of a step is no advice
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
@@ -51,9 +52,11 @@ class Space:
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`, that the job may run with GPipe."""
-        varies, own = self.varies, self.own
+        varies = self.varies
+        own = self.own
         for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
-            splits, counts = self.splits[strategy], self.counts(arranged[strategy])
+            splits = self.splits[strategy]
+            counts = self.counts(arranged[strategy])
             compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
             names = self.compressions if compresses else [own.compression]
             if "split" not in varies and len(own.ends) == len(splits[0]):
@@ -64,11 +67,14 @@ class Space:
                 if self.allows(strategy, name, GPipe(m))
             ]
             for ends, (schedule, compression) in product(splits, allowed):
-                yield Plan(strategy, ends, schedule, compression)
+                yield Plan(
+                    strategy=strategy, ends=ends, schedule=schedule, compression=compression
+                )
 
     def counts(self, found: Arranged) -> list[int]:
         """Numbers of micro-batches that suit it."""
-        fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
+        fewest = found.layout.min_micro_batches()
+        replicas = found.layout.num_replicas
         return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
 
     def schedules_for(
@@ -78,7 +84,10 @@ class Space:
         if "schedule" not in self.varies or num_stages == 1:
             return [with_micro_batches(self.own.schedule, num_micro_batches)]
         kinds = [*self.schedules, self.own.schedule]
-        each = (variants_of(kind, num_stages, num_micro_batches, num_lanes) for kind in kinds)
+        each = (
+            variants_of(kind, num_stages, num_micro_batches=num_micro_batches, num_lanes=num_lanes)
+            for kind in kinds
+        )
         return list(dict.fromkeys(chain.from_iterable(each)))
 
 
@@ -116,7 +125,7 @@ def splits_of(
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
     if math.comb(len(cuts), num_stages - 1) <= most:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
-    even = _even_split(pieces, cuts, slowness or [1.0] * num_stages)
+    even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
     found = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
@@ -209,12 +218,16 @@ def fastest(
         for entry in sorted(timed):  # one for each cut and number of micro-batches
             best.setdefault((entry[-1].ends, entry[1]), entry)
         found += [*best.values()][: 1 if len(pairs) > 1 else keep]
-    return Fastest([plan for *_, plan in sorted(found)[:keep]], num_plans, num_simulated)
+    return Fastest(
+        [plan for *_, plan in sorted(found)[:keep]],
+        num_plans=num_plans,
+        num_simulated=num_simulated,
+    )
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """The fastest plans, and the job's own among them."""
-    found = fastest(pricer, space, keep)
+    found = fastest(pricer, space, keep=keep)
     near = [
         plan
         for plan in space.groups(pricer.arranged)
@@ -223,11 +236,11 @@ def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     ]
     steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
     return Ranked(
-        [pricer.price(plan) for plan in found.best],
-        pricer.price(space.own),
-        min(steps, key=lambda entry: entry[0], default=None),
-        found.num_plans,
-        found.num_simulated,
+        best=[pricer.price(plan) for plan in found.best],
+        own=pricer.price(space.own),
+        near_own=min(steps, key=lambda entry: entry[0], default=None),
+        num_plans=found.num_plans,
+        num_simulated=found.num_simulated,
     )
 
 
@@ -284,10 +297,13 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
     for m in counts:
         at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
         step = pricer.predict(at_m)
-        layout, costs = step.step.layout, step.costs
-        p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
+        layout = step.step.layout
+        costs = step.costs
+        p = len(plan.ends)
+        own_m = step.step.schedule.num_micro_batches
         tf, tb = (sum(part) / p for part in (costs.forward_s, costs.backward_s))
-        sent_s, latency_s = list[float](), 0.0
+        sent_s = list[float]()
+        latency_s = 0.0
         for boundary, ways in enumerate(zip(costs.forward, costs.backward, strict=True)):
             clouds = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
             for (a, b), way in zip((clouds, clouds[::-1]), ways, strict=True):
@@ -296,14 +312,14 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                     sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
                     latency_s = max(latency_s, line.latency_s)
         tt = sum(sent_s) / max(1, len(sent_s))
-        whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s)
+        whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s=latency_s)
         work_s = own_m * (tf + tb)
         found.append(
             AtCount(
-                m, pricer.step_s(at_m), step.bubble_ratio,
-                formulas.bubble_of_a_free_link(p, own_m),
-                formulas.bubble_of_blocking_transfers(p, own_m, tf, tb, tt),
-                whole_s / work_s - 1,
+                micro_batches=m, step_s=pricer.step_s(at_m), bubble_ratio=step.bubble_ratio,
+                free=formulas.bubble_of_a_free_link(p, own_m),
+                blocking=formulas.bubble_of_blocking_transfers(p, own_m, tf, tb, tt),
+                overlapped=whole_s / work_s - 1,
             )
         )  # fmt: skip
     return found

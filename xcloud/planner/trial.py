@@ -98,12 +98,14 @@ class TrialRun:
 
     def measured(self) -> Profile:
         """Runs the trial, and leaves nothing behind but the logs of a run that fails."""
-        ranks, others = self.recorded(), [found.trial(found.recorded()) for found in self.others]
+        ranks = self.recorded()
+        others = [found.trial(found.recorded()) for found in self.others]
         return self.read(ranks, others)
 
     def recorded(self) -> list[dict[str, Any]]:
         """What each rank has written of its run."""
-        folder, is_kept = Path(tempfile.mkdtemp(prefix="xcloud-trial-")), False
+        folder = Path(tempfile.mkdtemp(prefix="xcloud-trial-"))
+        is_kept = False
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 run(self.trial_config, folder, more_follows=True)
@@ -138,7 +140,8 @@ class TrialRun:
     def parts(self) -> list[list[int]]:
         """By the clouds' own stages: the blocks of each stage of the trial. Empty for a model that
         is cut in one way."""
-        model, length = self.job.model, self.job.task.max_length
+        model = self.job.model
+        length = self.job.task.max_length
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
         counts = model.block_counts(self.cluster.num_stages, length)
@@ -149,7 +152,8 @@ class TrialRun:
         """A second run that tells what a block takes, what is before and after the blocks, and
         what a call of a stage: one end of the model gives a block to the other and becomes two
         stages. None where a rank holds one stage only, or that end is too small."""
-        cut, clouds = [[part[0]] for part in self.parts], self.cluster.clouds.values()
+        cut = [[part[0]] for part in self.parts]
+        clouds = self.cluster.clouds.values()
         if not cut or any(c.one_stage_per_rank or c.shard for c in clouds):
             return []
         for gives, end in product((len(cut) > 1, False), (0, -1)):
@@ -170,7 +174,8 @@ class TrialRun:
     @cached_property
     def layout(self) -> ClusterLayout:
         """One pipeline; a cloud holds its stage's parts."""
-        clouds, has_gpu = {}, torch.cuda.is_available()
+        clouds = {}
+        has_gpu = torch.cuda.is_available()
         counts = list(map(len, self.parts)) or [1] * self.cluster.num_stages
         ends = [0, *accumulate(counts)]
         for name, cloud in self.cluster.clouds.items():
@@ -273,22 +278,30 @@ class TrialRun:
 
     def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
         """ranks: what each has written."""
-        layout, costs = self.layout, [list[Costs]() for _ in self.legs]
+        layout = self.layout
+        costs = [list[Costs]() for _ in self.legs]
         for leg, timeline in self.timelines(ranks):
             costs[leg].append(measured_costs(timeline))
         stages = {int(number): facts for rank in ranks for number, facts in rank["stages"].items()}
         blocks = self.blocks or [0] * layout.num_stages
         held = [layout.placement(rank).stages for rank in range(layout.num_ranks)]
         return Trial(
-            [
-                Leg(self._pass_samples / s.num_micro_batches, name, _splits(s), typical(steps))
+            legs=[
+                Leg(
+                    samples=self._pass_samples / s.num_micro_batches,
+                    compression=name,
+                    splits=_splits(s),
+                    costs=typical(steps),
+                )
                 for (s, name), steps in zip(self.legs, costs, strict=True)
             ],
-            next(iter(self.candidates)),
-            [StageFacts(**stages[number], blocks=count) for number, count in enumerate(blocks)],
-            [(own, len(layout.ranks_of(own[0]))) for own in held],
-            self._pass_samples,
-            list(map(len, self.parts)),
+            own=next(iter(self.candidates)),
+            stages=[
+                StageFacts(**stages[number], blocks=count) for number, count in enumerate(blocks)
+            ],
+            ranks=[(own, len(layout.ranks_of(own[0]))) for own in held],
+            pass_samples=self._pass_samples,
+            parts=list(map(len, self.parts)),
         )
 
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
@@ -303,7 +316,8 @@ class TrialRun:
 
     def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
         """The profile, from what the ranks have written and from runs with other cuts."""
-        trial, crossed = self.trial(ranks), self._crossed()
+        trial = self.trial(ranks)
+        crossed = self._crossed()
         trained = {
             name: nn.Parameter(torch.zeros(shape))
             for rank in ranks
@@ -316,23 +330,33 @@ class TrialRun:
         for name, found in self.candidates.items():
             boundaries = [_codec(trial, name, *kind) for kind in crossed]
             averaging = time_averaging(trained, found)
-            compressors[name] = CompressorCosts(found.label, boundaries, averaging)
+            compressors[name] = CompressorCosts(
+                found.label, boundaries=boundaries, averaging=averaging
+            )
         pieces, stage_forward_s, stage_backward_s = trial.pieces(range(len(crossed)), *others)
         return Profile(
-            pieces, compressors, self.of, time.time(), trial.fetch_s(),
+            pieces,
+            compressors=compressors,
+            of=self.of,
+            measured_at_s=time.time(),
+            fetch_s=trial.fetch_s(),
             control_bytes=trial.control_bytes,
             tokens_per_sample=sum(tokens_of_stages.values()),
             program_bytes=max(rank["program_bytes"] for rank in ranks),
-            around_gradients_s=gradients_s, around_changes_s=changes_s,
+            around_gradients_s=gradients_s,
+            around_changes_s=changes_s,
             train_samples=ranks[0]["num_samples"],
-            stage_forward_s=stage_forward_s, stage_backward_s=stage_backward_s,
-        )  # fmt: skip
+            stage_forward_s=stage_forward_s,
+            stage_backward_s=stage_backward_s,
+        )
 
     def _crossed(self) -> list[tuple[int | None, bool]]:
         """Of the boundary after each piece but the last: a stage after which one like it was
         crossed in the trial (None: there is none), and whether gradients return."""
-        model, length, p = self.model, self.job.task.max_length, self.layout.num_stages
-        own = [model.boundary(stage, p, length) for stage in range(p - 1)]
+        model = self.model
+        length = self.job.task.max_length
+        p = self.layout.num_stages
+        own = [model.boundary(stage, p, max_length=length) for stage in range(p - 1)]
         crossed = {
             (boundary.fields, boundary.gradient_returns): stage
             for stage, boundary in enumerate(own)
@@ -341,7 +365,7 @@ class TrialRun:
         if self.blocks:
             n = sum(self.blocks)
             cuts: list[Any] = [model.with_block_counts([k, n - k]) for k in range(1, n)]  # type: ignore[attr-defined]
-            own = [cut.boundary(0, 2, length) for cut in cuts]
+            own = [cut.boundary(0, 2, max_length=length) for cut in cuts]
         nearest = next(iter(crossed.values()), None)
         return [
             (crossed.get((each.fields, each.gradient_returns), nearest), each.gradient_returns)
@@ -370,7 +394,7 @@ def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> Boundar
 
 
 def _splits(schedule: Schedule) -> bool:
-    return bool(put_off(schedule.actions(1, 2)))
+    return bool(put_off(schedule.actions(1, num_stages=2)))
 
 
 def table_of(made: Any) -> dict[str, Any]:

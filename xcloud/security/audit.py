@@ -109,7 +109,8 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
     for rank in ranks:
         of_missing = [message for message in rank["received"] if message["sender"] in missing]
         for message in [*({**m, "from": rank["cloud"]} for m in rank["messages"]), *of_missing]:
-            boundary, parts = message["boundary"], message["parts"]
+            boundary = message["boundary"]
+            parts = message["parts"]
             head = {
                 "from": message["from"],
                 "to": message["to"],

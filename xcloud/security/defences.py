@@ -53,7 +53,7 @@ class Defence(ABC):
             counts = torch.ones(len(tensor))
         wide = counts.to(tensor.device, torch.int64)
         has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
-        return self._protect(tensor, has_row, labels, chance)
+        return self._protect(tensor, has_row, labels=labels, chance=chance)
 
     @abstractmethod
     def _protect(
@@ -193,7 +193,7 @@ class Marvell(Defence):
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(*has_row.shape, rows.shape[1])
         flat[has_row] = rows
-        noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, chance)
+        noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, chance=chance)
         return tensor + noise.view_as(flat)[has_row].view_as(tensor).to(tensor.dtype)
 
     def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
@@ -204,7 +204,8 @@ class Marvell(Defence):
             variance = self.power * float(flat.square().sum(1).mean()) / size
             isotropic: Tensor = normal(flat, chance) * variance**0.5
             return isotropic
-        mean_0, mean_1 = flat[~is_1].mean(0), flat[is_1].mean(0)
+        mean_0 = flat[~is_1].mean(0)
+        mean_1 = flat[is_1].mean(0)
         difference = mean_1 - mean_0
         gap = float(difference.square().sum())
         if gap == 0:
@@ -212,7 +213,7 @@ class Marvell(Defence):
         shape = noise_shape(
             float((flat[~is_1] - mean_0).square().mean()),
             float((flat[is_1] - mean_1).square().mean()),
-            size, gap, share, self.power * gap,
+            size=size, gap=gap, share=share, power=self.power * gap,
         )  # fmt: skip
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
@@ -233,27 +234,35 @@ def noise_shape(
     over some of them: both searches below are unimodal.
     """
     if u > v:
-        mirrored = noise_shape(v, u, size, gap, 1 - share, power)
-        return NoiseShape(mirrored.along_1, mirrored.across_1, mirrored.along_0, mirrored.across_0)
-    u, v = max(u, _TINY * gap), max(v, _TINY * gap)
+        mirrored = noise_shape(v, u, size=size, gap=gap, share=1 - share, power=power)
+        return NoiseShape(
+            along_0=mirrored.along_1,
+            across_0=mirrored.across_1,
+            along_1=mirrored.along_0,
+            across_1=mirrored.across_0,
+        )
+    u = max(u, _TINY * gap)
+    v = max(v, _TINY * gap)
 
     def left_along(across_0: float) -> float:
         return max(0.0, power - (1 - share) * (size - 1) * across_0)
 
     def divergence(across_0: float, along_0: float) -> float:
         along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
-        a1, a2, b1 = u + along_0, u + across_0, v + along_1
+        a1 = u + along_0
+        a2 = u + across_0
+        b1 = v + along_1
         return (size - 1) * (a2 / v + v / a2) + (a1 + gap) / b1 + (b1 + gap) / a1
 
     def best_along(across_0: float) -> float:
         most = left_along(across_0) / (1 - share)
-        return _lowest(lambda along: divergence(across_0, along), min(across_0, most), most)
+        return _lowest(lambda along: divergence(across_0, along), min(across_0, most), high=most)
 
     most_across = min(v - u, power / ((1 - share) * size))
-    across_0 = _lowest(lambda a: divergence(a, best_along(a)), 0.0, most_across)
+    across_0 = _lowest(lambda a: divergence(a, best_along(a)), 0.0, high=most_across)
     along_0 = best_along(across_0)
     along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
-    return NoiseShape(along_0, across_0, along_1, 0.0)
+    return NoiseShape(along_0=along_0, across_0=across_0, along_1=along_1, across_1=0.0)
 
 
 def normal(like: Tensor, chance: np.random.Generator) -> Tensor:
@@ -315,7 +324,8 @@ def private_contribution(
     messages that together are one contribution of a cloud. silent: names of which zero is sent (or
     nan, where they are not finite)."""
     are_silent = [name in silent for name in names]
-    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
+    limit = privacy.clip / math.sqrt(num_parts)
+    deviation = privacy.clip * privacy.noise
     chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
 
     def noised(tensor: Tensor) -> Tensor:

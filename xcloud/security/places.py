@@ -40,7 +40,7 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
     """
     if isinstance(node, list | tuple):
         for index, entry in enumerate(node):
-            yield from leads_of(entry, f"{where}[{index}]", is_foreign)
+            yield from leads_of(entry, f"{where}[{index}]", is_foreign=is_foreign)
     if not isinstance(node, Mapping):
         return
     marks: Mapping[str, Leads] = {}
@@ -56,7 +56,7 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
             if to not in (None, "inside") and key != "_target_":
                 yield Lead(path, to, text, revision if isinstance(revision, str) else None)
         if key not in marks:
-            yield from leads_of(value, path, is_foreign)
+            yield from leads_of(value, path, is_foreign=is_foreign)
 
 
 def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
@@ -165,7 +165,8 @@ def link_out(value: str, folders: Sequence[str]) -> str | None:
     """Return the first link in this folder, or in one that it leads to, that leads out of
     `folders`; or the folder itself, where it holds too much to look through. None: there is no
     such link."""
-    seen, num_entries = set[str](), 0
+    seen = set[str]()
+    num_entries = 0
     for top in _readings(value):
         for folder, inner, files in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)

@@ -127,7 +127,8 @@ class Visibility:
             held = {cloud: held_by(cloud, what) or frozenset() for cloud in clouds if rule}
             known = frozenset[str]().union(*held.values())
             for name, holders in rule.items():
-                where, only = f"security.{what}.{name}", ", ".join(holders) or "no cloud"
+                where = f"security.{what}.{name}"
+                only = ", ".join(holders) or "no cloud"
                 if name not in known:
                     raise ConfigError(f"{where}: {unknown} {', '.join(sorted(known))}")
                 for other in [holder for holder in holders if holder not in clouds]:
@@ -213,14 +214,16 @@ class Policy:
                 known = value in self.constructors or str(value) in CONSTRUCTORS
                 if not (known and isinstance(value, str)):
                     more = _line("constructors", *self.constructors, str(value))
-                    raise _refusal(where, value, "xcloud's and this cloud's constructors", more)
+                    raise _refusal(
+                        where, value, allowed="xcloud's and this cloud's constructors", line=more
+                    )
             elif key.startswith("_"):
                 raise ConfigError(f"{where}: an experiment file has no such key")
             elif key == "num_ranks" and isinstance(value, int):
                 num_ranks += value
                 if num_ranks > self.max_ranks:
                     allowed = f"{self.max_ranks} ranks in all"
-                    raise _refusal(where, value, allowed, f"max_ranks: {num_ranks}")
+                    raise _refusal(where, value, allowed=allowed, line=f"max_ranks: {num_ranks}")
         for lead in leads_of(settings):
             if lead.to == "command":
                 raise ConfigError(
@@ -239,7 +242,7 @@ class Policy:
         for name in names:
             if name not in allowed:
                 more = _line("clouds", *allowed, name)
-                raise _refusal("cluster.clouds", name, ", ".join(allowed), more)
+                raise _refusal("cluster.clouds", name, allowed=", ".join(allowed), line=more)
         if self.me is not None and names and self.me not in names:
             raise ConfigError(
                 f"cluster.clouds are {', '.join(names)}, but this cloud is {self.me!r} "
@@ -249,26 +252,34 @@ class Policy:
             self._check_lead(lead, str(run_dir.absolute()))
 
     def _check_lead(self, lead: Lead, run_dir: str) -> None:
-        where, value = lead.where, lead.value
+        where = lead.where
+        value = lead.value
         if lead.to == "address":
             if value not in self.addresses:
                 allowed = ", ".join(self.addresses) or "no address"
-                raise _refusal(where, value, allowed, _line("addresses", *self.addresses, value))
+                raise _refusal(
+                    where, value, allowed=allowed, line=_line("addresses", *self.addresses, value)
+                )
         elif lead.to == "hub" and not is_place(value):
             name = f"{value}@{lead.revision}" if lead.revision else value
             if name not in (*self.hub, *PACKAGED):
                 allowed = f"of the hub {', '.join(self.hub) or 'nothing'}"
-                raise _refusal(where, name, allowed, _line("hub", *self.hub, name))
+                raise _refusal(where, name, allowed=allowed, line=_line("hub", *self.hub, name))
         else:
             use = "write" if lead.to == "write" else "read"
             folders = [*(self.write if use == "write" else self.read), run_dir]
             allowed = f"files below {', '.join(folders)} (in {project_root()})"
             if not lies_below(value, folders):
-                raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
+                raise _refusal(
+                    where, value, allowed=allowed, line=_line(use, *getattr(self, use), value)
+                )
             if use == "read" and (link := link_out(value, folders)) is not None:
                 target = os.path.realpath(link)
                 raise _refusal(
-                    f"{link}, in {where},", target, allowed, _line(use, *self.read, target)
+                    f"{link}, in {where},",
+                    target,
+                    allowed=allowed,
+                    line=_line(use, *self.read, target),
                 )
 
     def check_required(self, job: object) -> None:
@@ -299,7 +310,9 @@ class Policy:
                 if cloud not in rule[name]:
                     more = f"{what}: {{{_line(name, *rule[name], cloud)}}}"
                     allowed = f"{name!r} only in {', '.join(rule[name]) or 'no cloud'}"
-                    raise _refusal(f"a cloud that holds {name!r}", cloud, allowed, more)
+                    raise _refusal(
+                        f"a cloud that holds {name!r}", cloud, allowed=allowed, line=more
+                    )
 
 
 def targets_of(settings: Mapping[str, Any]) -> set[str]:

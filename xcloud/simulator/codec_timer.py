@@ -68,10 +68,10 @@ def time_codec(
     def encode() -> Tensor:
         each = zip(codecs, values, strict=True)
         parts = (part for codec, value in each for part in codec.compressor.compress(value))
-        return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), 0)
+        return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), sequence=0)
 
     frame = encode()
-    seal_frame(frame, 0.0)
+    seal_frame(frame, deliver_at_s=0.0)
     parts = decode_frame(frame, "this process").parts
 
     def decode() -> None:
@@ -80,4 +80,6 @@ def time_codec(
             number = len(codec.compressor.wire_specs(spec))
             codec.compressor.decompress(tuple(islice(rest, number)), spec)
 
-    return Direction(len(frame), median_s(encode, device), median_s(decode, device))
+    return Direction(
+        len(frame), compress_s=median_s(encode, device), decompress_s=median_s(decode, device)
+    )

@@ -58,7 +58,7 @@ def lines_of(
     bandwidth: in place of those between clouds. Raises ConfigError, see line_of."""
     found = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
     for here, there in permutations(layout.clouds, 2):
-        line = line_of(layout, given, here, there)
+        line = line_of(layout, given, here=here, there=there)
         if bandwidth is not None:
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
         found[f"{here}-{there}"] = line
@@ -102,7 +102,9 @@ class Direction:
     def times(self, factor: float) -> Direction:
         """Of a message so many times as large."""
         size = round(factor * self.num_bytes)
-        return Direction(size, factor * self.compress_s, factor * self.decompress_s)
+        return Direction(
+            size, compress_s=factor * self.compress_s, decompress_s=factor * self.decompress_s
+        )
 
 
 NOTHING = Direction()
@@ -143,7 +145,7 @@ class Costs:
         return table[message.boundary] if table else NOTHING
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
-        return line_of(layout, self.lines, here, there)
+        return line_of(layout, self.lines, here=here, there=there)
 
     def update_s(self, what: str, rank: int, stages: Sequence[int]) -> float:
         """what: "fetch", "average", "norm" or "optimizer"."""
@@ -182,7 +184,8 @@ class Curve:
         index = 1
         while index < len(points) - 1 and samples > points[index][0]:
             index += 1
-        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        (x0, y0) = points[index - 1]
+        (x1, y1) = points[index]
         return y0 + (y1 - y0) * (samples - x0) / (x1 - x0)
 
 
@@ -238,8 +241,8 @@ class DirectionCurves:
     def at(self, samples: float) -> Direction:
         return Direction(
             round(self.num_bytes.at(samples)),
-            self.compress_s.at(samples),
-            self.decompress_s.at(samples),
+            compress_s=self.compress_s.at(samples),
+            decompress_s=self.decompress_s.at(samples),
         )
 
 
@@ -335,7 +338,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 def read_profile(path: Path) -> Profile:
     """Raises ConfigError, naming the file, for anything that is no profile."""
     try:
-        return from_table("profile", Profile, json.loads(path.read_text(encoding="utf-8")))
+        return from_table("profile", Profile, table=json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:
@@ -362,6 +365,6 @@ def from_table(name: str, kind: type[T], table: object) -> T:
         raise ConfigError(f"{key} is missing")
     if first["type"] == "unexpected_keyword_argument":
         known = [] if inside else [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-        raise ConfigError(unknown_key(path, last, known))
+        raise ConfigError(unknown_key(path, last, known=known))
     what = first["msg"].removeprefix("Input should be ").replace("valid array", "list")
     raise ConfigError(f"{key} must be {what}, got {first['input']!r}")

@@ -55,7 +55,7 @@ class Program:
         return self.num_routes - 1
 
     def parcel(self, sender: int, receiver: int, route: int, token: int) -> int:
-        self.parcels.append(Parcel(sender, receiver, route, token))
+        self.parcels.append(Parcel(sender=sender, receiver=receiver, route=route, token=token))
         return len(self.parcels) - 1
 
     def operation(
@@ -70,7 +70,8 @@ class Program:
         found = Program.for_ranks(len(self.needs))
         found.num_routes = self.num_routes
         for _ in range(times):
-            token, parcel = len(found.counts), len(found.parcels)
+            token = len(found.counts)
+            parcel = len(found.parcels)
             found.counts += self.counts
             found.parcels += [p._replace(token=p.token + token) for p in self.parcels]
             for rank, posts in enumerate(self.posts):
@@ -121,8 +122,10 @@ class Lines:
     ) -> None:
         self.lines = [FREE if line is None else line for line in lines]
         self.latency_s = [line.latency_s for line in self.lines]
-        self.free_s, self._last_s = [0.0] * len(lines), [0.0] * len(lines)
-        self._num_carried, self._num_bytes = [0] * len(lines), num_bytes
+        self.free_s = [0.0] * len(lines)
+        self._last_s = [0.0] * len(lines)
+        self._num_carried = [0] * len(lines)
+        self._num_bytes = num_bytes
         odd = ((p.trace, p.outages, p.outage_every_s, p.jitter_s) for p in self.lines)
         self._odd = [*map(any, odd)]
         line_s = cache(lambda route, size: self.lines[route].line_s(size))
@@ -135,7 +138,12 @@ class Lines:
         start_s = now_s if now_s > free_s else free_s
         if not self._odd[route]:
             until_s = self.free_s[route] = start_s + self._line_s[number]
-            return Passage(now_s, start_s, until_s, until_s + self.latency_s[route])
+            return Passage(
+                queued_s=now_s,
+                from_s=start_s,
+                until_s=until_s,
+                arrived_s=until_s + self.latency_s[route],
+            )
         line = self.lines[route]
         until_s = self.free_s[route] = line.sent_at(start_s, self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
@@ -145,7 +153,7 @@ class Lines:
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1
         arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
-        return Passage(now_s, start_s, until_s, arrived_s)
+        return Passage(queued_s=now_s, from_s=start_s, until_s=until_s, arrived_s=arrived_s)
 
 
 def run(
@@ -156,16 +164,20 @@ def run(
 ) -> Moments:
     """Run the program. seconds: by rank and operation. num_bytes: by parcel. lines: by route,
     None = free. A rank whose token never comes stops there: see Moments.has_ended."""
-    return _Run(program, seconds, Lines(program, num_bytes, lines)).carried_out()
+    return _Run(
+        program, seconds=seconds, lines=Lines(program, num_bytes=num_bytes, lines=lines)
+    ).carried_out()
 
 
 class _Run:
     def __init__(self, program: Program, seconds: Sequence[Sequence[float]], lines: Lines) -> None:
-        self.program, self.seconds, self.lines = program, seconds, lines
+        self.program = program
+        self.seconds = seconds
+        self.lines = lines
         num_ranks = len(program.needs)
         self.missing = list(program.counts)  # of each token
         self.ready_s = [0.0] * len(program.counts)
-        self.causes = [Cause(-1, -1, -1)] * len(program.counts)
+        self.causes = [Cause(-1, operation=-1, parcel=-1)] * len(program.counts)
         self.sleepers: dict[int, list[int]] = {}  # ranks, by the token they wait for
         self.free_s = [0.0] * num_ranks
         self.begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -179,13 +191,17 @@ class _Run:
                 self.work(self.awake.pop())
             if self.events:
                 self.end(*heappop(self.events))
-        return Moments(self.begin_s, self.passages, self.causes)
+        return Moments(self.begin_s, passages=self.passages, causes=self.causes)
 
     def work(self, rank: int) -> None:
         """Up to an operation that others may wait for, or one that waits itself."""
-        missing, ready_s, seconds = self.missing, self.ready_s, self.seconds[rank]
-        needs, begin_s = self.program.needs[rank], self.begin_s[rank]
-        posts, signals = self.program.posts[rank], self.program.signals[rank]
+        missing = self.missing
+        ready_s = self.ready_s
+        seconds = self.seconds[rank]
+        needs = self.program.needs[rank]
+        begin_s = self.begin_s[rank]
+        posts = self.program.posts[rank]
+        signals = self.program.signals[rank]
         at_s = self.free_s[rank]
         for index in range(len(begin_s), len(needs)):
             token = needs[index]
@@ -208,14 +224,15 @@ class _Run:
         for number in self.program.posts[rank][index]:
             parcel = self.program.parcels[number]
             found = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
-            self.count(parcel.token, found.arrived_s, Cause(rank, index, number))
+            self.count(parcel.token, found.arrived_s, Cause(rank, operation=index, parcel=number))
         if (token := self.program.signals[rank][index]) >= 0:
-            self.count(token, now_s, Cause(rank, index, -1))
+            self.count(token, now_s, Cause(rank, operation=index, parcel=-1))
         self.awake.append(rank)
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:
         self.missing[token] -= 1
         if at_s >= self.ready_s[token]:
-            self.ready_s[token], self.causes[token] = at_s, cause
+            self.ready_s[token] = at_s
+            self.causes[token] = cause
         if not self.missing[token]:
             self.awake += self.sleepers.pop(token, ())

@@ -95,8 +95,10 @@ def exchange_of(
 
     shares: of the trained values, by stage; one entry where replicas hold the whole model.
     lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
-    num_replicas, traits = layout.num_replicas, averaging.traits
-    slowest, num_bytes = Exchange(), defaultdict[str, float](float)
+    num_replicas = layout.num_replicas
+    traits = averaging.traits
+    slowest = Exchange()
+    num_bytes = defaultdict[str, float](float)
     together = defaultdict[tuple[str, ...], list[int]](list)  # stages that share lines, by clouds
     for stage in range(len(shares)):
         together[tuple(layout.stage_cloud(stage, r) for r in range(num_replicas))].append(stage)
@@ -107,15 +109,20 @@ def exchange_of(
         )
         share = sum(shares[stage] for stage in stages) / traits.fragments
         whole = costs.num_bytes * share
-        encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
+        encode_s = costs.encode_s * share / num_ranks
+        decode_s = costs.decode_s * share / num_ranks
         if traits.is_elastic:
-            size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
+            size = whole
+            codec_s = 2 * encode_s + num_replicas * decode_s
+            mergers = clouds[:1]
         elif everyone_merges(num_replicas, is_robust=averaging.merge is not None):
-            size, mergers = whole, clouds[:0]
+            size = whole
+            mergers = clouds[:0]
             codec_s = encode_s + decode_s * (num_replicas - 1)
         else:
             # Of its own part a replica hands back the result in place of sending a contribution.
-            size, mergers = whole / num_replicas, clouds
+            size = whole / num_replicas
+            mergers = clouds
             codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
         codec_s += around_s * share / num_ranks
         took = {
@@ -135,7 +142,12 @@ def exchange_of(
             num_bytes["-".join(pair)] += size * (2 if len(mergers) > 1 else 1)
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
             slowest = Exchange(
-                codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, "-".join(where)
+                codec_s=codec_s,
+                wire_s=wire_s,
+                num_bytes={},
+                per_step=traits.per_step,
+                hides_steps=traits.hidden_steps,
+                where="-".join(where),
             )
     return replace(slowest, num_bytes=dict(num_bytes))
 
@@ -162,10 +174,16 @@ def work_before(profile: Profile, b: float) -> list[Work]:
         # What was measured of a block may be a difference, and more than its whole.
         late_s = min(piece.weights_s.at(b), backward_s)
         own = Work(
-            piece.forward_s.at(b), backward_s, late_s, piece.splitting_s.change_at(b),
-            piece.activation_bytes.at(b), piece.put_off_bytes.at(b), piece.parameter_bytes,
-            piece.trained_bytes, piece.optimizer_s,
-        )  # fmt: skip
+            forward_s=piece.forward_s.at(b),
+            backward_s=backward_s,
+            weights_s=late_s,
+            splitting_s=piece.splitting_s.change_at(b),
+            activation_bytes=piece.activation_bytes.at(b),
+            put_off_bytes=piece.put_off_bytes.at(b),
+            parameter_bytes=piece.parameter_bytes,
+            trained_bytes=piece.trained_bytes,
+            optimizer_s=piece.optimizer_s,
+        )
         found.append(Work(*map(operator.add, found[-1], own)))
     return found
 
@@ -184,18 +202,37 @@ def memory_of(
         no gradient returns.
     num_passes: over the schedule, in an update.
     """
-    layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
+    layout = arranged.layout
+    found = dict[str, int]()
+    p = len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
     schedule = plan.schedule.for_lanes(p, layout.num_lanes)
     budget = layout.link_budget_bytes
 
     def stage_bytes(stage: int) -> float:
-        work, num_ranks = works[stage], len(layout.ranks_of(stage)) * layout.num_replicas
-        activations, put_off = work.activation_bytes, work.put_off_bytes
-        held = _most_kept(schedule, stage, p, num_ranks, activations, put_off)
+        work = works[stage]
+        num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
+        activations = work.activation_bytes
+        put_off = work.put_off_bytes
+        held = _most_kept(
+            schedule,
+            stage,
+            num_stages=p,
+            num_ranks=num_ranks,
+            activations=activations,
+            put_off=put_off,
+        )
         queued = sum(
-            _most_queued(schedule, end, p, num_ranks, messages[end], budget, num_passes)
+            _most_queued(
+                schedule,
+                end,
+                num_stages=p,
+                num_ranks=num_ranks,
+                sizes=messages[end],
+                budget=budget,
+                num_passes=num_passes,
+            )
             for end in (stage - 1, stage)
             if end in messages
         )
@@ -235,4 +272,6 @@ def _most_kept(
     put_off: float,
 ) -> float:  # fmt: skip
     """Bytes that a rank keeps for backwards to come."""
-    return most_kept(schedule.actions(stage, num_stages), num_ranks, activations, put_off)
+    return most_kept(
+        schedule.actions(stage, num_stages), num_ranks, activations=activations, waiting=put_off
+    )

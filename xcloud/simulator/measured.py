@@ -53,14 +53,17 @@ def measured_costs(timeline: Timeline) -> Costs:
             and f.sender in ranks_of[sending]
             and f.receiver in ranks_of[receiving]
         )
-        compress_s = mean_s("compress", direction, sending)
+        compress_s = mean_s("compress", direction, stage=sending)
         return Direction(
-            round(_mean(sizes)), compress_s, mean_s("decompress", direction, receiving)
+            round(_mean(sizes)),
+            compress_s=compress_s,
+            decompress_s=mean_s("decompress", direction, stage=receiving),
         )
 
     def update(stage: int) -> Update:
         """The mean over its ranks. Of an average the last to come waits for nobody."""
-        mates, shares = ranks_of[stage], []
+        mates = ranks_of[stage]
+        shares = []
         shared_us = min(spent["", -1, rank, -1]["average"] for rank in mates)
         alone_us = shared_us if len(mates) == 1 else 0
         for rank in mates:
@@ -72,13 +75,21 @@ def measured_costs(timeline: Timeline) -> Costs:
         return Update(*map(_mean, zip(*shares, strict=True)))
 
     stages = range(len(ranks_of))
-    late_s = [mean_s("compute", "weights", stage) for stage in stages]
+    late_s = [mean_s("compute", "weights", stage=stage) for stage in stages]
     return Costs(
-        [mean_s("compute", "forward", stage) for stage in stages],
-        [mean_s("compute", "backward", stage) + late_s[stage] for stage in stages],
-        [crossing("activation", "forward", stage, stage + 1) for stage in stages[:-1]],
-        [crossing("gradient", "backward", stage + 1, stage) for stage in stages[:-1]],
-        [update(stage) for stage in stages],
+        forward_s=[mean_s("compute", "forward", stage=stage) for stage in stages],
+        backward_s=[
+            mean_s("compute", "backward", stage=stage) + late_s[stage] for stage in stages
+        ],
+        forward=[
+            crossing("activation", "forward", sending=stage, receiving=stage + 1)
+            for stage in stages[:-1]
+        ],
+        backward=[
+            crossing("gradient", "backward", sending=stage + 1, receiving=stage)
+            for stage in stages[:-1]
+        ],
+        updates=[update(stage) for stage in stages],
         control_bytes=round(_mean(f.num_bytes for f in flights if f.kind == "norm")),
         weights_s=late_s,
     )
@@ -86,9 +97,12 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 def _shares(lane: Lane) -> Iterator[tuple[str, tuple[str, int, int], int]]:
     """What a rank's step went into, but for waiting: part, action, microseconds."""
-    at_us, has_normed = lane.from_us, False
+    at_us = lane.from_us
+    has_normed = False
     for box in lane.boxes:
-        gap_us, own_us, at_us = box.from_us - at_us, box.until_us - box.from_us, box.until_us
+        gap_us = box.from_us - at_us
+        own_us = box.until_us - box.from_us
+        at_us = box.until_us
         action = box.direction, box.stage, box.micro_batch
         if box.direction:
             yield "compute", action, gap_us
@@ -175,7 +189,8 @@ class Trial:
         """The model as it was cut, or, if it has blocks, block by block. boundary_after: each
         piece but the last. others: with other cuts of the same model.
         Then what a stage takes besides its blocks, forward and backward, where that is known."""
-        found, calls = [self._of_stage(n) for n in range(len(self.stages))], [Curve(), Curve()]
+        found = [self._of_stage(n) for n in range(len(self.stages))]
+        calls = [Curve(), Curve()]
         if self.parts:
             together = [part for trial in (self, *others) for part in trial._parts()]
             found, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
@@ -191,7 +206,7 @@ class Trial:
             curves = {name: Curve(sorted(points.items())) for name, points in of.items()}
             pieces.append(
                 Piece(
-                    f"{'block' if self.parts else 'stage'} {i}", boundary=boundary,
+                    name=f"{'block' if self.parts else 'stage'} {i}", boundary=boundary,
                     parameter_bytes=round(size), trained_bytes=round(trained),
                     optimizer_s=per_byte_s * trained, blocks=int(bool(self.parts)), **curves,
                 )
@@ -212,7 +227,8 @@ class Trial:
 
     def fetch_s(self) -> Curve:
         """Of a micro-batch, by a rank."""
-        share, points = 1 / self.pass_samples, []
+        share = 1 / self.pass_samples
+        points = []
         for b, costs in self._legs(self.own, splits=False):
             each = (n * sum(costs.updates[s].fetch_s for s in held) for held, n in self.ranks)
             points.append((b, _mean(each) * b * share))
@@ -275,7 +291,9 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
         for b in points:
             seen = [p for p in parts if b in p.of[name] and not (late and p.holds[1])]
             rows = np.array([part.holds for part in seen], float).reshape(-1, 4) * is_known
-            shares[b] = _solved(rows, [p.of[name][b] for p in seen], name == "splitting_s")
+            shares[b] = _solved(
+                rows, [p.of[name][b] for p in seen], may_save=name == "splitting_s"
+            )
         if is_known[0]:
             calls.append(Curve([(b, call) for b, (call, *_) in shares.items()]))
         for i, block in enumerate(found):
@@ -288,5 +306,6 @@ def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
     """The shares that come nearest to the values, blocks' shares first: of what may save time,
     which is as small as what it is read with errs, nearly all; of others, none is negative."""
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
-    rows, values = np.vstack([rows, little]), [*values, *[0.0] * 4]
+    rows = np.vstack([rows, little])
+    values = [*values, *[0.0] * 4]
     return np.linalg.lstsq(rows, values, rcond=None)[0] if may_save else nnls(rows, values)[0]

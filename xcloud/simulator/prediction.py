@@ -75,9 +75,18 @@ class Prediction:
             for span in self._spans(rank):
                 total[span.what] += span.until_s - span.from_s
             compute_s = sum(total[what] for what in COMPUTING)
-            codec_s, average_s = total["compress"] + total["decompress"], total["average"]
+            codec_s = total["compress"] + total["decompress"]
+            average_s = total["average"]
             idle_s = self._span_s(rank) - compute_s - codec_s - average_s
-            found.append(RankUse(rank, compute_s, codec_s, average_s, idle_s))
+            found.append(
+                RankUse(
+                    rank=rank,
+                    compute_s=compute_s,
+                    codec_s=codec_s,
+                    average_s=average_s,
+                    idle_s=idle_s,
+                )
+            )
         return found
 
     @cached_property
@@ -85,7 +94,8 @@ class Prediction:
         """Between clouds, by direction."""
         found = {route: LineUse(*route, 0, 0.0) for route in self.step.routes}
         for number in self._parcels():
-            route, passage = self._route(number), self.moments.passages[number]
+            route = self._route(number)
+            passage = self.moments.passages[number]
             _, _, num_bytes, busy_s = found[route]
             busy_s += passage.until_s - passage.from_s
             found[route] = LineUse(*route, num_bytes + self.num_bytes[number], busy_s)
@@ -96,7 +106,8 @@ class Prediction:
         """Seconds of the longest chain of causes that ends with the step, largest first:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
         "latency a to b", "update", "averaging". They add up to step_s."""
-        rank, since_s = max(self._all, key=lambda r: self._end_s(r, -1)), self._since_s
+        rank = max(self._all, key=lambda r: self._end_s(r, -1))
+        since_s = self._since_s
         spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
@@ -114,13 +125,23 @@ class Prediction:
 
         lanes = []
         for rank in self._all:
-            from_s, cloud = self._started_s(rank), self.step.placements[rank].cloud
+            from_s = self._started_s(rank)
+            cloud = self.step.placements[rank].cloud
             spans = (Box(s.what, *s.place, us(s.from_s), us(s.until_s)) for s in self._spans(rank))
             boxes = tuple(box for box in spans if box.until_us > box.from_us)
-            lanes.append(Lane(rank, cloud, us(from_s), us(from_s + self._span_s(rank)), boxes))
+            lanes.append(
+                Lane(
+                    rank=rank,
+                    cloud=cloud,
+                    from_us=us(from_s),
+                    until_us=us(from_s + self._span_s(rank)),
+                    boxes=boxes,
+                )
+            )
         flights = defaultdict[Route, list[Flight]](list)
         for number in self._parcels():
-            route, index = self._route(number), number % len(self.step.transfers)
+            route = self._route(number)
+            index = number % len(self.step.transfers)
             if route.here == route.there:
                 continue
             sent = self.step.transfers[index]
@@ -131,7 +152,9 @@ class Prediction:
             (way.here, way.there): tuple(sorted(some, key=lambda f: f.from_us))
             for way, some in sorted(flights.items())
         }
-        return Timeline(self.step.num_steps, tuple(lanes), ordered, "predicted")
+        return Timeline(
+            step=self.step.num_steps, lanes=tuple(lanes), flights=ordered, clocks="predicted"
+        )
 
     @property
     def _all(self) -> range:
@@ -161,23 +184,24 @@ class Prediction:
         return self._end_s(rank, -1) - self._started_s(rank)
 
     def _spans(self, rank: int) -> Iterator[_Span]:
-        at_s, first = self._started_s(rank), self._first(rank)
+        at_s = self._started_s(rank)
+        first = self._first(rank)
         for index, op in enumerate(self.step.ops[rank], first):
             begin_s = self.moments.begin_s[rank][index]
             place = _OUTSIDE if op.action is None else op.action
             if begin_s > at_s:
                 what = "average" if op.what in ("average", "shared") else "wait"
-                yield _Span(what, place, at_s, begin_s)
+                yield _Span(what=what, place=place, from_s=at_s, until_s=begin_s)
             at_s = begin_s
-            parts = self.step.parts_s(self.costs, rank, op)
+            parts = self.step.parts_s(self.costs, rank, op=op)
             for what, took_s in zip(("decompress", op.what, "compress"), parts, strict=True):
                 if took_s > 0:
-                    yield _Span(what, place, at_s, at_s + took_s)
+                    yield _Span(what=what, place=place, from_s=at_s, until_s=at_s + took_s)
                     at_s += took_s
             at_s = self._end_s(rank, index)
         until_s = self._started_s(rank) + self._span_s(rank)
         if until_s > at_s:
-            yield _Span("wait", _OUTSIDE, at_s, until_s)
+            yield _Span(what="wait", place=_OUTSIDE, from_s=at_s, until_s=until_s)
 
     def _parcels(self) -> range:
         """Those of the last step."""
@@ -190,12 +214,13 @@ class Prediction:
 
     def _causes(self, rank: int) -> Iterator[tuple[str, float, float]]:
         """What, from, until; without gaps, the latest first."""
-        program, moments = self.step.program, self.moments
+        program = self.step.program
+        moments = self.moments
         index = len(self.seconds[rank]) - 1
         while index >= 0:
             op = self.step.ops[rank][index % len(self.step.ops[rank])]
             begin_s = moments.begin_s[rank][index]
-            before, own, behind = self.step.parts_s(self.costs, rank, op)
+            before, own, behind = self.step.parts_s(self.costs, rank, op=op)
             middle_s = begin_s + before + own
             if op.action is None:
                 yield "averaging" if op.what == "average" else "update", begin_s, middle_s
@@ -210,7 +235,8 @@ class Prediction:
                 continue
             rank, index, parcel = moments.causes[program.needs[rank][index]]
             if parcel >= 0:
-                way, passage = " to ".join(self._route(parcel)), moments.passages[parcel]
+                way = " to ".join(self._route(parcel))
+                passage = moments.passages[parcel]
                 yield f"latency {way}", passage.until_s, passage.arrived_s
                 yield f"link {way}", passage.queued_s, passage.until_s
 
@@ -244,7 +270,7 @@ class Simulator(StepProgram):
 
     def run(self, costs: Costs) -> Prediction:
         seconds = [
-            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
+            [sum(self.parts_s(costs, rank, op=op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
         sizes = [costs.direction(message).num_bytes for message in self.transfers]
@@ -253,4 +279,6 @@ class Simulator(StepProgram):
         moments = self.engine(self.program, seconds, num_bytes, lines)
         if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):
             raise self.deadlock()
-        return Prediction(self, costs, seconds, num_bytes, moments)
+        return Prediction(
+            step=self, costs=costs, seconds=seconds, num_bytes=num_bytes, moments=moments
+        )

@@ -48,7 +48,7 @@ class Pricer:
         self._work = lru_cache(maxsize=65536)(self._work_of)
         self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
-            name: lines_of(found.layout, profile.lines, self.bandwidth)
+            name: lines_of(found.layout, profile.lines, bandwidth=self.bandwidth)
             for name, found in self.arranged.items()
         }
         # Of replicas that do not differ the first stands for all: none has more micro-batches.
@@ -81,7 +81,8 @@ class Pricer:
 
     def price(self, plan: Plan) -> Priced:
         """Everything about a plan; step_s is the same as that of `step_s`."""
-        exchange, replicas = self._exchange(plan), self._replicas[plan.strategy]
+        exchange = self._exchange(plan)
+        replicas = self._replicas[plan.strategy]
         parts: list[tuple[Prediction, ClusterLayout]] = []
         by_count: dict[tuple[int, int], Prediction] = {}
         for first, numbers in self._alike[plan.strategy].items():
@@ -105,13 +106,23 @@ class Pricer:
             for line in part.links:
                 num_bytes[f"{named[line.here]}-{named[line.there]}"] += line.num_bytes
         bubble_ratio = idle_s / compute_s if compute_s else 0.0
-        memory, spent = self.memory(plan), largest_first(spent)
-        return Priced(plan, step_s, bubble_ratio, num_bytes, memory, spent, compute_s)
+        memory = self.memory(plan)
+        spent = largest_first(spent)
+        return Priced(
+            plan=plan,
+            step_s=step_s,
+            bubble_ratio=bubble_ratio,
+            bytes_between=num_bytes,
+            memory=memory,
+            spent_s=spent,
+            compute_s=compute_s,
+        )
 
     def estimate_s(self, plan: Plan) -> float:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
-        b, longest_s = self.samples(plan), 0.0
+        b = self.samples(plan)
+        longest_s = 0.0
         call_s = sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
@@ -146,36 +157,49 @@ class Pricer:
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
         """A replica's simulated step, by itself."""
         replicas = self._replicas[plan.strategy]
-        layout, silent = replicas[replica], self.silent_boundaries(plan)
+        layout = replicas[replica]
+        silent = self.silent_boundaries(plan)
         num_lanes = self.arranged[plan.strategy].layout.num_lanes
-        schedule = plan.schedule_in(replica, len(replicas), num_lanes)
+        schedule = plan.schedule_in(replica, len(replicas), num_lanes=num_lanes)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
-                schedule, layout, agrees=True, num_passes=self.passes, num_steps=self.steps,
+                schedule=schedule,
+                layout=layout,
+                agrees=True,
+                num_passes=self.passes,
+                num_steps=self.steps,
                 without_gradient=silent,
                 without_rows={stage for stage, share in self.crossing.items() if not share},
-            )  # fmt: skip
-        return self._simulators[key].run(self._costs(plan, layout, schedule))
+            )
+        return self._simulators[key].run(self._costs(plan, layout, schedule=schedule))
 
     def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
-        b, num_stages = self.samples(plan), len(plan.ends)
-        calls_s, (forward, backward) = self._calls_s(b), self._boundaries(plan, layout)
-        forward_s, backward_s, weights_s, updates = [], [], [], []
+        b = self.samples(plan)
+        num_stages = len(plan.ends)
+        calls_s = self._calls_s(b)
+        (forward, backward) = self._boundaries(plan, layout)
+        forward_s = []
+        backward_s = []
+        weights_s = []
+        updates = []
         for stage, span in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
             work = self._work(*span, b)
             forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
             own_s = calls_s[1] + work.backward_s
-            if _splits(schedule, stage, num_stages):
+            if _splits(schedule, stage, num_stages=num_stages):
                 own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
             weights_s.append(min(own_s, work.weights_s))  # differences of long sums
-            first, num_ranks = layout.ranks_of(stage)[0], len(layout.ranks_of(stage))
+            first = layout.ranks_of(stage)[0]
+            num_ranks = len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
             fetch_s /= len(layout.placement(first).stages)  # once for all that a rank holds
-            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, work.trained_bytes)
-            updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
+            average_s = self._ring_s(
+                layout.stage_cloud(stage), num_ranks, num_bytes=work.trained_bytes
+            )
+            updates.append(Update(fetch_s, average_s=average_s, optimizer_s=work.optimizer_s))
         slowdown = {
             rank: cloud.slowdown
             for name, cloud in layout.clouds.items()
@@ -183,9 +207,16 @@ class Pricer:
             for rank in layout.ranks_in(name)
         }
         return Costs(
-            forward_s, backward_s, forward, backward, updates, slowdown,
-            self._lines[plan.strategy], self.profile.control_bytes, weights_s,
-        )  # fmt: skip
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward=forward,
+            backward=backward,
+            updates=updates,
+            slowdown=slowdown,
+            lines=self._lines[plan.strategy],
+            control_bytes=self.profile.control_bytes,
+            weights_s=weights_s,
+        )
 
     def _calls_s(self, b: float) -> tuple[float, float]:
         return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
@@ -214,12 +245,16 @@ class Pricer:
                 f"the profile says nothing of what {compression} costs when replicas "
                 "average; measure it, or leave strategies out of plan.search"
             )
-        profile, lines = self.profile, self._lines[strategy]
-        whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
+        profile = self.profile
+        lines = self._lines[strategy]
+        whole = max(1, profile.trained_bytes)
+        is_apart = averaging.traits.is_apart
         spans = pairwise((0, *ends))
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
-        return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
+        return exchange_of(
+            arranged.layout, averaging, costs=costs, shares=shares, lines=lines, around_s=around_s
+        )
 
     # What crosses.
 
@@ -227,9 +262,12 @@ class Pricer:
         self, plan: Plan, layout: ClusterLayout
     ) -> tuple[list[Direction], list[Direction]]:
         """Forward and backward."""
-        b, forward, backward = self.samples(plan), list[Direction](), list[Direction]()
+        b = self.samples(plan)
+        forward = list[Direction]()
+        backward = list[Direction]()
         for stage, end in enumerate(plan.ends[:-1]):
-            here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
+            here = layout.stage_cloud(stage)
+            there = layout.stage_cloud(stage + 1)
             out = back = Direction()
             if here != there:
                 out, back = self.directions_at(plan.compression, end, b)
@@ -253,9 +291,11 @@ class Pricer:
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """Return the bytes of the fullest rank, by cloud."""
-        b, arranged = self.samples(plan), self.arranged[plan.strategy]
+        b = self.samples(plan)
+        arranged = self.arranged[plan.strategy]
         works = [self._work(*span, b) for span in plan.spans]
-        silent, messages = self.silent_boundaries(plan), dict[int, tuple[int, int | None]]()
+        silent = self.silent_boundaries(plan)
+        messages = dict[int, tuple[int, int | None]]()
         for stage, end in enumerate(plan.ends[:-1]):
             if arranged.layout.ranks_of(stage) == arranged.layout.ranks_of(stage + 1):
                 continue  # handed over inside a rank
@@ -263,7 +303,7 @@ class Pricer:
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
             returned = None if stage in silent else round(back.num_bytes)
             messages[stage] = round(out.num_bytes), returned
-        return memory_of(plan, arranged, works, messages, self.passes)
+        return memory_of(plan, arranged, works=works, messages=messages, num_passes=self.passes)
 
     def _work_of(self, start: int, end: int, b: float) -> Work:
         before = self._before(b)
@@ -295,7 +335,8 @@ def alike(
 ) -> dict[int, list[int]]:
     """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
     fast, over the same lines."""
-    firsts, found = dict[object, int](), dict[int, list[int]]()
+    firsts = dict[object, int]()
+    found = dict[int, list[int]]()
     for number, layout in enumerate(replicas):
         wires = tuple(lines.get(f"{a}-{b}") for a, b in product(layout.clouds, repeat=2))
         first = firsts.setdefault((repr(tuple(layout.clouds.values())), repr(wires)), number)
@@ -338,7 +379,8 @@ def over_epochs(
     if pricer.arranged[plan.strategy].is_whole:
         return None
     layout = pricer.arranged[plan.strategy].replicas[0]
-    b, missing = pricer.samples(plan), dict[int, float]()
+    b = pricer.samples(plan)
+    missing = dict[int, float]()
     for stage in pricer.silent_boundaries(plan):
         if layout.stage_cloud(stage) == layout.stage_cloud(stage + 1):
             continue
@@ -353,6 +395,9 @@ def over_epochs(
     later = replace(pricer, crossing=missing)
     first_share = min(1.0, num_samples / (pricer.batch_size * num_steps))
     return OverEpochs(
-        pricer.step_s(plan), later.step_s(plan), 1 - max(missing.values()), first_share,
-        later if first_share < 1 else pricer,
-    )  # fmt: skip
+        first_epoch_s=pricer.step_s(plan),
+        later_epochs_s=later.step_s(plan),
+        kept_share=1 - max(missing.values()),
+        first_epoch_share=first_share,
+        at_the_end=later if first_share < 1 else pricer,
+    )

@@ -63,8 +63,11 @@ class StepProgram:
                 f"the simulator knows one pipeline, and this layout has {layout.num_replicas} "
                 "replicas of it: what they average is not modelled; simulate one of them"
             )
-        self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
-        self.num_passes, self.num_steps = num_passes, num_steps
+        self.schedule = schedule
+        self.layout = layout
+        self.num_stages = layout.num_stages
+        self.num_passes = num_passes
+        self.num_steps = num_steps
         self._without = {"forward": without_rows, "backward": without_gradient}
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
         # Of one step; the program repeats it.
@@ -85,7 +88,7 @@ class StepProgram:
             if op.what in MARKS:
                 return 0.0, 0.0, 0.0
             what = "norm" if op.what == "clip" else op.what
-            return 0.0, costs.update_s(what, rank, self.placements[rank].stages), 0.0
+            return 0.0, costs.update_s(what, rank, stages=self.placements[rank].stages), 0.0
         before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
         behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
@@ -105,7 +108,9 @@ class StepProgram:
         for stages in dict.fromkeys(placement.stages for placement in self.placements):
             # In one go for all ranks that hold the same stages: what each takes is dealt out.
             alone = {stage: (0, 1) for stage in stages}
-            order = rank_actions(schedule, sorted(stages), self.num_stages, alone)
+            order = rank_actions(
+                schedule, sorted(stages), num_stages=self.num_stages, turn_of=alone
+            )
             for action in order:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue
@@ -132,13 +137,19 @@ class StepProgram:
                 if actions:
                     self._add(rank, Op("fetch"))
                 for action in actions:
-                    kind, stage = action.kind, action.stage
-                    received = self._transfer(stage - (kind == "forward"), action, first)
-                    sent = self._transfer(stage - (kind == "backward"), action, first)
+                    kind = action.kind
+                    stage = action.stage
+                    received = self._transfer(stage - (kind == "forward"), action, first=first)
+                    sent = self._transfer(stage - (kind == "backward"), action, first=first)
                     need = -1 if received is None else tokens[received]
                     posts = () if sent is None else (self._post(sent, tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
-                    self._add(rank, Op(kind, named, received, sent), need, posts)
+                    self._add(
+                        rank,
+                        Op(what=kind, action=named, received=received, sent=sent),
+                        need=need,
+                        posts=posts,
+                    )
 
     def _build_update(self, agrees: bool) -> None:
         gathered: dict[tuple[int, ...], int] = {}
@@ -148,7 +159,7 @@ class StepProgram:
                 if mates not in gathered:
                     gathered[mates] = self._one.token(len(mates))
                 self._add(placement.rank, Op("arrive"), signal=gathered[mates])
-                self._add(placement.rank, Op("average"), gathered[mates])
+                self._add(placement.rank, Op("average"), need=gathered[mates])
             self._add(placement.rank, Op("clip"))
         if agrees:
             self._build_agreement()
@@ -164,25 +175,32 @@ class StepProgram:
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
         for leader in others:
-            told = self._post(Transfer(NORM, -1, 0, leader, 0), all_told)
+            told = self._post(
+                Transfer(direction=NORM, boundary=-1, micro_batch=0, sender=leader, receiver=0),
+                all_told,
+            )
             self._add(leader, Op("arrive"), posts=(told,))
         answered = tuple(
-            self._post(Transfer(NORM, -1, 0, 0, leader), token)
+            self._post(
+                Transfer(direction=NORM, boundary=-1, micro_batch=0, sender=0, receiver=leader),
+                token,
+            )
             for leader, token in answers.items()
         )
         for placement in self.placements:
-            rank, leader = placement.rank, leader_of[placement.rank]
+            rank = placement.rank
+            leader = leader_of[placement.rank]
             if rank == 0:
-                self._add(0, Op("answer"), all_told, answered, shared[0])
+                self._add(0, Op("answer"), need=all_told, posts=answered, signal=shared[0])
             elif rank in answers:
-                self._add(rank, Op("answer"), answers[rank], signal=shared.get(rank, -1))
+                self._add(rank, Op("answer"), need=answers[rank], signal=shared.get(rank, -1))
             else:
-                self._add(rank, Op("shared"), shared[leader])
+                self._add(rank, Op("shared"), need=shared[leader])
 
     def _add(
         self, rank: int, op: Op, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
     ) -> None:
-        self._one.operation(rank, need, posts, signal)
+        self._one.operation(rank, need, posts=posts, signal=signal)
         self.ops[rank].append(op)
 
     def _post(self, transfer: Transfer, token: int) -> int:

@@ -55,9 +55,13 @@ def pilot_of(
     job = context.job
     if isinstance(job.autopilot, Tour):
         file = context.run_dir / FACTS_FILE.format(context.rank)
-        return TourPilot(job, wiring, trainer, file=file, program_bytes=program_bytes)
+        return TourPilot(
+            job=job, wiring=wiring, trainer=trainer, file=file, program_bytes=program_bytes
+        )
     forecast = forecast_of(job, context.device) if context.rank == 0 else None
-    return RunPilot(job, wiring, trainer, context.reporter, forecast)
+    return RunPilot(
+        job=job, wiring=wiring, trainer=trainer, reporter=context.reporter, forecast=forecast
+    )
 
 
 class _InForce(StatefulTree):
@@ -73,8 +77,11 @@ class Switching(Hook):
 
     def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer) -> None:
         assert isinstance(job.compression, Selectable)
-        self._compression, self._schedules = job.compression, job.schedules
-        self._layout, self._wiring, self._trainer = job.cluster, wiring, trainer
+        self._compression = job.compression
+        self._schedules = job.schedules
+        self._layout = job.cluster
+        self._wiring = wiring
+        self._trainer = trainer
         self._in_force = _InForce()
 
     def switch(self, step: int, choice: int) -> None:
@@ -123,8 +130,11 @@ class RunPilot(Switching):
     ) -> None:
         super().__init__(job, wiring, trainer)
         assert isinstance(job.autopilot, Autopilot)
-        self._settings, self._rule = job.autopilot, Rule(job.autopilot)
-        self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
+        self._settings = job.autopilot
+        self._rule = Rule(job.autopilot)
+        self._reporter = reporter
+        self.forecast = forecast
+        self._sums = trainer.sums
         layout = job.cluster
         crossed = filter(layout.leaves_cloud, range(layout.num_stages - 1))
         self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
@@ -134,29 +144,33 @@ class RunPilot(Switching):
         self._next: int | None = None
 
     def after_exchange(self, step: int) -> None:
-        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
+        sums = self._sums
+        key = MessageKey(Kind.AUTOPILOT, step)
         if not self._is_look(step) or sums.rank not in sums.leader_of:
             return
-        mine, (first, *others) = self.measured(), sums.leaders
+        mine = self.measured()
+        (first, *others) = sums.leaders
         if sums.rank != first:
             sums.out[first].send(key, (mine,), _MEASURED)
             return
         told = {leader: sums.incoming[leader].recv(key, sums.overdue_s) for leader in others}
-        measured = {leader: like(mine, parts, leader) for leader, parts in told.items()}
+        measured = {leader: like(mine, parts, sender=leader) for leader, parts in told.items()}
         self._next = self.decide(step, {first: mine, **measured})
 
     def after_update(self, step: int, report: StepReport) -> None:
         self._spent_s += self._of_this_update()
         if not self._is_look(step):
             return
-        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
-        in_force, (first, *others) = self._in_force.choice, sums.leaders
+        sums = self._sums
+        key = MessageKey(Kind.AUTOPILOT, step)
+        in_force = self._in_force.choice
+        (first, *others) = sums.leaders
         choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)
         if sums.rank == first:
             for leader in others:
                 sums.out[leader].send(key, (choice,), _CHOSEN)
         elif sums.rank in others:
-            choice = like(choice, sums.incoming[first].recv(key, sums.overdue_s), first)
+            choice = like(choice, sums.incoming[first].recv(key, sums.overdue_s), sender=first)
         for stage in self._trainer.stages.values():
             choice = stage.group.from_leader(choice)
         if int(choice) != in_force:
@@ -172,7 +186,8 @@ class RunPilot(Switching):
         found[0, :2] = self._spent_s + self._of_this_update()
         for channel in self._wiring.boundaries.wan_sends:
             row = found[self._rows[channel.identity.boundary, channel.identity.direction]]
-            kind, sent = KINDS[channel.identity.direction], channel.link.record
+            kind = KINDS[channel.identity.direction]
+            sent = channel.link.record
             row[0] += sent.num_bytes[kind]
             row[1] += sent.num_messages[kind]
             row[2] += sent.line_s[kind]
@@ -186,17 +201,20 @@ class RunPilot(Switching):
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
         """In rank 0: what all use from the next update on; None: as before. measured: by rank."""
-        before, self._last = self._last, dict(measured)
-        updates, self._last_step = step - self._last_step, step
+        before = self._last
+        self._last = dict(measured)
+        updates = step - self._last_step
+        self._last_step = step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
         grown = self._since(before, updates)
-        in_force, since_step = self._in_force.choice, self._selection.since_step
+        in_force = self._in_force.choice
+        since_step = self._selection.since_step
         predicted_s = self.forecast.step_s(grown, in_force)
         choice = self._rule.choose(step, in_force, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, choice, predicted_s, grown)
+            self._tell(step, choice, predicted_s=predicted_s, by=grown)
         return choice
 
     def _remembered(self) -> dict[str, Stateful | None]:
@@ -212,7 +230,8 @@ class RunPilot(Switching):
         return torch.tensor([sum(clock.seconds.values()), clock.seconds["compute_s"]])
 
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
-        layout, leaders = self._layout, self._layout.leader_of()
+        layout = self._layout
+        leaders = self._layout.leader_of()
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
         # Whoever is at neither end of a boundary tells nothing of it.
@@ -222,7 +241,8 @@ class RunPilot(Switching):
         sums: dict[tuple[str, str], Any] = defaultdict(float)
         latency_s: dict[tuple[str, str], float] = {}
         for (boundary, direction), row in self._rows.items():
-            here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
+            here = layout.stage_cloud(boundary)
+            there = layout.stage_cloud(boundary + 1)
             way = (here, there) if direction == "forward" else (there, here)
             if not told[row, 1]:
                 continue
@@ -235,7 +255,12 @@ class RunPilot(Switching):
             way: LinkProfile(_bits_per_s(*own.tolist()), latency_s.get(way, 0.0))
             for way, own in sums.items()
         }
-        return Measured(float(grown[0][0, 0]) / updates, compute_s, sent, lines)
+        return Measured(
+            step_s=float(grown[0][0, 0]) / updates,
+            compute_s=compute_s,
+            sent_bytes=sent,
+            lines=lines,
+        )
 
     def _tell(self, step: int, choice: int, predicted_s: Sequence[float], by: Measured) -> None:
         names = self._compression.names
@@ -256,7 +281,8 @@ class RunPilot(Switching):
 
 def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
     """Raises FrameError for anything but finite numbers of the same kind and shape."""
-    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec.of(mine)]
+    found = [*map(TensorSpec.of, parts)]
+    expected = [TensorSpec.of(mine)]
     if found != expected or not parts[0].isfinite().all():
         raise FrameError(
             f"rank {sender} sent {found} to the autopilot, not all finite; expected {expected}"
@@ -273,13 +299,22 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
 def forecast_of(job: Experiment, device: torch.device) -> Forecast:
     """With the codecs of all choices measured on this device, which stands for all."""
     assert isinstance(job.compression, Selectable)
-    layout, rows = job.cluster, -(-job.training.batch_size // job.num_pieces)
+    layout = job.cluster
+    rows = -(-job.training.batch_size // job.num_pieces)
     crossed = [(n, own) for n, own in job.boundaries.items() if layout.leaves_cloud(n)]
     codecs = []
     for choice in job.compression.choices.values():
-        each = ((n, codec_costs(boundary, choice, rows, device)) for n, boundary in crossed)
+        each = (
+            (n, codec_costs(boundary, choice, num_samples=rows, device=device))
+            for n, boundary in crossed
+        )
         codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
-    return Forecast(job.schedules, layout, job.training.accumulate_steps, codecs)
+    return Forecast(
+        schedules=job.schedules,
+        layout=layout,
+        num_passes=job.training.accumulate_steps,
+        codecs=codecs,
+    )
 
 
 def codec_costs(
@@ -294,7 +329,7 @@ def codec_costs(
         if floating:
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
             specs = [field.spec(min(MOST_ROWS, most)) for field in floating]
-            yield direction, time_codec(compressor, specs, device)
+            yield direction, time_codec(compressor, specs, device=device)
 
 
 class TourPilot(Switching):
@@ -312,7 +347,9 @@ class TourPilot(Switching):
     ) -> None:
         super().__init__(job, wiring, trainer)
         assert isinstance(job.autopilot, Tour)
-        self._tour, self._file, self._clock = job.autopilot, file, trainer.pipeline.clock
+        self._tour = job.autopilot
+        self._file = file
+        self._clock = trainer.pipeline.clock
         self._program_bytes = program_bytes
         self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
@@ -323,7 +360,8 @@ class TourPilot(Switching):
         self.switch(step, self._tour.leg(step + 1))
 
     def finish(self) -> None:
-        feed, rank = self._trainer.feed, self._trainer.pipeline.rank
+        feed = self._trainer.feed
+        rank = self._trainer.pipeline.rank
         head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
         found = {
             "events": [

@@ -60,7 +60,7 @@ class Forecast:
         num_passes: int,
         codecs: Sequence[_Codec],
     ) -> None:
-        self._programs = [Simulator(s, layout, num_passes=num_passes) for s in schedules]
+        self._programs = [Simulator(s, layout=layout, num_passes=num_passes) for s in schedules]
         self.codecs = codecs
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
@@ -69,7 +69,9 @@ class Forecast:
         now = self._programs[shape].schedule.num_micro_batches
         self._compute_s[now] = measured.compute_s
         simulated = [
-            program.run(self._costs(measured, now, self.codecs[own], program, codec)).step_s
+            program.run(
+                self._costs(measured, now, own=self.codecs[own], program=program, codec=codec)
+            ).step_s
             for program in self._programs
             for codec in self.codecs
         ]
@@ -80,17 +82,19 @@ class Forecast:
         seen = {m: of_stages[stage] for m, of_stages in self._compute_s.items()}
         if then in seen:
             return seen[then]
-        fewest, most = min(seen), max(seen)
+        fewest = min(seen)
+        most = max(seen)
         each_s = (seen[most] - seen[fewest]) / (most - fewest) if most > fewest else 0.0
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
     def _costs(
         self, measured: Measured, now: int, own: _Codec, program: Simulator, codec: _Codec
     ) -> Costs:
-        then, stages = program.schedule.num_micro_batches, range(program.num_stages)
+        then = program.schedule.num_micro_batches
+        stages = range(program.num_stages)
         ranks = [len(program.layout.ranks_of(stage)) for stage in stages]
         each_s = [
-            self._computing_s(s, now, then) * ranks[s] / program.num_passes / then / 3
+            self._computing_s(s, now, then=then) * ranks[s] / program.num_passes / then / 3
             for s in stages
         ]
         ways = {
@@ -101,7 +105,13 @@ class Forecast:
             [ways.get((b, way), Direction()) for b in stages[:-1]] for way in DIRECTIONS
         )
         lines = {"-".join(way): line for way, line in measured.lines.items()}
-        return Costs(each_s, [2 * s for s in each_s], forward, backward, lines=lines)
+        return Costs(
+            forward_s=each_s,
+            backward_s=[2 * s for s in each_s],
+            forward=forward,
+            backward=backward,
+            lines=lines,
+        )
 
     def state_dict(self) -> State:
         rows = [[m, *of_stages] for m, of_stages in sorted(self._compute_s.items())]

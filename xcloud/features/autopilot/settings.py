@@ -73,7 +73,7 @@ class Autopilot:
             """Return the share of a pass's samples whose activations the fullest stage keeps."""
             m = schedule.num_micro_batches
             orders = [order(schedule, stage) for stage in range(num_stages)]
-            return max(most_kept(order, 1, 1 / m, 1 / m) for order in orders)
+            return max(most_kept(order, 1, activations=1 / m, waiting=1 / m) for order in orders)
 
         given: Any = own
         flights = [own, *(replace(given, num_in_flight=number) for number in self.in_flight)]
@@ -89,7 +89,7 @@ class Autopilot:
                     "once (autopilot.in_flight)"
                 )
             for schedule in fitting:
-                found.setdefault(tuple(order(schedule, 0)), schedule)
+                found.setdefault(tuple(order(schedule, stage=0)), schedule)
         return list(found.values())
 
 

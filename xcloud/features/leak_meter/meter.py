@@ -84,7 +84,7 @@ class Stream(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Stream:
         direction, boundary, how, field = name.split(".", 3)
-        return cls(direction, int(boundary), how, field)
+        return cls(direction=direction, boundary=int(boundary), how=how, field=field)
 
     def __str__(self) -> str:
         kind = "activation" if self.direction == "forward" else "gradient"
@@ -125,7 +125,8 @@ def measure(run_dir: Path) -> dict[str, Any]:
     """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
     attacks that they come from. Raises DataError if observations are missing, naming the ranks."""
     notes = read_observations(run_dir)
-    label, text = _labels(notes), _texts(notes)
+    label = _labels(notes)
+    text = _texts(notes)
 
     def auc_of(kind: str) -> float | None:
         found = [e for by in label.values() for message, e in by.items() if kind in message]
@@ -149,14 +150,16 @@ def entries(found: Found) -> Iterator[dict[str, float]]:
 
 
 def read_observations(run_dir: Path) -> Observations:
-    notes, parts = Observations(), dict[tuple[str, str], list[Rows]]()
+    notes = Observations()
+    parts = dict[tuple[str, str], list[Rows]]()
     files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
     if not files:
         raise DataError(
             f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
             "security/meter=attack security.meter.keep=true, over more than one cloud"
         )
-    found, num_ranks = set(), 0
+    found = set()
+    num_ranks = 0
     for path in files:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
@@ -194,7 +197,8 @@ def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict
 def _labels(notes: Observations) -> Found:
     if LABEL not in notes.truth:
         return {}  # not known here, or spans or tokens, which are no classes
-    truth, texts = notes.truth[LABEL], notes.truth.keys() - {LABEL}
+    truth = notes.truth[LABEL]
+    texts = notes.truth.keys() - {LABEL}
     results: Found = {}
     for cloud, stream, samples in _hidden(notes, LABEL):
         if stream.direction == "forward" and notes.holds[cloud] & texts:
@@ -223,7 +227,7 @@ def _attack_labels(
              "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
     features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
     is_known = torch.arange(len(ids)) % 2 == 0
-    scores = probe(features, classes, is_known, len(values))
+    scores = probe(features, classes, is_known_N=is_known, num_classes=len(values))
     found: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
     for number in range(1 if len(values) == 2 else 0, len(values)):
         positive = classes == number
@@ -245,7 +249,7 @@ def _texts(notes: Observations) -> Found:
         for cloud, stream, samples in _hidden(notes, text):
             if (stream.direction, stream.how) != ("forward", "received"):
                 continue
-            shares = _invert(samples, truth, notes.special_ids.get(text, []))
+            shares = _invert(samples, truth, special_ids=notes.special_ids.get(text, []))
             if shares is not None:
                 results.setdefault(cloud, {})[f"{text} from {stream}"] = shares
     return results
@@ -272,8 +276,8 @@ def _invert(
         return round(float((unknown == guessed).double().mean()), 4)
 
     return {
-        "linear": share(linear_inverter(rows, tokens, is_known)),
-        "network": share(network_inverter(rows, tokens, is_known)),
+        "linear": share(linear_inverter(rows, tokens, is_known_N=is_known)),
+        "network": share(network_inverter(rows, tokens, is_known_N=is_known)),
         "baseline": share(torch.bincount(tokens[is_known]).argmax()),  # who sees nothing
         "num_rows": len(unknown),
     }
@@ -330,7 +334,8 @@ def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classe
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    known, unknown = features_ND[is_known_N].double(), features_ND[~is_known_N].double()
+    known = features_ND[is_known_N].double()
+    unknown = features_ND[~is_known_N].double()
     scores = torch.full((len(unknown), num_classes), -math.inf, dtype=torch.float64)
     seen = torch.unique(classes_N[is_known_N])
     if len(seen) == 1:
@@ -346,7 +351,8 @@ def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classe
 def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
     """The token guessed for each unknown row: linear discriminant of the tokens' mean rows, with
     the known rows' shrunk covariance."""
-    known, seen = rows_ND[is_known_N].double(), tokens_N[is_known_N]
+    known = rows_ND[is_known_N].double()
+    seen = tokens_N[is_known_N]
     tokens, index, counts = torch.unique(seen, return_inverse=True, return_counts=True)
     means = torch.zeros(len(tokens), known.shape[1], dtype=torch.float64)
     means.index_add_(0, index, known)

@@ -54,7 +54,7 @@ class Observer:
         labels that it holds."""
         if stream.how == "received" or not self.holds:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
-            self._add(stream.name, ids, counts, flat)
+            self._add(stream.name, ids, counts=counts, rows=flat)
 
     def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
         """Text and labels of a training batch: the attacks' ground truth."""
@@ -62,9 +62,11 @@ class Observer:
         for name, value in batch.items() if self.wants(step) else ():
             if name in self.token_fields:
                 is_token = value != self.token_fields[name][0]
-                self._add(f"{TRUTH}.{name}", ids, is_token.sum(1), value[is_token].cpu())
+                self._add(
+                    f"{TRUTH}.{name}", ids, counts=is_token.sum(1), rows=value[is_token].cpu()
+                )
             elif name == LABEL and value.dim() == 1:  # not spans, nor a label for each token
-                self._add(f"{TRUTH}.{name}", ids, None, value.detach().cpu().clone())
+                self._add(f"{TRUTH}.{name}", ids, counts=None, rows=value.detach().cpu().clone())
 
     def write(self, run_dir: Path) -> Path:
         folder = run_dir / OBSERVATIONS_DIR
@@ -84,7 +86,7 @@ class Observer:
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
-        messages.append(Rows(ids.clone(), wide, rows))
+        messages.append(Rows(ids.clone(), counts=wide, rows=rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
             messages.popleft()
 
@@ -151,25 +153,35 @@ class ObservedEnd:
     """A Sender or a Receiver (`end`) of messages that the observer takes notes of."""
 
     def __init__(self, observer: Observer, end: Any) -> None:
-        self._observer, self._end = observer, end
+        self._observer = observer
+        self._end = end
         self._floating = [f for f in end.fields if f.dtype.is_floating_point]
 
     def __getattr__(self, name: str) -> Any:  # send_start, recv_start
         return getattr(self._end, name)
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        return self._note(key, self._end.send(key, message, samples), samples, "sent")
+        return self._note(key, self._end.send(key, message, samples), samples=samples, how="sent")
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        return self._note(key, self._end.recv(key, samples, known), samples, "received")
+        return self._note(
+            key, self._end.recv(key, samples, known), samples=samples, how="received"
+        )
 
     def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> Message:
         if key.kind is not Kind.EVALUATION and self._observer.wants(key.step):
             identity = self._end.identity
             for field in self._floating:
-                stream = Stream(identity.direction, identity.boundary, how, field.name)
+                stream = Stream(
+                    direction=identity.direction,
+                    boundary=identity.boundary,
+                    how=how,
+                    field=field.name,
+                )
                 counts = field.counts(message.get("counts"))
-                self._observer.message(stream, samples["ids"], counts, message[field.name])
+                self._observer.message(
+                    stream, samples["ids"], counts=counts, rows=message[field.name]
+                )
         return message
 
 
@@ -195,20 +207,32 @@ def leak_observers(
     context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
 ) -> LeakObservers:
     """Of a job whose leak meter is on."""
-    job, rank, reporter, run_dir = context.job, context.rank, context.reporter, context.run_dir
-    meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
+    job = context.job
+    rank = context.rank
+    reporter = context.reporter
+    run_dir = context.run_dir
+    meter = job.leak_meter
+    layout = job.cluster
+    vocabularies = data.vocabularies
     assert meter is not None
     place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
-        rank, place.cloud, layout.num_ranks, job.max_steps - meter.last_steps + 1,
-        meter.max_rows, token_fields, job.fields_of_cloud(place.cloud), place.replica,
-    )  # fmt: skip
+        rank=rank,
+        cloud=place.cloud,
+        num_ranks=layout.num_ranks,
+        first_step=job.max_steps - meter.last_steps + 1,
+        max_rows=meter.max_rows,
+        token_fields=token_fields,
+        holds=job.fields_of_cloud(place.cloud),
+        replica=place.replica,
+    )
     texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
-        return LeakObservers(observer, None, reporter, run_dir)
+        return LeakObservers(observer=observer, averaged=None, reporter=reporter, run_dir=run_dir)
     (text,) = texts
-    stage, ids = stages[0], vocabularies[text]
+    stage = stages[0]
+    ids = vocabularies[text]
 
     def run(ids_NS: Tensor) -> None:
         ids_NS = ids_NS.to(next(stage.parameters()).device)
@@ -217,10 +241,16 @@ def leak_observers(
 
     words = torch.arange(ids.size)
     words = words[words != ids.pad]
-    reading = ReadingStage(stage, run, words, job.task.max_length, job.strategy.traits.every)
+    reading = ReadingStage(
+        module=stage,
+        run=run,
+        words_N=words,
+        max_length=job.task.max_length,
+        covers=job.strategy.traits.every,
+    )
     averaged = None
     if isinstance(meter, WatchesAverages):
-        averaged = meter.averaged(observer, reading, layout.num_replicas - 1)
+        averaged = meter.averaged(observer, reading, num_others=layout.num_replicas - 1)
     elif rank == 0:
         reporter.note("averages are not attacked; docs/privacy.md, section 3, says how they are")
-    return LeakObservers(observer, averaged, reporter, run_dir)
+    return LeakObservers(observer=observer, averaged=averaged, reporter=reporter, run_dir=run_dir)
