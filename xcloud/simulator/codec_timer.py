@@ -1,5 +1,6 @@
-"""Time what compressing costs on a device: messages over a boundary, and what replicas average. By
-itself, so a run takes somewhat longer; memories are left out.
+"""Time what compressing a message costs on a device.
+
+Each codec is timed by itself, so a run takes somewhat longer; memories are left out.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from xcloud.net.frame import (
 from xcloud.simulator.costs import Direction
 
 BUDGET_S = 0.1
-MOST_TIMES = 5
+MAX_REPEATS = 5
 OTHER_BYTES = 32 << 20
 
 
 def median_s(once: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of 2 to MOST_TIMES times, up to BUDGET_S; the first is left out. Before each,
-    other memory is used, as by what a rank computes in between: little is left in a processor's
-    caches."""
+    """Return the median seconds of 2 to MAX_REPEATS calls, up to BUDGET_S, after one that is not
+    counted.
+
+    Other memory is used before each call, as by what a rank computes in between, so little is left
+    in a processor's caches.
+    """
 
     def now_s() -> float:
-        """Once the device has done all that it was given."""
+        """Return the time at which the device has done all that it was given."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -44,7 +48,7 @@ def median_s(once: Callable[[], object], device: torch.device) -> float:
     once()
     found: list[float] = []
     other = torch.ones(OTHER_BYTES // 4 if device.type == "cpu" else 0)
-    while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MOST_TIMES):
+    while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MAX_REPEATS):
         other.add_(1.0)
         started_s = now_s()
         once()
@@ -55,8 +59,11 @@ def median_s(once: Callable[[], object], device: torch.device) -> float:
 def time_codec(
     compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device
 ) -> Direction:
-    """A message of such tensors, of random numbers: bytes of the whole frame, seconds of
-    compressing with framing, and of decompressing."""
+    """Return the costs of one message of random tensors with these specs.
+
+    They are the bytes of the whole frame, the seconds of compressing with framing, and those of
+    decompressing.
+    """
     generator = torch.Generator().manual_seed(0)
     codecs = [Codec(compressor, NoMemory()) for _ in specs]  # what they remember must not mix
     values = []

@@ -36,8 +36,11 @@ FREE = LinkProfile(1e18)  # as good as no time
 def line_of(
     layout: ClusterLayout, given: Mapping[str, LinkProfile], here: str, there: str
 ) -> LinkProfile:
-    """From a cloud to another, or inside one. given: by "a-b", or "*" for all between clouds;
-    before the layout's own. Raises ConfigError for a real network, which has no numbers."""
+    """Return the line from a cloud to another, or inside one.
+
+    given: lines by "a-b", or "*" for all between clouds; they come before the layout's own.
+    Raises ConfigError for a real network, which has no numbers.
+    """
     if here == there:
         return given.get(f"{here}-{here}", FREE)
     names = (f"{here}-{there}", f"{there}-{here}", "*")
@@ -54,8 +57,11 @@ def line_of(
 def lines_of(
     layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
 ) -> dict[str, LinkProfile]:
-    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
-    bandwidth: in place of those between clouds. Raises ConfigError, see line_of."""
+    """Return the lines between every two clouds, by "a-b", and those given inside one, by "a-a".
+
+    bandwidth: bits per second, in place of those of every line between clouds.
+    Raises ConfigError as line_of does.
+    """
     found = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
     for here, there in permutations(layout.clouds, 2):
         line = line_of(layout, given, here=here, there=there)
@@ -69,8 +75,12 @@ NORM = "norm"
 
 
 class Transfer(NamedTuple):
-    """One message. direction: "forward" for an activation, "backward" for a gradient, NORM for the
-    agreement. boundary: number of the stage before it. micro_batch: counts within the update."""
+    """A message between two ranks.
+
+    direction: "forward" for an activation, "backward" for a gradient, NORM for the agreement.
+    boundary: the number of the stage before it.
+    micro_batch: its number within the update.
+    """
 
     direction: str
     boundary: int
@@ -81,9 +91,13 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """Seconds that one rank spends on a step outside the schedule. fetch_s: before each pass.
-    average_s: the all-reduce with the other ranks of its stage, once all are there. norm_s: up to
-    the agreement on the gradient norm. optimizer_s: after it, clipping included."""
+    """The seconds that one rank spends on a step outside the schedule.
+
+    fetch_s: before each pass.
+    average_s: for the all-reduce with the other ranks of its stage, once all are there.
+    norm_s: up to the agreement on the gradient norm.
+    optimizer_s: after it, clipping included.
+    """
 
     fetch_s: float = 0.0
     average_s: float = 0.0
@@ -93,14 +107,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Direction:
-    """What goes one way over one boundary, for each micro-batch."""
+    """The cost of what goes one way over one boundary, for each micro-batch."""
 
     num_bytes: int = 0
     compress_s: float = 0.0
     decompress_s: float = 0.0
 
     def times(self, factor: float) -> Direction:
-        """Of a message so many times as large."""
+        """Return the costs of a message so many times as large."""
         size = round(factor * self.num_bytes)
         return Direction(
             size, compress_s=factor * self.compress_s, decompress_s=factor * self.decompress_s
@@ -112,15 +126,18 @@ NOTHING = Direction()
 
 @dataclass(frozen=True)
 class Costs:
-    """The same for every micro-batch. A backward is all of it, also what may be put off; bytes are
-    those of whole frames, and compressing includes framing.
+    """The costs of a step's actions and messages, the same for every micro-batch.
 
-    forward_s, backward_s: by stage. forward, backward: by boundary (the gradient in `backward`).
-    updates: by stage; of a rank with several stages they add up. weights_s: by stage, the part of
-    backward_s that may be put off. Missing ones cost nothing.
+    A backward is all of it, with what may be put off; bytes are those of whole frames, and
+    compressing includes framing. What is missing costs nothing.
+
+    forward_s, backward_s: by stage.
+    forward, backward: by boundary; the gradient's are in `backward`.
+    updates: by stage; those of a rank with several stages add up.
+    weights_s: by stage, the part of backward_s that may be put off.
     slowdown: rank -> how many times longer it computes and updates; 1 for the others.
-    control_bytes: of a message of the agreement on the gradient norm.
-    lines: see line_of. A line carries one message at a time, first come, first served; time 0 is
+    control_bytes: the size of a message of the agreement on the gradient norm.
+    lines: as in line_of. A line carries one message at a time, first come, first served; time 0 is
         the start of the simulation.
     """
 
@@ -148,7 +165,10 @@ class Costs:
         return line_of(layout, self.lines, here=here, there=there)
 
     def update_s(self, what: str, rank: int, stages: Sequence[int]) -> float:
-        """what: "fetch", "average", "norm" or "optimizer"."""
+        """Return the seconds of one thing that a rank does outside the schedule.
+
+        what: "fetch", "average", "norm" or "optimizer".
+        """
         factor = 1.0 if what == "average" else self.slowdown.get(rank, 1.0)
         each = (getattr(self.updates[stage], f"{what}_s") for stage in stages)
         return factor * sum(each) if self.updates else 0.0
@@ -159,8 +179,11 @@ class Costs:
 
 @settings("curve")
 class Curve:
-    """A quantity of a micro-batch over its number of samples: straight lines between the points,
-    going on beyond them. One point is a quantity that grows in proportion."""
+    """A quantity of a micro-batch over its number of samples, piecewise linear.
+
+    Straight lines join the points and go on beyond them. One point alone is a quantity that grows
+    in proportion.
+    """
 
     points: Sequence[tuple[PositiveFloat, float]] = ()
 
@@ -172,10 +195,11 @@ class Curve:
             )
 
     def at(self, samples: float) -> float:
-        """Never below 0."""
+        """Return the quantity for so many samples, never below 0."""
         return max(0.0, self.change_at(samples))
 
     def change_at(self, samples: float) -> float:
+        """Return the value for so many samples, which may be below 0."""
         points = self.points
         if not points:
             return 0.0
@@ -190,7 +214,7 @@ class Curve:
 
 
 def _curve(given: Any) -> Any:
-    """Also from a bare list of points, as a file has them."""
+    """Make a curve of a bare list of points, as a file has them; return anything else as it is."""
     points = given.get("points") if isinstance(given, Mapping) else given
     if not isinstance(points, list):
         return given
@@ -209,12 +233,19 @@ OfSamples = Annotated[Change, AfterValidator(_not_negative)]
 
 @settings("piece")
 class Piece:
-    """Consecutive work of a model. What leaves it is of boundary number `boundary`; None where the
-    model cannot be cut after it. forward_s, backward_s, activation_bytes: of a micro-batch.
-    weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
-    splitting_s: what that adds to a forward and a backward together, or below 0 saves.
-    parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
-    update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
+    """A consecutive part of a model's work; times and activations are those of a micro-batch.
+
+    boundary: the number of the boundary that it ends at; None where the model cannot be cut after
+        it.
+    weights_s: the part of backward_s that may be put off.
+    put_off_bytes: what is kept until then.
+    splitting_s: what splitting the backward adds to a forward and a backward together; below 0 it
+        saves.
+    parameter_bytes: of all weights.
+    trained_bytes: of the weights that are trained.
+    optimizer_s: seconds of an update.
+    blocks: how many of the model's blocks it holds, for the setting that cuts it.
+    """
 
     name: str
     forward_s: OfSamples
@@ -232,7 +263,7 @@ class Piece:
 
 @settings("direction")
 class DirectionCurves:
-    """A Direction over a boundary, by samples of a micro-batch."""
+    """The curves of a Direction over a boundary, by samples of a micro-batch."""
 
     num_bytes: OfSamples
     compress_s: OfSamples = Curve()
@@ -248,7 +279,10 @@ class DirectionCurves:
 
 @settings("boundary")
 class BoundaryCodec:
-    """backward: None where no gradient returns."""
+    """A compressor's costs at one boundary.
+
+    backward: None where no gradient returns.
+    """
 
     forward: DirectionCurves
     backward: DirectionCurves | None = None
@@ -256,7 +290,7 @@ class BoundaryCodec:
 
 @settings("averaging")
 class AveragingCodec:
-    """Of all trained values of the model together, once."""
+    """The cost of encoding and decoding all trained values of the model together, once."""
 
     num_bytes: NotNegative
     encode_s: Seconds = 0.0
@@ -265,7 +299,12 @@ class AveragingCodec:
 
 @settings("compressor")
 class CompressorCosts:
-    """boundaries: by number, as pieces name them. label: what it does to values."""
+    """All that one compressor costs.
+
+    label: what it does to values.
+    boundaries: by number, as pieces name them.
+    averaging: None for a compressor that replicas cannot average with.
+    """
 
     label: str
     boundaries: Sequence[BoundaryCodec]
@@ -274,16 +313,17 @@ class CompressorCosts:
 
 @settings("profile")
 class Profile:
-    """What a step is made of, piece by piece.
+    """The parts of a step, piece by piece, as they were measured or written by hand.
 
     of: what was recorded where (machine, torch, model …), in words.
-    fetch_s: of the samples of a micro-batch.
+    fetch_s: seconds of fetching the samples of a micro-batch.
     lines: "a-b", or "*" for all, to what joins two clouds; they come before the layout's own.
-    tokens_per_sample: that are computed, for costs per token.
-    program_bytes: of memory that a rank takes before it has a model; 0 = not known.
-    around_gradients_s, around_changes_s: what an exchange of all trained values takes beside its
-        codec, of gradients and after local updates.
-    train_samples: of an epoch; 0 = not known.
+    tokens_per_sample: tokens that are computed, for costs per token.
+    program_bytes: memory that a rank takes before it has a model; 0 = not known.
+    around_gradients_s, around_changes_s: seconds that an exchange of all trained values takes
+        beside its codec, of gradients and after local updates.
+    train_samples: samples of an epoch; 0 = not known.
+    stage_forward_s, stage_backward_s: seconds of calling a stage, whatever its pieces.
     """
 
     pieces: Annotated[Sequence[Piece], Field(min_length=1)]
@@ -322,7 +362,10 @@ class Profile:
         return sum(piece.trained_bytes for piece in self.pieces)
 
     def differs_from(self, of: Mapping[str, str]) -> list[str]:
-        """Why it may not hold for a job; empty if it does. of: what would be recorded now."""
+        """Return why the profile may not hold for a job; empty if it does.
+
+        of: what would be recorded now.
+        """
         return [
             f"{name} was {self.of[name]!r}, now {value!r}"
             for name, value in of.items()
@@ -336,7 +379,10 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ConfigError, naming the file, for anything that is no profile."""
+    """Return the profile that a file holds.
+
+    Raises ConfigError, naming the file, for anything that is no profile.
+    """
     try:
         return from_table("profile", Profile, table=json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -349,8 +395,12 @@ T = TypeVar("T")
 
 
 def from_table(name: str, kind: type[T], table: object) -> T:
-    """table: plain containers; checked against the annotations of `kind`, a settings class. Raises
-    ConfigError that names the key, after `name`."""
+    """Build settings from plain containers, checked against their annotations.
+
+    name: the key of the table, for messages.
+    kind: a settings class.
+    Raises ConfigError that names the key, after `name`.
+    """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
     except ValidationError as error:

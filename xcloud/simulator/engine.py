@@ -32,8 +32,13 @@ class Parcel(NamedTuple):
 
 @dataclass
 class Program:
-    """What every rank does, in order. By rank and operation: needs (token or -1), posts (numbers
-    of parcels), signals (token or -1). counts: of each token."""
+    """The operations of every rank, in order.
+
+    needs: by rank and operation, the token that it waits for, or -1.
+    posts: by rank and operation, the numbers of the parcels that it sends.
+    signals: by rank and operation, the token that it signals, or -1.
+    counts: by token, how many signals or arrivals it takes.
+    """
 
     needs: list[list[int]]
     posts: list[list[tuple[int, ...]]]
@@ -66,7 +71,10 @@ class Program:
         self.signals[rank].append(signal)
 
     def repeated(self, times: int) -> Program:
-        """So often in a row, each time with tokens and parcels of its own, on the same routes."""
+        """Return the program so many times in a row.
+
+        Each time has tokens and parcels of its own, on the same routes.
+        """
         found = Program.for_ranks(len(self.needs))
         found.num_routes = self.num_routes
         for _ in range(times):
@@ -82,7 +90,9 @@ class Program:
 
 
 class Passage(NamedTuple):
-    """Of one message: handed to the line, carried from, until, at the receiver."""
+    """The moments of one message: handed to the line, carried from, carried until, at the
+    receiver.
+    """
 
     queued_s: float
     from_s: float
@@ -91,7 +101,10 @@ class Passage(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """The operation that posted the parcel a token came with, or (parcel -1) signalled it."""
+    """The operation that brought a token.
+
+    parcel: the one that the token came with; -1 = the operation signalled it.
+    """
 
     rank: int
     operation: int
@@ -103,8 +116,12 @@ NEVER = Passage(*[float("inf")] * 4)
 
 @dataclass
 class Moments:
-    """begin_s: by rank, of each operation that began, once its token was there. passages: by
-    parcel; NEVER if it was not posted. causes: by token, what it came with last."""
+    """The moments at which things happened.
+
+    begin_s: by rank, when each operation that ran began, once its token was there.
+    passages: by parcel; NEVER if it was not posted.
+    causes: by token, what brought it last.
+    """
 
     begin_s: list[list[float]]
     passages: list[Passage]
@@ -115,7 +132,7 @@ class Moments:
 
 
 class Lines:
-    """State of all routes during one simulation."""
+    """The state of all routes during one simulation."""
 
     def __init__(
         self, program: Program, num_bytes: Sequence[int], lines: Sequence[LinkProfile | None]
@@ -162,8 +179,12 @@ def run(
     num_bytes: Sequence[int],
     lines: Sequence[LinkProfile | None],
 ) -> Moments:
-    """Run the program. seconds: by rank and operation. num_bytes: by parcel. lines: by route,
-    None = free. A rank whose token never comes stops there: see Moments.has_ended."""
+    """Run the program. A rank whose token never comes stops there: see Moments.has_ended.
+
+    seconds: by rank and operation.
+    num_bytes: by parcel.
+    lines: by route; None = free.
+    """
     return _Run(
         program, seconds=seconds, lines=Lines(program, num_bytes=num_bytes, lines=lines)
     ).carried_out()
@@ -194,7 +215,7 @@ class _Run:
         return Moments(self.begin_s, passages=self.passages, causes=self.causes)
 
     def work(self, rank: int) -> None:
-        """Up to an operation that others may wait for, or one that waits itself."""
+        """Work up to an operation that others may wait for, or one that waits itself."""
         missing = self.missing
         ready_s = self.ready_s
         seconds = self.seconds[rank]
@@ -219,7 +240,7 @@ class _Run:
         self.free_s[rank] = at_s
 
     def end(self, now_s: float, rank: int) -> None:
-        """Of a rank's last operation: what it posts leaves, what it signals is there."""
+        """End a rank's last operation: what it posts leaves, what it signals is there."""
         index = len(self.begin_s[rank]) - 1
         for number in self.program.posts[rank][index]:
             parcel = self.program.parcels[number]

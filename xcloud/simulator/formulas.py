@@ -1,8 +1,8 @@
-"""What is known in closed form: the paper's formulas for equal stages, what it costs that replicas
-in several clouds average, and what a rank keeps in memory.
+"""Closed forms: the paper's formulas, the cost of averaging between clouds, memory of a rank.
 
-p stages, m micro-batches; tf, tb: forward and backward time of a micro-batch; tt: one transfer;
-l: latency. Bubble ratio R = idle time / ideal computing time m(tf+tb).
+The paper's formulas hold for equal stages: p stages, m micro-batches; tf, tb: forward and backward
+time of a micro-batch; tt: one transfer; l: latency. Bubble ratio R = idle time / ideal computing
+time m(tf+tb).
 Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2') is derived.
 """
 
@@ -27,23 +27,28 @@ from xcloud.simulator.plan import Arranged, Plan
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:
-    """(1): R = (p-1)/m."""
+    """Return the bubble ratio by formula (1): R = (p-1)/m."""
     return (p - 1) / m
 
 
 def bubble_of_blocking_transfers(p: int, m: int, tf: float, tb: float, tt: float) -> float:
-    """(2): R = [(p-1)(tf+tb+2tt) + 2(m-1)tt] / (m(tf+tb)): sender and receiver wait while a
-    message crosses. Exact for two stages; a middle stage of three or more waits twice for each
-    micro-batch, on both its boundaries."""
+    """Return the bubble ratio by formula (2): R = [(p-1)(tf+tb+2tt) + 2(m-1)tt] / (m(tf+tb)).
+
+    Sender and receiver wait while a message crosses. Exact for two stages; a middle stage of three
+    or more waits twice for each micro-batch, on both its boundaries.
+    """
     return ((p - 1) * (tf + tb + 2 * tt) + 2 * (m - 1) * tt) / (m * (tf + tb))
 
 
 def step_of_overlapped_transfers(
     p: int, m: int, tf: float, tb: float, tt: float = 0.0, latency_s: float = 0.0
 ) -> float:
-    """(2'): T = p(tf+tb) + 2(p-1)(tt+l) + (m-1)[max(tf,tt) + max(tb,tt)], in seconds: transfers
-    overlap with computing and are carried one after the other in each direction of a boundary.
-    One stage has no boundary: m(tf+tb)."""
+    """Return the seconds of a step by formula (2').
+
+    T = p(tf+tb) + 2(p-1)(tt+l) + (m-1)[max(tf,tt) + max(tb,tt)]: transfers overlap with computing
+    and are carried one after the other in each direction of a boundary. One stage has no boundary:
+    m(tf+tb).
+    """
     if p == 1:
         return m * (tf + tb)
     steady = max(tf, tt) + max(tb, tt)
@@ -52,9 +57,14 @@ def step_of_overlapped_transfers(
 
 @dataclass(frozen=True)
 class Exchange:
-    """What replicas average, of a step. codec_s, wire_s: of one exchange, of which there are
-    `per_step` in a step. hides_steps: how long it may go on beside other work; 0 = ranks wait for
-    it. where: its slowest line. num_bytes: by "a-b", that leave cloud a for b."""
+    """The cost of what replicas average.
+
+    codec_s, wire_s: seconds of one exchange.
+    num_bytes: bytes of one exchange that leave cloud a for b, by "a-b".
+    per_step: exchanges in a step.
+    hides_steps: steps for which it may go on beside other work; 0 = ranks wait for it.
+    where: its slowest line.
+    """
 
     codec_s: float = 0.0
     wire_s: float = 0.0
@@ -64,7 +74,7 @@ class Exchange:
     where: str = ""
 
     def step_s(self, own_s: float) -> float:
-        """A step whose replicas take own_s by themselves."""
+        """Return the seconds of a step whose replicas take own_s by themselves."""
         waits_s = max(0.0, self.wire_s - self.hides_steps * own_s)
         return own_s + self.per_step * (self.codec_s + waits_s)
 
@@ -77,6 +87,41 @@ class Exchange:
         return {pair: self.per_step * size for pair, size in self.num_bytes.items()}
 
 
+@dataclass(frozen=True)
+class _Merge:
+    """A way to average some values over replicas.
+
+    merging: the clouds that merge for others; empty where each merges all for itself.
+    num_bytes: the size of each message from or to a merging cloud.
+    codec_s: seconds of encoding and decoding in a rank.
+    """
+
+    merging: tuple[str, ...]
+    num_bytes: float
+    codec_s: float
+
+
+def _merge_of(
+    averaging: Averaging,
+    clouds: tuple[str, ...],
+    num_bytes: float,
+    encode_s: float,
+    decode_s: float,
+) -> _Merge:
+    """Return how replicas average values of which each needs num_bytes, encode_s and decode_s.
+
+    clouds: of the replicas, in their order.
+    """
+    num_replicas = len(clouds)
+    if averaging.traits.is_elastic:  # the first cloud merges for all, as the others may be gone
+        return _Merge(clouds[:1], num_bytes, codec_s=2 * encode_s + num_replicas * decode_s)
+    if everyone_merges(num_replicas, is_robust=averaging.merge is not None):
+        return _Merge((), num_bytes, codec_s=encode_s + decode_s * (num_replicas - 1))
+    # Each merges a part, and hands back its result in place of sending a contribution to it.
+    codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
+    return _Merge(clouds, num_bytes / num_replicas, codec_s=codec_s)
+
+
 def exchange_of(
     layout: ClusterLayout,
     averaging: Averaging,
@@ -85,75 +130,70 @@ def exchange_of(
     lines: Mapping[str, LinkProfile],
     around_s: float = 0.0,
 ) -> Exchange:
-    """Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode.
-    So do more of them where the merge is robust (replicas/averaging.py), and each decodes R - 1
-    messages. Else from R = 3 on each merges a part and hands it back: two rounds of B/R
-    to each other replica, each over the line of these two clouds; a part is back with the last
-    replica once the slowest contribution to it has come and the slowest answer has gone. Where a
-    cloud may be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks
-    share codecs evenly, and their line. Replicas are taken to begin at once.
+    """Return what it costs that replicas average; of several sets of clouds, the slowest counts.
+
+    Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode. So
+    do more of them where the merge is robust (replicas/averaging.py), and each decodes R - 1
+    messages. Else from R = 3 on each merges a part and hands it back: two rounds of B/R to each
+    other replica, each over the line of these two clouds. A part is back with the last replica
+    once the slowest contribution to it has come and the slowest answer has gone. Where a cloud may
+    be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks share codecs
+    evenly, and their line. Replicas are taken to begin at once.
 
     shares: of the trained values, by stage; one entry where replicas hold the whole model.
-    lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
-    num_replicas = layout.num_replicas
+    lines: by "a-b".
+    around_s: seconds that an exchange of all values takes beside its codec.
+    """
     traits = averaging.traits
+    replicas = range(layout.num_replicas)
     slowest = Exchange()
     num_bytes = defaultdict[str, float](float)
-    together = defaultdict[tuple[str, ...], list[int]](list)  # stages that share lines, by clouds
+    stages_at = defaultdict[tuple[str, ...], list[int]](list)  # by clouds: they share lines
     for stage in range(len(shares)):
-        together[tuple(layout.stage_cloud(stage, r) for r in range(num_replicas))].append(stage)
-    for clouds, stages in together.items():
+        stages_at[tuple(layout.stage_cloud(stage, r) for r in replicas)].append(stage)
+    for clouds, stages in stages_at.items():
         num_ranks = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
-            for replica in range(num_replicas)
+            for replica in replicas
         )
         share = sum(shares[stage] for stage in stages) / traits.fragments
-        whole = costs.num_bytes * share
-        encode_s = costs.encode_s * share / num_ranks
-        decode_s = costs.decode_s * share / num_ranks
-        if traits.is_elastic:
-            size = whole
-            codec_s = 2 * encode_s + num_replicas * decode_s
-            mergers = clouds[:1]
-        elif everyone_merges(num_replicas, is_robust=averaging.merge is not None):
-            size = whole
-            mergers = clouds[:0]
-            codec_s = encode_s + decode_s * (num_replicas - 1)
-        else:
-            # Of its own part a replica hands back the result in place of sending a contribution.
-            size = whole / num_replicas
-            mergers = clouds
-            codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
-        codec_s += around_s * share / num_ranks
-        took = {
-            (a, b): lines[f"{a}-{b}"].transfer_s(round(size))
+        merge = _merge_of(
+            averaging,
+            clouds,
+            num_bytes=costs.num_bytes * share,
+            encode_s=costs.encode_s * share / num_ranks,
+            decode_s=costs.decode_s * share / num_ranks,
+        )
+        codec_s = merge.codec_s + around_s * share / num_ranks
+        took_s = {
+            (a, b): lines[f"{a}-{b}"].transfer_s(round(merge.num_bytes))
             for a, b in permutations(clouds, 2)
-            if not mergers or a in mergers or b in mergers
+            if not merge.merging or a in merge.merging or b in merge.merging
         }
-        where = max(took, key=lambda pair: took[pair])
-        # The longest way to a merging cloud, and the longest from it.
-        round_trips = [
-            sum(max(s for pair, s in took.items() if pair[end] == merger) for end in (0, 1))
-            for merger in mergers
-        ]
-        wire_s = max(round_trips, default=took[where])
-        # Each way once, and where all merge once more.
-        for pair in took:
-            num_bytes["-".join(pair)] += size * (2 if len(mergers) > 1 else 1)
+        slowest_way = max(took_s, key=lambda way: took_s[way])
+        round_trips_s = []
+        for merging in merge.merging:
+            to_it_s = max(s for (_, receiver), s in took_s.items() if receiver == merging)
+            from_it_s = max(s for (sender, _), s in took_s.items() if sender == merging)
+            round_trips_s.append(from_it_s + to_it_s)
+        wire_s = max(round_trips_s, default=took_s[slowest_way])
+        # A contribution or a result goes each way; where all merge, both do.
+        num_messages = 2 if len(merge.merging) > 1 else 1
+        for sender, receiver in took_s:
+            num_bytes[f"{sender}-{receiver}"] += merge.num_bytes * num_messages
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
             slowest = Exchange(
                 codec_s=codec_s,
                 wire_s=wire_s,
-                num_bytes={},
                 per_step=traits.per_step,
                 hides_steps=traits.hidden_steps,
-                where="-".join(where),
+                where="-".join(slowest_way),
             )
     return replace(slowest, num_bytes=dict(num_bytes))
 
 
 class Work(NamedTuple):
-    """Of consecutive pieces; seconds and activations of one micro-batch. As of a Piece."""
+    """The work of consecutive pieces; seconds and activations are those of one micro-batch."""
 
     forward_s: float
     backward_s: float
@@ -167,7 +207,10 @@ class Work(NamedTuple):
 
 
 def work_before(profile: Profile, b: float) -> list[Work]:
-    """Of all pieces before each, and of all. b: samples of a micro-batch."""
+    """Return the work of all pieces before each, and last that of all.
+
+    b: samples of a micro-batch.
+    """
     found = [Work(*[0] * len(Work._fields))]
     for piece in profile.pieces:
         backward_s = piece.backward_s.at(b)
@@ -255,9 +298,12 @@ def _most_queued(
     budget: int,
     num_passes: int,
 ) -> float:
-    """Return the bytes of messages over the boundary after `stage` that may wait in one of the
-    num_ranks ranks at one of its ends: those in flight, each of which goes forward or comes back;
-    where none come back, all of an update, as far as the link's budget goes (LinkWindow)."""
+    """Return the bytes of messages over the boundary after `stage` that may wait in a rank at its
+    end.
+
+    Messages in flight wait, each of which goes forward or comes back; where none come back, all of
+    an update may, as far as the link's budget goes (LinkWindow).
+    """
     forward, back = sizes
     if back is None:
         most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
@@ -271,7 +317,7 @@ def _most_kept(
     schedule: Schedule, stage: int, num_stages: int, num_ranks: int, activations: float,
     put_off: float,
 ) -> float:  # fmt: skip
-    """Bytes that a rank keeps for backwards to come."""
+    """Return the bytes that a rank keeps for backwards to come."""
     return most_kept(
         schedule.actions(stage, num_stages), num_ranks, activations=activations, waiting=put_off
     )

@@ -1,5 +1,6 @@
-"""Recorded steps read back as costs: of one step what a stage took for its actions and messages,
-of a trial run's steps a profile. Finds no files and runs nothing.
+"""Read recorded steps back as costs: those of one step, or a profile of a trial run's steps.
+
+Finds no files and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,23 +28,52 @@ from xcloud.simulator.costs import (
 # One step.
 
 
+@dataclass(frozen=True)
+class _Action:
+    """An action of the schedule, as one rank carried it out."""
+
+    direction: str
+    stage: int
+    micro_batch: int
+    rank: int
+
+
+class _Share(NamedTuple):
+    """A part of a rank's step.
+
+    action: None outside the schedule.
+    """
+
+    part: str
+    action: _Action | None
+    us: int
+
+
 def measured_costs(timeline: Timeline) -> Costs:
-    """Means over ranks and micro-batches of a recorded step. What is no recorded span (the
-    interpreter between two of them) counts for the span after it. A rank of several stages gives
-    each an equal part of its update. Lines are not read: the layout, or whoever asks, has them."""
-    spent = defaultdict[tuple[str, int, int, int], Counter[str]](Counter)
+    """Return the mean costs of a recorded step, over ranks and micro-batches.
+
+    What is no recorded span (the interpreter between two of them) counts for the span after it. A
+    rank of several stages gives each an equal part of its update. Lines are not read: the layout,
+    or whoever asks, has them.
+    """
+    spent = defaultdict[_Action, Counter[str]](Counter)  # microseconds, by part
+    outside = defaultdict[int, Counter[str]](Counter)  # by rank: the same outside the schedule
     for lane in timeline.lanes:
-        for part, (direction, stage, micro_batch), us in _shares(lane):
-            spent[direction, stage, lane.rank, micro_batch][part] += us
+        for part, action, us in _shares(lane):
+            own = outside[lane.rank] if action is None else spent[action]
+            own[part] += us
     ranks_of = defaultdict[int, set[int]](set)
-    for direction, stage, rank, _ in spent:
-        if direction:
-            ranks_of[stage].add(rank)
+    for action in spent:
+        ranks_of[action.stage].add(action.rank)
     flights = [flight for some in timeline.flights.values() for flight in some]
 
     def mean_s(part: str, direction: str, stage: int) -> float:
-        own = (of[part] for (*action, _, _), of in spent.items() if action == [direction, stage])
-        return 1e-6 * _mean(own)
+        each_us = (
+            parts_us[part]
+            for action, parts_us in spent.items()
+            if action.direction == direction and action.stage == stage
+        )
+        return 1e-6 * _mean(each_us)
 
     def crossing(kind: str, direction: str, sending: int, receiving: int) -> Direction:
         sizes = (
@@ -61,18 +91,26 @@ def measured_costs(timeline: Timeline) -> Costs:
         )
 
     def update(stage: int) -> Update:
-        """The mean over its ranks. Of an average the last to come waits for nobody."""
+        """Return the mean over the stage's ranks.
+
+        Of an average the last rank to come waits for nobody, so it tells what the average took.
+        """
         mates = ranks_of[stage]
+        average_us = min(outside[rank]["average"] for rank in mates)
+        is_alone = len(mates) == 1  # then it averages with nobody
         shares = []
-        shared_us = min(spent["", -1, rank, -1]["average"] for rank in mates)
-        alone_us = shared_us if len(mates) == 1 else 0
         for rank in mates:
-            own = spent["", -1, rank, -1]
-            each = own["fetch"] / max(1, own["fetches"]), shared_us - alone_us
-            each_us = *each, own["clip"] + alone_us, own["after"]
+            own = outside[rank]
             num_held = sum(rank in ranks for ranks in ranks_of.values())
+            each_us = (
+                own["fetch"] / max(1, own["fetches"]),
+                0 if is_alone else average_us,
+                own["clip"] + (average_us if is_alone else 0),
+                own["after"],
+            )
             shares.append([1e-6 * us / num_held for us in each_us])
-        return Update(*map(_mean, zip(*shares, strict=True)))
+        fetch_s, average_s, norm_s, optimizer_s = map(_mean, zip(*shares, strict=True))
+        return Update(fetch_s, average_s=average_s, norm_s=norm_s, optimizer_s=optimizer_s)
 
     stages = range(len(ranks_of))
     late_s = [mean_s("compute", "weights", stage=stage) for stage in stages]
@@ -95,33 +133,42 @@ def measured_costs(timeline: Timeline) -> Costs:
     )
 
 
-def _shares(lane: Lane) -> Iterator[tuple[str, tuple[str, int, int], int]]:
-    """What a rank's step went into, but for waiting: part, action, microseconds."""
+def _shares(lane: Lane) -> Iterator[_Share]:
+    """Yield all that a rank's step went into, but for waiting.
+
+    "fetches" counts instead: one for each fetch.
+    """
     at_us = lane.from_us
     has_normed = False
     for box in lane.boxes:
         gap_us = box.from_us - at_us
         own_us = box.until_us - box.from_us
         at_us = box.until_us
-        action = box.direction, box.stage, box.micro_batch
         if box.direction:
-            yield "compute", action, gap_us
+            action = _Action(
+                direction=box.direction,
+                stage=box.stage,
+                micro_batch=box.micro_batch,
+                rank=lane.rank,
+            )
+            yield _Share("compute", action, us=gap_us)
             if box.what != "wait":
                 is_codec = box.what in ("compress", "decompress")
-                yield box.what if is_codec else "compute", action, own_us
+                yield _Share(box.what if is_codec else "compute", action, us=own_us)
             continue
         waits = box.what == "wait" or (box.what == "average" and has_normed)
         part = "clip" if waits else box.what
-        is_before = not has_normed and part in ("fetch", "average", "clip")
-        yield part if is_before else "after", action, gap_us + own_us * (not waits)
+        if has_normed or part not in ("fetch", "average", "clip"):
+            part = "after"
+        yield _Share(part, None, us=gap_us if waits else gap_us + own_us)
         if box.what == "fetch":
-            yield "fetches", action, 1
+            yield _Share("fetches", None, us=1)
         has_normed = has_normed or box.what == "clip"
-    yield "after", ("", -1, -1), lane.until_us - at_us
+    yield _Share("after", None, us=lane.until_us - at_us)
 
 
 def typical(steps: Sequence[Any]) -> Any:
-    """Costs number by number: the median."""
+    """Return costs of which each number is the median of those of the steps."""
     first = steps[0]
     if is_dataclass(first):
         own = {f.name: typical([getattr(s, f.name) for s in steps]) for f in fields(first)}
@@ -141,8 +188,11 @@ def _mean(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Leg:
-    """What steps of a trial with one schedule and compression took. samples: of a micro-batch, on
-    average. splits: whether weights' gradients were put off."""
+    """The typical costs of a trial's steps with one schedule and compression.
+
+    samples: of a micro-batch, on average.
+    splits: whether weights' gradients were put off.
+    """
 
     samples: float
     compression: str
@@ -151,7 +201,11 @@ class Leg:
 
 
 class StageFacts(NamedTuple):
-    """activation_bytes, put_off_bytes: of a sample. blocks: of a model that is cut freely."""
+    """The sizes of one stage of a trial.
+
+    activation_bytes, put_off_bytes: of a sample.
+    blocks: how many blocks it holds of a model that is cut freely; else 0.
+    """
 
     parameter_bytes: int
     trained_bytes: int
@@ -164,8 +218,12 @@ _Quantities = dict[str, dict[float, float]]  # by the fields of a Piece and samp
 
 
 class _Part(NamedTuple):
-    """holds: so many stages, the model's first one, its last one, so many blocks. Of several
-    stages of a rank the sum: what the first of them to be called takes to warm up, others save."""
+    """The quantities of those stages of a trial that were one stage of the job.
+
+    holds: how many stages, whether the model's first, whether its last, how many blocks.
+    of: summed over the stages of a rank, because what the first of them to be called takes to warm
+        up, the others save.
+    """
 
     holds: Sequence[int]
     of: _Quantities
@@ -173,8 +231,13 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """own: the job's compression. ranks: of each the stages that it holds, and how many ranks
-    share them. parts: of a model with blocks, the number of stages in each of the job's own."""
+    """All that a trial run measured.
+
+    own: the job's compression.
+    ranks: the stages that each rank holds, and how many ranks share them.
+    pass_samples: samples of one pass over the schedule.
+    parts: for a model with blocks, the number of trial stages in each of the job's own.
+    """
 
     legs: Sequence[Leg]
     own: str
@@ -186,9 +249,14 @@ class Trial:
     def pieces(
         self, boundary_after: Sequence[int | None], *others: Trial
     ) -> tuple[list[Piece], Curve, Curve]:
-        """The model as it was cut, or, if it has blocks, block by block. boundary_after: each
-        piece but the last. others: with other cuts of the same model.
-        Then what a stage takes besides its blocks, forward and backward, where that is known."""
+        """Return the pieces of the model, and what a stage takes besides its blocks, forward and
+        backward.
+
+        The model's pieces are the stages as it was cut or, if it has blocks, each block.
+
+        boundary_after: the boundary after each piece but the last.
+        others: trials with other cuts of the same model.
+        """
         found = [self._of_stage(n) for n in range(len(self.stages))]
         calls = [Curve(), Curve()]
         if self.parts:
@@ -214,7 +282,7 @@ class Trial:
         return pieces, calls[0], calls[1]
 
     def directions(self, compression: str, boundary: int) -> BoundaryCodec:
-        """What crossed after a stage; no backward if none did."""
+        """Return the costs of what crossed after a stage; without a backward if none did."""
 
         def curves(way: str) -> DirectionCurves:
             seen = [(b, getattr(c, way)[boundary]) for b, c in self._legs(compression)]
@@ -226,7 +294,7 @@ class Trial:
         return BoundaryCodec(curves("forward"), backward if returns else None)
 
     def fetch_s(self) -> Curve:
-        """Of a micro-batch, by a rank."""
+        """Return what a rank takes to fetch a micro-batch."""
         share = 1 / self.pass_samples
         points = []
         for b, costs in self._legs(self.own, splits=False):
@@ -239,7 +307,10 @@ class Trial:
         return round(self.legs[0].costs.control_bytes)
 
     def _legs(self, compression: str, splits: bool | None = None) -> list[tuple[float, Costs]]:
-        """By samples of a micro-batch. splits: None = either, the first that was tried."""
+        """Return costs by samples of a micro-batch, fewest first.
+
+        splits: whether weights' gradients were put off; None = either, the first that was tried.
+        """
         found: dict[float, Costs] = {}
         for leg in self.legs:
             if leg.compression == compression and splits in (None, leg.splits):
@@ -276,11 +347,13 @@ class Trial:
 
 
 def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities], list[Curve]]:
-    """Of each block, the first with what is before it, the last with what is after it.
+    """Return the quantities of each block, and the curves of calling a stage.
 
-    A stage is called once for each micro-batch, which takes as long whatever its blocks. So a
-    part takes calls * call + front + tail + blocks * block, and parts that differ tell which is
-    which. What they leave open goes to the blocks."""
+    The first block includes what is before it, the last what is after it. A stage is called once
+    for each micro-batch, which takes as long whatever its blocks. So a part takes calls * call +
+    front + tail + blocks * block, and parts that differ tell which is which. What they leave open
+    goes to the blocks.
+    """
     found: list[_Quantities] = [{} for _ in range(num_blocks)]
     calls = []
     for name, points in parts[0].of.items():
@@ -303,8 +376,11 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
 
 
 def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
-    """The shares that come nearest to the values, blocks' shares first: of what may save time,
-    which is as small as what it is read with errs, nearly all; of others, none is negative."""
+    """Return the shares that come nearest to the values, the blocks' share first.
+
+    may_save: shares may be below 0. Such times are as small as the error of what they are read
+        from, so nearly all of them goes to the blocks.
+    """
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows = np.vstack([rows, little])
     values = [*values, *[0.0] * 4]

@@ -16,7 +16,10 @@ NO_COMPRESSION = "none"
 
 
 class Plan(NamedTuple):
-    """ends: the piece after each stage's last; one where each rank holds the whole model."""
+    """A way to run a job: how it is cut, scheduled and compressed, and how clouds are used.
+
+    ends: the piece after each stage's last; one where each rank holds the whole model.
+    """
 
     strategy: str
     ends: tuple[int, ...]
@@ -25,7 +28,7 @@ class Plan(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Of each stage: its first piece, and the one after its last."""
+        """The first piece of each stage, and the one after its last."""
         return list(pairwise((0, *self.ends)))
 
     @property
@@ -34,16 +37,21 @@ class Plan(NamedTuple):
 
     @property
     def schedule_label(self) -> str:
-        """Without the number of micro-batches."""
+        """The schedule's label without the number of micro-batches."""
         return self.schedule.label.replace(f" m={self.micro_batches}", "")
 
     def micro_batches_of(self, replica: int, num_replicas: int) -> int:
-        """Those that a replica computes: i belongs to replica i mod num_replicas."""
+        """Return how many micro-batches a replica computes: i belongs to replica i mod
+        num_replicas.
+        """
         return len(range(replica, self.micro_batches, num_replicas))
 
     def schedule_in(self, replica: int, num_replicas: int, num_lanes: int) -> Schedule:
-        """Return the schedule of one of so many replicas of the pipeline. Settings named num_in_*
-        count micro-batches of all, which have num_lanes lanes together."""
+        """Return the schedule of one of so many replicas of the pipeline.
+
+        Settings named num_in_* count micro-batches of all replicas, which have num_lanes lanes
+        together.
+        """
         fitted = self.schedule.for_lanes(len(self.ends), num_lanes)
         shared = {
             name: math.ceil(number / num_replicas)
@@ -56,9 +64,15 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """bytes_between: that leave a cloud for another, by "a-b", mean over steps. memory: bytes of
-    the fullest rank, by cloud. spent_s: seconds of the step by what they go into, largest first,
-    as Prediction.critical_s; bound is the first of them. compute_s: over all ranks."""
+    """A plan and what a step of it costs.
+
+    step_s: seconds of a step.
+    bytes_between: bytes that leave a cloud for another, by "a-b"; the mean over steps.
+    memory: bytes of the fullest rank, by cloud.
+    spent_s: seconds of the step by what they go into, largest first, as in Prediction.critical_s;
+        `bound` is the first of them.
+    compute_s: seconds of computing, summed over all ranks.
+    """
 
     plan: Plan
     step_s: float
@@ -79,14 +93,16 @@ class Priced:
 
 @dataclass(frozen=True)
 class Arranged:
-    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds, in one
-    stage where every rank holds the whole model."""
+    """A strategy, and the clouds as it arranges them."""
 
     strategy: Strategy
     layout: ClusterLayout
 
     @property
     def replicas(self) -> list[ClusterLayout]:
+        """The layouts of the replicas, each with its own clouds and, where every rank holds the
+        whole model, in one stage.
+        """
         found = replicas_of(self.layout)
         if not self.is_whole:
             return found
@@ -97,7 +113,7 @@ class Arranged:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole model."""
+        """True where every rank holds the whole model."""
         clouds = self.layout.clouds.values()
         whole = self.layout.num_stages
         return all(len(c.stages or ()) == whole and not c.one_stage_per_rank for c in clouds)
@@ -108,13 +124,14 @@ class Arranged:
 
     @property
     def slowness(self) -> list[float]:
-        """By stage: how many times longer its ranks together compute the same work."""
+        """The factors, by stage, by which its ranks together take longer for the same work."""
         layout = self.replicas[0]
         clouds = (layout.clouds[layout.stage_cloud(s)] for s in range(self.num_stages))
         return [cloud.slowdown / len(layout.ranks_of(s)) for s, cloud in enumerate(clouds)]
 
 
 def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
+    """Return the layout of each replica, with its own clouds and the links between them."""
     found = []
     for number in range(layout.num_replicas):
         own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}

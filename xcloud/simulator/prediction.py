@@ -21,13 +21,16 @@ _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
 
 
 def largest_first(spent: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by what they go into, without what takes none."""
+    """Return the seconds by what they go into, largest first, without what takes none."""
     return dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1]))
 
 
 class RankUse(NamedTuple):
-    """Seconds of the step. average_s: with waiting for the other ranks of its stage, as a real run
-    counts it. idle_s: all the rest."""
+    """The seconds of the step that one rank spends on each thing.
+
+    average_s: with waiting for the other ranks of its stage, as a real run counts it.
+    idle_s: all the rest.
+    """
 
     rank: int
     compute_s: float
@@ -37,7 +40,10 @@ class RankUse(NamedTuple):
 
 
 class LineUse(NamedTuple):
-    """One direction between two clouds. busy_s: it carried something."""
+    """The use of one direction between two clouds.
+
+    busy_s: seconds for which it carried something.
+    """
 
     here: str
     there: str
@@ -47,7 +53,11 @@ class LineUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """seconds, num_bytes: what the engine was given; moments: what it found."""
+    """A simulated step.
+
+    seconds, num_bytes: what the engine was given.
+    moments: what it found.
+    """
 
     step: StepProgram
     costs: Costs
@@ -57,14 +67,18 @@ class Prediction:
 
     @cached_property
     def step_s(self) -> float:
-        """From when the last rank has begun the last step simulated to when the last one has ended
-        it, as a run counts it."""
+        """The seconds from the last rank's beginning of the last step to the last rank's end of
+        it, as a run counts them.
+        """
         return max(self._end_s(rank, -1) for rank in self._all) - self._since_s
 
     @cached_property
     def bubble_ratio(self) -> float:
-        """Idle time over computing time, summed over ranks; for equal stages that do nothing but
-        compute (step_s - m(tf+tb)) / (m(tf+tb)), the convention of [N] (1)."""
+        """The idle time over computing time, summed over ranks.
+
+        For equal stages that do nothing but compute it is (step_s - m(tf+tb)) / (m(tf+tb)), the
+        convention of [N] (1).
+        """
         return sum(use.idle_s for use in self.ranks) / sum(use.compute_s for use in self.ranks)
 
     @cached_property
@@ -91,7 +105,7 @@ class Prediction:
 
     @cached_property
     def links(self) -> list[LineUse]:
-        """Between clouds, by direction."""
+        """The use of lines between clouds, by direction."""
         found = {route: LineUse(*route, 0, 0.0) for route in self.step.routes}
         for number in self._parcels():
             route = self._route(number)
@@ -103,9 +117,11 @@ class Prediction:
 
     @cached_property
     def critical_s(self) -> dict[str, float]:
-        """Seconds of the longest chain of causes that ends with the step, largest first:
-        "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
-        "latency a to b", "update", "averaging". They add up to step_s."""
+        """The seconds of the longest chain of causes that ends with the step, largest first.
+
+        They are named "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and
+        queueing for it), "latency a to b", "update", "averaging", and add up to step_s.
+        """
         rank = max(self._all, key=lambda r: self._end_s(r, -1))
         since_s = self._since_s
         spent = defaultdict[str, float](float)
@@ -117,7 +133,7 @@ class Prediction:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Flights are between clouds only, as in a real record."""
+        """The step as a real record has it: flights are between clouds only."""
         zero_s = min(map(self._started_s, self._all))
 
         def us(moment_s: float) -> int:
@@ -167,7 +183,7 @@ class Prediction:
     # One rank's last step.
 
     def _first(self, rank: int) -> int:
-        """The rank's first operation of the last step."""
+        """Return the rank's first operation of the last step."""
         return len(self.step.ops[rank]) * (self.step.num_steps - 1)
 
     def _end_s(self, rank: int, index: int) -> float:
@@ -178,7 +194,9 @@ class Prediction:
         return self._end_s(rank, first - 1) if first else 0.0
 
     def _span_s(self, rank: int) -> float:
-        """The rank's part of the step. A step that stands alone ends for all at once."""
+        """Return the seconds of the rank's part of the step. A step that stands alone ends for all
+        at once.
+        """
         if self.step.num_steps == 1:
             return self.step_s
         return self._end_s(rank, -1) - self._started_s(rank)
@@ -204,7 +222,7 @@ class Prediction:
             yield _Span(what="wait", place=_OUTSIDE, from_s=at_s, until_s=until_s)
 
     def _parcels(self) -> range:
-        """Those of the last step."""
+        """Return the numbers of the last step's parcels."""
         return range(len(self.step.transfers) * (self.step.num_steps - 1), len(self.num_bytes))
 
     def _route(self, parcel: int) -> Route:
@@ -213,7 +231,7 @@ class Prediction:
     # The chain of causes, from the end on.
 
     def _causes(self, rank: int) -> Iterator[tuple[str, float, float]]:
-        """What, from, until; without gaps, the latest first."""
+        """Yield what took a rank until when, from when; without gaps, the latest first."""
         program = self.step.program
         moments = self.moments
         index = len(self.seconds[rank]) - 1
@@ -245,7 +263,10 @@ _OUTSIDE = "", -1, -1
 
 
 class _Span(NamedTuple):
-    """place: direction, stage, micro-batch."""
+    """A stretch of a rank's time.
+
+    place: direction, stage, micro-batch.
+    """
 
     what: str
     place: tuple[str, int, int]

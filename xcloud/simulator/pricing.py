@@ -27,10 +27,16 @@ from xcloud.simulator.prediction import Prediction, Simulator, largest_first
 
 @dataclass(eq=False)
 class Pricer:
-    """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
-    bandwidth: of every line between clouds, in place of its own; for crossings. steps: simulated;
-    from 2 on the last one is measured in steady state. crossing: by stage before a boundary, the
-    share of the samples that cross it (over_epochs); all where it is not named."""
+    """The prices of plans for one job, from its profile.
+
+    arranged: by strategy.
+    batch_size: samples of an update.
+    passes: accumulation passes of an update.
+    bandwidth: bits per second of every line between clouds, in place of its own; for crossings.
+    steps: how many are simulated; from 2 on the last one is measured in steady state.
+    crossing: by stage before a boundary, the share of the samples that cross it (over_epochs); all
+        where it is not named.
+    """
 
     profile: Profile
     arranged: Mapping[str, Arranged]
@@ -62,7 +68,7 @@ class Pricer:
         self._exchange_of = lru_cache(maxsize=None)(self._new_exchange)
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
-        """The same jobs over lines of this bandwidth, in bits per second."""
+        """Return a pricer of the same jobs over lines of this bandwidth, in bits per second."""
         found = replace(self, bandwidth=bandwidth)
         found._simulators = self._simulators  # they know no costs
         return found
@@ -80,7 +86,7 @@ class Pricer:
         return self._exchange(plan).step_s(own_s)
 
     def price(self, plan: Plan) -> Priced:
-        """Everything about a plan; step_s is the same as that of `step_s`."""
+        """Return everything about a plan; its step_s is the same as that of `step_s`."""
         exchange = self._exchange(plan)
         replicas = self._replicas[plan.strategy]
         parts: list[tuple[Prediction, ClusterLayout]] = []
@@ -119,8 +125,11 @@ class Pricer:
         )
 
     def estimate_s(self, plan: Plan) -> float:
-        """About what a step takes, whatever the schedule: the busiest stage or line works all the
-        time, and one micro-batch goes through all others. To choose what to simulate."""
+        """Return about what a step takes, whatever the schedule, to choose what to simulate.
+
+        The busiest stage or line is taken to work all the time, and one micro-batch to go through
+        all others.
+        """
         b = self.samples(plan)
         longest_s = 0.0
         call_s = sum(self._calls_s(b))
@@ -148,14 +157,14 @@ class Pricer:
     # One replica.
 
     def silent_boundaries(self, plan: Plan) -> frozenset[int]:
-        """Numbers of the stages before those over which no gradient returns."""
+        """Return the boundaries over which no gradient returns: the stages before them."""
         ends = enumerate(plan.ends[:-1])
         return frozenset(
             stage for stage, end in ends if self._codec(plan.compression, end).backward is None
         )
 
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
-        """A replica's simulated step, by itself."""
+        """Return a replica's simulated step, by itself."""
         replicas = self._replicas[plan.strategy]
         layout = replicas[replica]
         silent = self.silent_boundaries(plan)
@@ -225,7 +234,10 @@ class Pricer:
         return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
-        """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
+        """Return the seconds of a sum over ranks of one cloud.
+
+        It is n - 1 messages of 1/n around, and as many to tell it.
+        """
         inside = self.profile.lines.get(f"{cloud}-{cloud}")
         if inside is None or num_ranks == 1:
             return 0.0
@@ -261,7 +273,7 @@ class Pricer:
     def _boundaries(
         self, plan: Plan, layout: ClusterLayout
     ) -> tuple[list[Direction], list[Direction]]:
-        """Forward and backward."""
+        """Return the costs of all boundaries, forward and backward."""
         b = self.samples(plan)
         forward = list[Direction]()
         backward = list[Direction]()
@@ -318,7 +330,9 @@ def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
 def _stages(
     layout: ClusterLayout, lines: Mapping[str, LinkProfile]
 ) -> list[tuple[float, int, list[LinkProfile]]]:
-    """Slowdown and ranks of each, and, between clouds, the lines to the next stage and back."""
+    """Return the slowdown and ranks of each stage and, between clouds, the lines to the next stage
+    and back.
+    """
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
         (
@@ -333,8 +347,10 @@ def _stages(
 def alike(
     replicas: Sequence[ClusterLayout], lines: Mapping[str, LinkProfile]
 ) -> dict[int, list[int]]:
-    """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
-    fast, over the same lines."""
+    """Return the numbers of replicas, by the first of those like them.
+
+    Replicas are alike that have as many ranks and stages, compute as fast, and use the same lines.
+    """
     firsts = dict[object, int]()
     found = dict[int, list[int]]()
     for number, layout in enumerate(replicas):
@@ -350,10 +366,12 @@ def alike(
 
 @dataclass(frozen=True)
 class OverEpochs:
-    """Seconds of a step in the first epoch, in later ones, and on average over the run.
+    """The seconds of a step in the first epoch, in later ones, and on average over the run.
 
-    kept_share: of the samples, at the boundary where fewest fit. first_epoch_share: of the run's
-    steps. at_the_end: prices the run's last step."""
+    kept_share: share of the samples that are kept, at the boundary where fewest fit.
+    first_epoch_share: share of the run's steps.
+    at_the_end: prices the run's last step.
+    """
 
     first_epoch_s: float
     later_epochs_s: float
@@ -374,8 +392,13 @@ class OverEpochs:
 def over_epochs(
     pricer: Pricer, plan: Plan, max_bytes: int, num_samples: int, num_steps: int
 ) -> OverEpochs | None:
-    """None if the plan has no boundary between clouds with nothing trained before it. max_bytes:
-    that a rank keeps of each boundary. num_samples: of an epoch. num_steps: of the run."""
+    """Return how a step changes after the first epoch; None if no boundary between clouds has only
+    frozen parts before it.
+
+    max_bytes: that a rank keeps of each boundary.
+    num_samples: of an epoch.
+    num_steps: of the run.
+    """
     if pricer.arranged[plan.strategy].is_whole:
         return None
     layout = pricer.arranged[plan.strategy].replicas[0]

@@ -16,8 +16,11 @@ from xcloud.simulator.costs import NORM, Costs, Transfer
 
 
 class Op(NamedTuple):
-    """One operation of a rank. what: as in the record of a real step, or one of MARKS, which take
-    no time. action: of forward, backward and weights."""
+    """An operation of a rank.
+
+    what: as in the record of a real step, or one of MARKS, which take no time.
+    action: of forward, backward and weights; else None.
+    """
 
     what: str
     action: Action | None = None
@@ -83,7 +86,7 @@ class StepProgram:
         self.program = self._one.repeated(num_steps)
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
-        """Seconds of decompressing, of the thing itself, of compressing."""
+        """Return the seconds of decompressing, of the operation itself, and of compressing."""
         if op.action is None:
             if op.what in MARKS:
                 return 0.0, 0.0, 0.0
@@ -97,7 +100,9 @@ class StepProgram:
         return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
-        """As layout.owner, of the one replica. micro_batch: of the schedule."""
+        """Return the rank that computes a micro-batch of the schedule at a stage, as layout.owner
+        does.
+        """
         ranks = self.layout.ranks_of(stage)
         return ranks[micro_batch % len(ranks)]
 
@@ -167,7 +172,9 @@ class StepProgram:
             self._add(placement.rank, Op("optimizer"))
 
     def _build_agreement(self) -> None:
-        """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
+        """Let leaders tell rank 0, rank 0 answer, and leaders pass it on to the ranks of their
+        stages.
+        """
         program = self._one
         leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
         others = sorted({*self.layout.leader_of()} - {0})
@@ -214,7 +221,7 @@ class StepProgram:
         return self._one.parcel(*both, self._route_of[shared], token)
 
     def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
-        """The message over `boundary`; None at the ends and between stages of one rank."""
+        """Return the message over `boundary`; None at the ends and between stages of one rank."""
         kind = action.kind
         if kind == "weights" or not 0 <= boundary < self.num_stages - 1:
             return None
