@@ -178,7 +178,7 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     arranged = {"pipeline": Arranged(Strategy(), clouds)}
     counts = (4, 8, 16, 32, 64)
     pricer = Pricer(Profile(pieces, compressors), arranged, 64)
-    splits = splits_of(pieces, 4, most=100_000)
+    splits = splits_of(pieces, 4, max_splits=100_000)
     space = Space(
         Plan("pipeline", splits[0], GPipe(8), NO_COMPRESSION), {"pipeline": splits}, counts,
         [*compressors], ("split", "micro_batches", "schedule", "compression"),

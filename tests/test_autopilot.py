@@ -26,7 +26,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
 from xcloud.features.autopilot.pilot import (
     KINDS,
-    MOST_ROWS,
+    MAX_ROWS,
     RunPilot,
     _bits_per_s,
     codec_costs,
@@ -322,4 +322,4 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
         lambda codec, specs, device: timed.extend(specs) or Direction(1),
     )
     assert len(list(codec_costs(boundary, INT4, 16, torch.device("cpu")))) == 2
-    assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2
+    assert [spec.shape for spec in timed] == [(MAX_ROWS, 8)] * 2

@@ -235,9 +235,11 @@ def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not
     judged: list[tuple[int, int]] = []
     real = leak_meter.probe
 
-    def probe(features: Tensor, classes: Tensor, is_known: Tensor, num_classes: int) -> Tensor:
-        judged.append((int(is_known.sum()), int((~is_known).sum())))
-        return real(features, classes, is_known, num_classes)
+    def probe(
+        features: Tensor, classes: Tensor, *, is_known_N: Tensor, num_classes: int
+    ) -> Tensor:
+        judged.append((int(is_known_N.sum()), int((~is_known_N).sum())))
+        return real(features, classes, is_known_N, num_classes)
 
     monkeypatch.setattr(leak_meter, "probe", probe)
     found = []

@@ -199,8 +199,8 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
 ) -> None:
     frames = list[torch.Tensor]()
 
-    def framed(*given: Any) -> torch.Tensor:
-        frames.append(encode_frame(*given))
+    def framed(*given: Any, **named: Any) -> torch.Tensor:
+        frames.append(encode_frame(*given, **named))
         return frames[-1]
 
     monkeypatch.setattr(averaging_timer, "encode_frame", framed)

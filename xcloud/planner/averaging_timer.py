@@ -22,8 +22,11 @@ from xcloud.simulator.costs import AveragingCodec
 def time_averaging(
     trained: Mapping[str, nn.Parameter], compression: Compression | Phased
 ) -> AveragingCodec | None:
-    """Of all values of `trained`: encoding with framing; decoding and adding it to one's own. None
-    for a compressor that replicas cannot average with."""
+    """Return the costs of averaging all values of `trained`; None for a compressor that cannot.
+
+    They are those of encoding with framing, and of decoding a message and adding it to one's own
+    values.
+    """
     if not trained:
         return AveragingCodec(0)
     first = next(iter(trained.values()))
@@ -61,8 +64,10 @@ def time_averaging(
 
 
 def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, float]:
-    """What an exchange of all trained values takes beside its codec: of gradients, and of changes
-    after local updates."""
+    """Return the seconds that an exchange of all trained values takes beside its codec.
+
+    The first is that of gradients, the second that of changes after local updates.
+    """
     parameters = [*trained.values()]
     if not parameters:
         return 0.0, 0.0
@@ -71,7 +76,7 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
     merged = [torch.zeros_like(p) for p in parameters]
 
     def gradients() -> None:
-        """As features/replicas/gradient_averaging.py."""
+        """Do as features/replicas/gradient_averaging.py does."""
         buffer.is_finite()
         for parameter, tensor in zip(parameters, merged, strict=True):
             assert parameter.grad is not None
@@ -85,7 +90,7 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
     )
 
     def changes() -> None:
-        """As features/replicas/local_updates.py."""
+        """Do as features/replicas/local_updates.py does."""
         outer.gradient()
         outer.move(merged)
         outer.take()

@@ -41,9 +41,14 @@ FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overla
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown of a search. search_s: what the search took. stale: why the profile
-    may not hold. not_planned: strategies, and why. over_epochs: of plans that keep rows of frozen
-    parts; their prices are those of the first epoch."""
+    """Everything that is shown of a search.
+
+    search_s: seconds that the search took.
+    stale: why the profile may not hold.
+    not_planned: strategies that were left out, and why.
+    over_epochs: of plans that keep rows of frozen parts; their prices are those of the first
+        epoch.
+    """
 
     pricer: Pricer
     space: Space
@@ -65,7 +70,7 @@ class Report:
 
     @cached_property
     def over_micro_batches(self) -> list[AtCount]:
-        """Of `pipeline`."""
+        """The step of `pipeline` at every number of micro-batches."""
         if self.pipeline is None:
             return []
         counts = self.space.counts(self.pricer.arranged[self.pipeline.strategy])
@@ -77,26 +82,28 @@ class Report:
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """By compressor, bandwidth and step."""
+        """The points (bandwidth, step) of each compressor."""
         step_s, names = self._over_lines
         rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
         return {name: [(rate, step_s(name, rate)) for rate in rates] for name in names}
 
     @cached_property
     def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
-        """No compressors where there is one cloud, and no line."""
+        """The step over bandwidth, and the compressors to show; none where there is one cloud, and
+        no line.
+        """
         has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
         return step_at(self.pricer, self.best), self.space.compressions if has_lines else ()
 
     def split(self, plan: Plan) -> str:
-        """Such as "3 | 5 blocks"; "whole" where every rank has all."""
+        """Return a plan's cut in words: "3 | 5 blocks", or "whole" where every rank has all."""
         if len(plan.ends) == 1:
             return "whole"
         counts = self.counts(plan)
         return " | ".join(map(str, counts or plan.ends)) + (" blocks" if counts else "")
 
     def counts(self, plan: Plan) -> list[int]:
-        """Blocks of each stage; empty for a model that is not cut freely."""
+        """Return the blocks of each stage; empty for a model that is not cut freely."""
         pieces = self.pricer.profile.pieces
         found = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
         return found if all(piece.blocks for piece in pieces) else []
@@ -135,12 +142,14 @@ class Report:
 
     @property
     def best_count(self) -> AtCount | None:
-        """Of micro-batches."""
+        """The entry with the fastest step over the numbers of micro-batches."""
         return min(self.over_micro_batches, key=lambda entry: entry.step_s, default=None)
 
     def as_table(self, chosen: Priced | None) -> dict[str, Any]:
-        """For plan.json; "always" and "never" in place of an infinite or no bandwidth. chosen: the
-        plan that is run; None if none is."""
+        """Return what plan.json holds; "always" and "never" stand for an infinite or no bandwidth.
+
+        chosen: the plan that is run; None if none is.
+        """
         profile = self.pricer.profile
         best_count = self.best_count
         mean_s = None
@@ -254,8 +263,10 @@ def bandwidth_text(pays_below: float) -> str:
 
 
 def write_plan_picture(path: Path, report: Report) -> bool:
-    """Step time over bandwidth, and the bubble over micro-batches. False if there is nothing to
-    draw: one cloud, and no pipeline."""
+    """Draw step time over bandwidth, and the bubble over micro-batches.
+
+    Return False if there is nothing to draw: one cloud, and no pipeline.
+    """
     parts = (_over_bandwidth, report.curves), (_over_micro_batches, report.over_micro_batches)
     draws = [draw for draw, has in parts if has]
     if not draws:
@@ -276,7 +287,7 @@ def _titled(axes: Axes, text: str, report: Report, plan: Plan) -> None:
 
 
 def _over_bandwidth(axes: Axes, report: Report) -> None:
-    """A line for each compressor; a mark where it begins to pay."""
+    """Draw a line for each compressor, and a mark where it begins to pay."""
     best = report.best
     _titled(axes, "predicted step time over bandwidth", report=report, plan=best)
     for number, (name, points) in enumerate(report.curves.items()):
@@ -294,7 +305,7 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
-    """Simulated and by the formulas; a mark at the m whose step is fastest."""
+    """Draw the bubble as simulated and by the formulas, and a mark at the m of the fastest step."""
     counted = report.over_micro_batches
     plan = report.pipeline
     best = report.best_count

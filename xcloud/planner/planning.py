@@ -64,8 +64,12 @@ def _planned(planner: Planner, run_dir: Path) -> Any:
 
 
 class Planner:
-    """cluster: as the settings have it, before a strategy arranged it. candidates: compressions by
-    name, the job's own first. not_planned: what the job does not allow, and why."""
+    """A search for the best plan of one job.
+
+    cluster: as the settings have it, before a strategy arranged it.
+    candidates: compressions by name, the job's own first.
+    not_planned: strategies that the job does not allow, and why.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -91,7 +95,9 @@ class Planner:
         self.arranged = self._arranged()
 
     def profile(self) -> tuple[Profile, list[str]]:
-        """From a file, or of a trial run of the job; and why it may not hold."""
+        """Return the profile, read from a file or of a trial run of the job, and why it may not
+        hold.
+        """
         if self.plan.profile is None:
             lines_of(self.cluster, {})  # raises before anything is tried
             return self.trial.profile(), []
@@ -118,7 +124,10 @@ class Planner:
         )
 
     def report(self, profile: Profile, notes: Sequence[str] = ()) -> Report:
-        """Search, and whatever is shown of it. notes: why the profile may not hold."""
+        """Search, and return whatever is shown of it.
+
+        notes: why the profile may not hold.
+        """
         started_s = time.perf_counter()
         training = self.job.training
         pricer = Pricer(
@@ -156,7 +165,7 @@ class Planner:
         )
 
     def applied(self, chosen: Priced, report: Report) -> Any:
-        """The config with this plan."""
+        """Return the config with this plan."""
         plan = chosen.plan
         given = configs.plain_settings(self.config, without=("hydra",))["plan"]
         found: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
@@ -172,7 +181,9 @@ class Planner:
     # What is searched.
 
     def _space(self, profile: Profile) -> Space:
-        """Of strategies that the profile's pieces allow; the others leave `arranged`."""
+        """Return the plans to search. Strategies that the profile's pieces do not allow leave
+        `arranged`.
+        """
         job = self.job
         pieces = profile.pieces
         splits = dict[str, list[tuple[int, ...]]]()
@@ -221,7 +232,7 @@ class Planner:
 
     @property
     def _model_blocks(self) -> list[int]:
-        """Of each stage; empty for a model that is not cut freely."""
+        """The blocks of each stage; empty for a model that is not cut freely."""
         model = self.job.model
         length = self.job.task.max_length
         own = self.job.strategy.name
@@ -236,7 +247,7 @@ class Planner:
         )  # fmt: skip
 
     def _refusal(self, **changed: Any) -> str:
-        """Why the job cannot be run so; empty if it can."""
+        """Return why the job cannot be run so; empty if it can."""
         try:
             replace(self.job, plan=None, **changed)
         except ConfigError as error:
@@ -250,7 +261,7 @@ class Planner:
         return {name: found.get(name, own)} | found
 
     def _schedules(self) -> list[Schedule]:
-        """Those beside the job's own that the job allows."""
+        """Return the schedules beside the job's own that the job allows."""
         found = list[Schedule]()
         m = self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
@@ -261,7 +272,7 @@ class Planner:
         return found
 
     def _arranged(self) -> dict[str, Arranged]:
-        """Every strategy that the cluster, the task and who may see what allow."""
+        """Return every strategy that the cluster, the task and who may see what allow."""
         own = self.job.strategy
         found = dict[str, Arranged]()
         others = self.plan.strategies if "strategy" in self.plan.search else {}
@@ -289,7 +300,7 @@ class Planner:
         return found or {own.name: Arranged(own, self.job.cluster)}
 
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
-        """Whether two clouds hold texts of their own, not labels, and one would read more."""
+        """Return whether two clouds hold texts of their own, no labels, and one would read more."""
         own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
         texts = [fields - {LABEL} for fields in own.values()]
         apart = any(a - b and b - a for a, b in combinations(texts, 2))

@@ -1,6 +1,7 @@
-"""The best plans of a space, found with few simulations: a quick estimate says which cuts and
-numbers of micro-batches are worth one. Also where compressors begin to pay, and the paper's
-formulas beside the simulation.
+"""Find the best plans of a space with few simulations.
+
+A quick estimate says which cuts and numbers of micro-batches are worth one. Also finds where
+compressors begin to pay, and sets the paper's formulas beside the simulation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from xcloud.simulator.costs import Piece
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
-MOST_SPLITS = 5000
+MAX_SPLITS = 5000
 TRIES = 24
 REFINED = 4  # of a search; see fastest
 NEAR = 12  # plans that differ from the job's own in one thing
@@ -37,10 +38,16 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Space:
-    """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
-    schedules: to try, with any of these counts, each in its variants. varies: dimensions of
-    settings.DIMENSIONS that may differ from `own`. allows: whether the job may run with a
-    strategy, a compression and a schedule, however it is split."""
+    """The plans that are searched.
+
+    own: the plan that the job's settings are.
+    splits: by strategy.
+    micro_batches: the counts to try.
+    schedules: to try with any of these counts, each in its variants.
+    varies: dimensions of settings.DIMENSIONS that may differ from `own`.
+    allows: whether the job may run with a strategy, a compression and a schedule, however it is
+        split.
+    """
 
     own: Plan
     splits: Mapping[str, Sequence[tuple[int, ...]]]
@@ -51,7 +58,7 @@ class Space:
     allows: Callable[[str, str, Schedule], bool] = lambda *given: True
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
-        """Every plan, with the schedule of `own`, that the job may run with GPipe."""
+        """Yield every plan, with the schedule of `own`, that the job may run with GPipe."""
         varies = self.varies
         own = self.own
         for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
@@ -72,7 +79,7 @@ class Space:
                 )
 
     def counts(self, found: Arranged) -> list[int]:
-        """Numbers of micro-batches that suit it."""
+        """Return the numbers of micro-batches that suit a strategy's clouds."""
         fewest = found.layout.min_micro_batches()
         replicas = found.layout.num_replicas
         return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
@@ -93,8 +100,14 @@ class Space:
 
 @dataclass(frozen=True)
 class Ranked:
-    """best: the fastest first. own: the job's plan; near_own: the fastest that differs from it in
-    one thing. num_plans: in the space; num_simulated: of these."""
+    """The result of a search, with prices.
+
+    best: the fastest first.
+    own: the job's plan.
+    near_own: the fastest plan that differs from `own` in one thing, and its seconds.
+    num_plans: plans in the space.
+    num_simulated: plans that were simulated.
+    """
 
     best: list[Priced]
     own: Priced
@@ -103,8 +116,9 @@ class Ranked:
     num_simulated: int
 
     def advice(self, place: int) -> str:
-        """The one change that makes a plan of `best` fastest, if there is one; else what to do
-        about what bounds it."""
+        """Return the one change that makes a plan of `best` fastest; else what to do about what
+        bounds it.
+        """
         return _advice(self.best[place], [(p.step_s, p.plan) for p in self.best[:place]])
 
     @property
@@ -113,17 +127,20 @@ class Ranked:
 
 
 def splits_of(
-    pieces: Sequence[Piece], num_stages: int, most: int = MOST_SPLITS,
+    pieces: Sequence[Piece], num_stages: int, max_splits: int = MAX_SPLITS,
     slowness: Sequence[float] = (),
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """Where a model can be cut into so many stages. Of more than `most` ways only the one whose
-    slowest stage is fastest, and those beside it. slowness: how many times longer each stage
-    computes the same work; equal if empty."""
+    """Return where a model can be cut into so many stages.
+
+    Of more than `max_splits` ways only the one whose slowest stage is fastest, and those beside it.
+
+    slowness: how many times longer each stage computes the same work; equal if empty.
+    """
     last = len(pieces)
     if num_stages == 1:
         return [(last,)]
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
-    if math.comb(len(cuts), num_stages - 1) <= most:
+    if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
     even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
     found = {(*even, last)}
@@ -138,14 +155,14 @@ def splits_of(
 def _even_split(
     pieces: Sequence[Piece], cuts: Sequence[int], slowness: Sequence[float]
 ) -> tuple[int, ...]:  # fmt: skip
-    """The cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
+    """Return the cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
     work = [0.0]
     for piece in pieces:
         work.append(work[-1] + piece.forward_s.at(1.0) + piece.backward_s.at(1.0))
 
     @cache
     def best(stage: int, end: int) -> tuple[float, tuple[int, ...]]:
-        """Of the stages up to this one: the slowest, and the cuts between them."""
+        """Return the seconds of the slowest stage up to this one, and the cuts between them."""
         if stage == 0:
             return slowness[0] * work[end], ()
         return min(
@@ -165,7 +182,12 @@ _Timed = tuple[float, int, str, str, Plan]  # seconds, and what comes first if t
 
 
 class Fastest(NamedTuple):
-    """best: the fastest first. num_plans: in the space; num_simulated: of these."""
+    """The fastest plans of a space.
+
+    best: the fastest first.
+    num_plans: plans in the space.
+    num_simulated: plans that were simulated.
+    """
 
     best: list[Plan]
     num_plans: int
@@ -193,11 +215,13 @@ def fastest(
         return allowed(plan.strategy, plan.compression, len(plan.ends), plan.micro_batches)
 
     def options(plan: Plan) -> Iterator[Plan]:
-        """With all schedules that fit."""
+        """Return the plan with all schedules that fit."""
         return filter(fits, (plan._replace(schedule=one) for one in allowed_for(plan)))
 
     def order(plan: Plan) -> _Timed:
-        """Of plans that take equally long: fewer micro-batches."""
+        """Return a key that sorts by seconds; plans that take equally long, by fewer
+        micro-batches.
+        """
         label = plan.schedule.label
         return pricer.step_s(plan), plan.micro_batches, plan.compression, label, plan
 
@@ -226,7 +250,7 @@ def fastest(
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
-    """The fastest plans, and the job's own among them."""
+    """Return the fastest plans, and the job's own among them."""
     found = fastest(pricer, space, keep=keep)
     near = [
         plan
@@ -254,8 +278,10 @@ def step_at(pricer: Pricer, plan: Plan) -> StepAt:
 
 
 def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
-    """Bits per second up to which a step with a compressor takes less than without, by compressor;
-    inf = on every line, 0 = on none. Where there are several, the highest."""
+    """Return the bits per second up to which a step takes less with a compressor than without.
+
+    They are infinite where it pays on every line, 0 where on none; the highest of several.
+    """
 
     def gain_s(rate: float, name: str) -> float:
         return step_s(NO_COMPRESSION, rate) - step_s(name, rate)
@@ -278,7 +304,12 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
 
 
 class AtCount(NamedTuple):
-    """At so many micro-batches. blocking: formula (2); free: (1); overlapped: (2') as a bubble."""
+    """A plan at so many micro-batches, as simulated and as bubble ratios by the paper's formulas.
+
+    free: formula (1).
+    blocking: formula (2).
+    overlapped: formula (2').
+    """
 
     micro_batches: int
     step_s: float
@@ -289,8 +320,11 @@ class AtCount(NamedTuple):
 
 
 def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:
-    """The simulated step beside the paper's formulas, which take equal stages: here the mean of
-    the stages and of all transfers. Empty for a plan without a pipeline over clouds."""
+    """Return the simulated step beside the paper's formulas, for every count.
+
+    The formulas take equal stages: here the mean of the stages and of all transfers. Empty for a
+    plan without a pipeline over clouds.
+    """
     if len(plan.ends) == 1:
         return []
     found = []
@@ -326,7 +360,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
 
 
 def _changes(mine: Plan, other: Plan) -> list[str]:
-    """In words; not of the schedule, which is the best one for either."""
+    """Return what differs, in words, but for the schedule, which is the best one for either."""
     found = [] if mine.ends == other.ends else ["another split"]
     for name in ("strategy", "micro_batches", "compression"):
         if getattr(mine, name) != getattr(other, name):

@@ -16,29 +16,32 @@ from xcloud.job.strategy import Strategy
 from xcloud.pipeline.schedule import Schedule
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
-MOST_USUAL = 128  # micro-batches, where none are given
+MAX_USUAL = 128  # micro-batches, where none are given
 
 
 @runtime_checkable
 class FreelyCut(Protocol):
     """A model of equal blocks that may be cut after any of them, so that a planner can choose.
-    Its setting is `blocks_per_stage`: a count for each stage but the last."""
+
+    Its setting is `blocks_per_stage`: a count for each stage but the last.
+    """
 
     def num_blocks(self, max_length: int) -> int:
-        """0 where other settings say where the model is cut."""
+        """Return the number of blocks; 0 where other settings say where the model is cut."""
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
-        """Of each stage, as its settings say now."""
+        """Return the blocks of each stage, as the settings say now."""
 
     def with_block_counts(self, counts: Sequence[int]) -> Self:
-        """counts: of each stage."""
+        """Return the model with so many blocks in each stage."""
 
 
 def variants_of(
     schedule: Schedule, num_stages: int, num_micro_batches: int, num_lanes: int = 1
 ) -> list[Schedule]:
-    """Return what may be tried of a schedule with so many micro-batches: it alone, or what it
-    offers."""
+    """Return what may be tried of a schedule with so many micro-batches: itself, or what it
+    offers.
+    """
     same = with_micro_batches(schedule, num_micro_batches)
     found: dict[object, Schedule] = {}
     for one in same.variants(num_stages, num_lanes):  # some differ in name only
@@ -54,13 +57,15 @@ def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
 
 @settings("plan")
 class Planning:
-    """mode: show = print the ranked plans, run nothing; apply = run the best one.
+    """The settings of `plan`.
+
+    mode: show = print the ranked plans, run nothing; apply = run the best one.
     search: what may differ from the settings of the job; the rest stays as the job has it.
-        compression and most strategies touch the quality of what is learned.
+        Compression and most strategies touch the quality of what is learned.
     compressors, strategies, schedules: candidates by name, beside the job's own.
     micro_batches: counts to try; null = powers of two and three times these, at most 128.
     profile: a file to plan with; null = make a trial run here, or take one made before.
-    trial_steps: about so many updates of the trial run.
+    trial_steps: updates of the trial run, about.
     rows: plans in the table.
     """
 
@@ -77,13 +82,17 @@ class Planning:
     rows: Positive = 10
 
     def counts(self, batch_size: int, own: int) -> list[int]:
-        """Numbers of micro-batches to try. batch_size: samples of one pass. Raises ConfigError."""
+        """Return the numbers of micro-batches to try.
+
+        batch_size: samples of one pass.
+        Raises ConfigError for a given count that is larger.
+        """
         if "micro_batches" not in self.search:
             return [own]
         given = self.micro_batches
         if given is None:
             usual = sorted(k * 2**n for n in range(8) for k in (1, 3))
-            given = [m for m in usual if m <= min(batch_size, MOST_USUAL)]
+            given = [m for m in usual if m <= min(batch_size, MAX_USUAL)]
         elif (most := max(given)) > batch_size:
             raise ConfigError(
                 f"plan.micro_batches has {most}, and a pass has {batch_size} samples "

@@ -60,15 +60,21 @@ from xcloud.simulator.costs import (
 from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, typical
 
 PROFILES_DIR = "profiles"
-MOST_SIZES = 6  # of micro-batches
-LEAST_TURNS = 3  # of the tour, of which the first warms caches up
+MAX_SIZES = 6  # of micro-batches
+MIN_TURNS = 3  # of the tour, of which the first warms caches up
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """cluster: as written, of one pipeline. candidates: compressions, the job's own first;
-    counts: of micro-batches that plans may have. num_steps: about so many updates. cut: by the
-    clouds' own stages, the blocks of each stage of the trial; empty = as the job has it."""
+    """A short run of a job that measures what its steps are made of.
+
+    cluster: as written, of one pipeline.
+    candidates: compressions by name, the job's own first.
+    counts: numbers of micro-batches that plans may have.
+    num_steps: updates to run, about.
+    cut: for each of the job's own stages, the blocks of each stage of the trial; empty = as the
+        job has it.
+    """
 
     config: Any
     job: PipelineJob
@@ -79,8 +85,10 @@ class TrialRun:
     cut: Sequence[Sequence[int]] = ()
 
     def profile(self) -> Profile:
-        """Of a trial that was made before, where the same would be tried; else of one made now.
-        Raises RunFailed, RunStopped, ConfigError."""
+        """Return the profile of an identical earlier trial, or run one.
+
+        Raises RunFailed, RunStopped, ConfigError.
+        """
         runs = self, *self.others
         settings = [configs.plain_settings(each.trial_config) for each in runs]
         inputs = [inputs_of(each, self.job.cache_path) for each in settings]
@@ -97,13 +105,13 @@ class TrialRun:
         return found
 
     def measured(self) -> Profile:
-        """Runs the trial, and leaves nothing behind but the logs of a run that fails."""
+        """Run the trial, and leave nothing behind but the logs of a run that fails."""
         ranks = self.recorded()
         others = [found.trial(found.recorded()) for found in self.others]
         return self.read(ranks, others)
 
     def recorded(self) -> list[dict[str, Any]]:
-        """What each rank has written of its run."""
+        """Return what each rank has written of its run."""
         folder = Path(tempfile.mkdtemp(prefix="xcloud-trial-"))
         is_kept = False
         try:
@@ -124,7 +132,7 @@ class TrialRun:
 
     @property
     def of(self) -> dict[str, str]:
-        """What a profile depends on, in words."""
+        """The things that a profile depends on, in words."""
         job = self.job
         return {
             "machine": f"{processor()}, {num_cores()} processors",
@@ -138,8 +146,10 @@ class TrialRun:
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """By the clouds' own stages: the blocks of each stage of the trial. Empty for a model that
-        is cut in one way."""
+        """The blocks of each stage of the trial, by the job's own stages.
+
+        Empty for a model that is cut in one way.
+        """
         model = self.job.model
         length = self.job.task.max_length
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
@@ -149,9 +159,12 @@ class TrialRun:
 
     @cached_property
     def others(self) -> list[TrialRun]:
-        """A second run that tells what a block takes, what is before and after the blocks, and
-        what a call of a stage: one end of the model gives a block to the other and becomes two
-        stages. None where a rank holds one stage only, or that end is too small."""
+        """A second run, which tells what a block takes, the ends beside the blocks, and the call
+        of a stage.
+
+        In it one end of the model gives a block to the other and becomes two stages. Empty where a
+        rank holds one stage only, or that end is too small.
+        """
         cut = [[part[0]] for part in self.parts]
         clouds = self.cluster.clouds.values()
         if not cut or any(c.one_stage_per_rank or c.shard for c in clouds):
@@ -168,12 +181,12 @@ class TrialRun:
 
     @property
     def blocks(self) -> list[int]:
-        """Of each stage of the trial."""
+        """The blocks of each stage of the trial."""
         return list(chain.from_iterable(self.parts))
 
     @cached_property
     def layout(self) -> ClusterLayout:
-        """One pipeline; a cloud holds its stage's parts."""
+        """The layout of one pipeline, in which a cloud holds its stage's parts."""
         clouds = {}
         has_gpu = torch.cuda.is_available()
         counts = list(map(len, self.parts)) or [1] * self.cluster.num_stages
@@ -195,8 +208,11 @@ class TrialRun:
 
     @cached_property
     def shapes(self) -> list[Schedule]:
-        """The job's own schedule with several numbers of micro-batches; and, where weights may
-        wait, zero bubble with the most, the fewest and the job's own number of them."""
+        """The job's own schedule with several numbers of micro-batches.
+
+        Where weights may wait, also zero bubble with the most, the fewest and the job's own
+        number.
+        """
         own = self.job.schedule
         if _splits(own):
             own = OneForwardOneBackward(own.num_micro_batches)
@@ -222,7 +238,8 @@ class TrialRun:
     @cached_property
     def legs(self) -> list[tuple[Schedule, str]]:
         """The job's compression with every schedule, others with the largest and the smallest
-        micro-batch."""
+        micro-batch.
+        """
         own, *others = self.candidates
         whole = [s for s in self.shapes if not _splits(s)]
         ends = (pick(whole, key=lambda s: s.num_micro_batches) for pick in (min, max))
@@ -231,13 +248,16 @@ class TrialRun:
 
     @property
     def _num_updates(self) -> int:
-        turns = max(LEAST_TURNS, round(self.num_steps / len(self.legs)))
+        turns = max(MIN_TURNS, round(self.num_steps / len(self.legs)))
         return turns * len(self.legs)
 
     @cached_property
     def trial_config(self) -> Any:
-        """Without what no step's prediction holds: lines, averages, kept rows, phases of
-        compression but the last; and without all that stands around the steps."""
+        """The config of the trial.
+
+        It is without what no step's prediction holds (lines, averages, kept rows, phases of
+        compression but the last) and without all that stands around the steps.
+        """
         given = configs.plain_settings(self.config, without=("hydra",))
         names = list(self.candidates)
         tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
@@ -277,7 +297,7 @@ class TrialRun:
     # What was recorded.
 
     def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
-        """ranks: what each has written."""
+        """Return what the ranks have written, as costs."""
         layout = self.layout
         costs = [list[Costs]() for _ in self.legs]
         for leg, timeline in self.timelines(ranks):
@@ -305,7 +325,7 @@ class TrialRun:
         )
 
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
-        """The steps that all have recorded; the number of the leg before each."""
+        """Yield the steps that all have recorded, and before each the number of its leg."""
         steps: dict[int, list[dict[str, Any]]] = {}
         for event in chain.from_iterable(rank["events"] for rank in ranks):
             steps.setdefault(event["step"], []).append(event)
@@ -315,7 +335,7 @@ class TrialRun:
             yield (step - 1) % len(self.legs), timeline
 
     def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
-        """The profile, from what the ranks have written and from runs with other cuts."""
+        """Return the profile, from what the ranks have written and from runs with other cuts."""
         trial = self.trial(ranks)
         crossed = self._crossed()
         trained = {
@@ -351,8 +371,12 @@ class TrialRun:
         )
 
     def _crossed(self) -> list[tuple[int | None, bool]]:
-        """Of the boundary after each piece but the last: a stage after which one like it was
-        crossed in the trial (None: there is none), and whether gradients return."""
+        """Return for the boundary after each piece but the last whose costs it has, and whether
+        gradients return.
+
+        The first is a stage after which a boundary like it was crossed in the trial; None if there
+        is none.
+        """
         model = self.model
         length = self.job.task.max_length
         p = self.layout.num_stages
@@ -374,13 +398,13 @@ class TrialRun:
 
 
 def written_cluster(config: Any) -> ClusterLayout:
-    """As the settings have it, before a strategy arranges it."""
+    """Return the cluster as the settings have it, before a strategy arranges it."""
     found: ClusterLayout = instantiate(config.cluster, _convert_="all")
     return found
 
 
 def changed(config: Any, settings: Mapping[str, Any]) -> Any:
-    """A copy of a config with these settings, by dotted name; None where one is to be null."""
+    """Return a copy of a config with these settings, by dotted name; None stands for null."""
     found = OmegaConf.create(OmegaConf.to_container(config))
     for key, value in settings.items():
         OmegaConf.update(found, key, value, merge=False)
@@ -398,7 +422,7 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def table_of(made: Any) -> dict[str, Any]:
-    """The settings of a dataclass without others in it."""
+    """Return the settings of a dataclass without others in it."""
     kind = type(made)
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **asdict(made)}
 
@@ -408,10 +432,10 @@ def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
 
 
 def _spread(found: Sequence[int]) -> list[int]:
-    """At most MOST_SIZES of them, evenly spread by their ratios."""
-    if len(found) <= MOST_SIZES:
+    """Return at most MAX_SIZES of the counts, evenly spread by their ratios."""
+    if len(found) <= MAX_SIZES:
         return list(found)
-    wanted = np.geomspace(found[0], found[-1], MOST_SIZES)
+    wanted = np.geomspace(found[0], found[-1], MAX_SIZES)
     return sorted({min(found, key=lambda n: abs(math.log(n / w))) for w in wanted})
 
 

@@ -41,7 +41,7 @@ from xcloud.simulator.costs import Direction
 
 FACTS_FILE = "trial-rank{}.json"
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
-MOST_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
+MAX_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
 _FREE_BITS_PER_S = 1e15
 _MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of the line float64",)
 _CHOSEN = ("the autopilot's choice uint8",)
@@ -70,8 +70,11 @@ class _InForce(StatefulTree):
 
 
 class Switching(Hook):
-    """Carries out choices: from the next update on another compression, another schedule. A
-    choice is schedule x number of compressions + compression."""
+    """The hook of a rank that carries out choices: another compression or schedule from the next
+    update on.
+
+    A choice is schedule x number of compressions + compression.
+    """
 
     name = "autopilot"
 
@@ -85,7 +88,7 @@ class Switching(Hook):
         self._in_force = _InForce()
 
     def switch(self, step: int, choice: int) -> None:
-        """After this update."""
+        """Use this choice after this update."""
         self._in_force.choice = choice
         shape, compression = divmod(choice, len(self._compression.choices))
         self._selection.switch(compression, step + 1)
@@ -112,13 +115,16 @@ class Switching(Hook):
 
 
 class RunPilot(Switching):
-    """Measures are sums since the start, in a table: [seconds of the main thread, those it
-    computed], then for each boundary and direction [bytes, messages, seconds on the line, delay].
-    Rank 0, which has the forecast, takes differences between two looks. They travel ahead of a
+    """The hook of a rank that measures, decides (rank 0) and switches while a run goes on.
+
+    Measures are sums since the start, in a table: [seconds of the main thread, those it computed],
+    then for each boundary and direction [bytes, messages, seconds on the line, delay]. Rank 0,
+    which has the forecast, takes differences between two looks. Measures travel ahead of a
     leader's norm, the choice behind rank 0's reply.
 
-    The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter).
-    delay: the latency of a message; of a real line + what both clocks differ by."""
+    The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter). The
+    delay is the latency of a message; of a real line, plus what both clocks differ by.
+    """
 
     def __init__(
         self,
@@ -182,6 +188,7 @@ class RunPilot(Switching):
                 channel.link.say_alive()  # a probe, see LineMeter
 
     def measured(self) -> Tensor:
+        """Return this rank's sums since the start: a row for itself, then one for each way."""
         found = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
         found[0, :2] = self._spent_s + self._of_this_update()
         for channel in self._wiring.boundaries.wan_sends:
@@ -200,7 +207,10 @@ class RunPilot(Switching):
         return found
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
-        """In rank 0: what all use from the next update on; None: as before. measured: by rank."""
+        """Return, in rank 0, what all use from the next update on; None: as before.
+
+        measured: by rank.
+        """
         before = self._last
         self._last = dict(measured)
         updates = step - self._last_step
@@ -221,7 +231,10 @@ class RunPilot(Switching):
         return {**super()._remembered(), "rule": self._rule, "forecast": self.forecast}
 
     def _is_look(self, step: int) -> bool:
-        """The first update is one, so that the next look has something to compare with."""
+        """Return whether all look at the line after this update.
+
+        The first update is one, so that the next look has something to compare with.
+        """
         return step == 1 or step % self._settings.every == 0
 
     def _of_this_update(self) -> Tensor:
@@ -230,6 +243,7 @@ class RunPilot(Switching):
         return torch.tensor([sum(clock.seconds.values()), clock.seconds["compute_s"]])
 
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
+        """Return what an update has taken on average since the last look."""
         layout = self._layout
         leaders = self._layout.leader_of()
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
@@ -280,7 +294,10 @@ class RunPilot(Switching):
 
 
 def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
-    """Raises FrameError for anything but finite numbers of the same kind and shape."""
+    """Return the one tensor that another rank sent.
+
+    Raises FrameError for anything but finite numbers of the same kind and shape.
+    """
     found = [*map(TensorSpec.of, parts)]
     expected = [TensorSpec.of(mine)]
     if found != expected or not parts[0].isfinite().all():
@@ -291,13 +308,15 @@ def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
 
 
 def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
-    """Of a line, on which packets have headers."""
+    """Return the bandwidth of a line, on which packets have headers."""
     of_each = line_bytes(round(num_bytes / num_messages))
     return min(8 * num_messages * of_each / max(line_s, 1e-15), _FREE_BITS_PER_S)
 
 
 def forecast_of(job: Experiment, device: torch.device) -> Forecast:
-    """With the codecs of all choices measured on this device, which stands for all."""
+    """Build the forecast, with the codecs of all choices measured on this device, which stands for
+    all.
+    """
     assert isinstance(job.compression, Selectable)
     layout = job.cluster
     rows = -(-job.training.batch_size // job.num_pieces)
@@ -320,7 +339,10 @@ def forecast_of(job: Experiment, device: torch.device) -> Forecast:
 def codec_costs(
     boundary: Boundary, choice: Compression, num_samples: int, device: torch.device
 ) -> Iterator[tuple[str, Direction]]:
-    """By direction. num_samples: of a micro-batch."""
+    """Yield the costs of a choice's codecs at a boundary, by direction.
+
+    num_samples: of a micro-batch.
+    """
     for direction, fields, compressor in (
         ("forward", boundary.fields, choice.forward),
         ("backward", boundary.gradient_fields, choice.backward),
@@ -328,13 +350,15 @@ def codec_costs(
         floating = [field for field in fields if field.dtype.is_floating_point]
         if floating:
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
-            specs = [field.spec(min(MOST_ROWS, most)) for field in floating]
+            specs = [field.spec(min(MAX_ROWS, most)) for field in floating]
             yield direction, time_codec(compressor, specs, device=device)
 
 
 class TourPilot(Switching):
-    """Changes schedule and compression between updates as a Tour says, and measures nothing that a
-    run does not."""
+    """The hook of a rank that changes schedule and compression between updates as a Tour says.
+
+    It measures nothing that a run does not.
+    """
 
     def __init__(
         self,
@@ -380,9 +404,12 @@ class TourPilot(Switching):
 
 
 class StageMeter:
-    """What is known of a stage beside its times, by its first forward: bytes of weights, and of
-    what a sample leaves in memory until its backward, or until its weights' gradients.
-    trained: shapes, by name."""
+    """The sizes of a stage, known after its first forward.
+
+    facts: bytes of weights, and of what a sample leaves in memory until its backward, or until its
+        weights' gradients.
+    trained: shapes, by name.
+    """
 
     def __init__(self, stage: Stage) -> None:
         trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
@@ -402,7 +429,7 @@ class StageMeter:
         ]
 
     def _wait(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-        """A layer whose weights may wait keeps its input and its output's gradient."""
+        """Note what a layer keeps whose weights may wait: its input and its output's gradient."""
         for tensor in (given[0], output):
             self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
 

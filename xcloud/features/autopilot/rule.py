@@ -1,6 +1,7 @@
-"""When to change the compression, or the number of micro-batches, of a run under way: what the
-simulator says of the choices at the line as it was measured, and a rule that never flaps. Sends
-nothing; features/autopilot/pilot.py measures.
+"""Decide when to change the compression, or the number of micro-batches, of a run under way.
+
+The simulator says what the choices would take at the line as it was measured, and a rule that
+never flaps chooses. Sends nothing; features/autopilot/pilot.py measures.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _Codec = Mapping[tuple[int, str], Direction]  # by boundary and direction
 
 @dataclass(frozen=True)
 class Measured:
-    """Since the last look, for one update. compute_s: forward and backward of a stage's rank
-    together, by stage. sent_bytes: of a message, by boundary and direction. lines: by the clouds
-    that they join."""
+    """The measures of one update, on average since the last look.
+
+    compute_s: seconds of forward and backward of a stage's rank together, by stage.
+    sent_bytes: of a message, by boundary and direction.
+    lines: by the clouds that they join.
+    """
 
     step_s: float
     compute_s: Sequence[float]
@@ -39,18 +43,20 @@ class Measured:
 
 
 class Forecast:
-    """Seconds of an update with each choice, from those with the one in force.
+    """A prediction of an update's seconds with each choice, from those with the one in force.
 
         predicted(c) = measured + simulated(c) - simulated(in force)
 
     What the simulator leaves out (other ranks on the machine) is the same for all choices and
     drops out. A backward counts twice a forward. Computing takes as long as when so many
-    micro-batches were last in force; with a number not tried yet as long as now, and for each
-    micro-batch more what it has cost more between those tried.
+    micro-batches were last in force. With a number not tried yet it takes as long as now, and for
+    each micro-batch more what it has cost more between those tried.
 
-    schedules: the run's own first. codecs: by compression, of a message of any one size over each
-    boundary in each direction. A choice is a schedule and a compression: number // len(codecs) and
-    number % len(codecs).
+    A choice is a schedule and a compression: number // len(codecs) and number % len(codecs).
+
+    schedules: the run's own first.
+    codecs: by compression, the costs of a message of any one size over each boundary in each
+        direction.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Forecast:
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
+        """Return the predicted seconds of an update with each choice."""
         shape, own = divmod(in_force, len(self.codecs))
         now = self._programs[shape].schedule.num_micro_batches
         self._compute_s[now] = measured.compute_s
@@ -78,7 +85,7 @@ class Forecast:
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]
 
     def _computing_s(self, stage: int, now: int, then: int) -> float:
-        """Of an update with `then` micro-batches, if it has `now`."""
+        """Return the seconds of computing an update with `then` micro-batches, if it has `now`."""
         seen = {m: of_stages[stage] for m, of_stages in self._compute_s.items()}
         if then in seen:
             return seen[then]
@@ -123,7 +130,7 @@ class Forecast:
 
 
 def numbers(state: State, name: str) -> Tensor:
-    """Raises ValueError if there are none."""
+    """Return the float64 tensor of this name. Raises ValueError if there is none."""
     value = state.get(name)
     if not isinstance(value, Tensor) or value.dtype != torch.float64:
         raise ValueError(f"a state needs float64 {name!r}, got {value!r}")
@@ -131,13 +138,17 @@ def numbers(state: State, name: str) -> Tensor:
 
 
 class Rule:
-    """Selection only for what is worth it, confirmed and lasting; see Autopilot. Looks that
-    promise more count for more: the logarithms of what a choice gains in looks in a row must add
-    up to those of `confirm` looks at just `worth`. One look never does, unless confirm is 1.
+    """A rule that chooses only what is worth it, confirmed and lasting; its settings are
+    Autopilot's.
+
+    Looks that promise more count for more: the logarithms of what a choice gains in looks in a row
+    must add up to those of `confirm` looks at just `worth`. One look never does, unless confirm is
+    1.
 
     Small messages may make a slow line look free, so that two choices call for each other without
     end. So a choice lasts twice as long as the one before it if it is a return, within twice the
-    updates that this had to last, to the choice before that one."""
+    updates that this had to last, to the choice before that one.
+    """
 
     def __init__(self, settings: Autopilot) -> None:
         self._settings = settings
@@ -148,7 +159,10 @@ class Rule:
     def choose(
         self, step: int, in_force: int, since_step: int, predicted_s: Sequence[float]
     ) -> int | None:
-        """The choice from the next step on; None: stay. since_step: 0 before the first switch."""
+        """Return the choice from the next step on; None: stay.
+
+        since_step: the step at which the choice in force began; 0 before the first switch.
+        """
         settings = self._settings
         gained = self._gained or [0.0] * len(predicted_s)
         gains = [predicted_s[in_force] / max(s, 1e-9) for s in predicted_s]

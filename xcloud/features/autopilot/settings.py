@@ -18,11 +18,16 @@ from xcloud.pipeline.schedule import Action, Schedule
 
 @settings("autopilot")
 class Autopilot:
-    """choices: by name, besides the run's own compression. micro_batches, in_flight: numbers
-    besides the schedule's own (num_micro_batches, num_in_flight). every: updates between looks.
-    worth: a switch needs a choice that is predicted to be so many times faster; confirm: in so
-    many looks in a row, or in fewer that promise more (Rule); dwell: and so many updates after
-    the last switch."""
+    """The settings of `autopilot`.
+
+    choices: by name, besides the run's own compression.
+    micro_batches, in_flight: numbers besides the schedule's own (num_micro_batches,
+        num_in_flight).
+    every: updates between looks.
+    worth: how many times faster a choice must be predicted to be for a switch.
+    confirm: looks in a row that must say so; fewer where they promise more (Rule).
+    dwell: updates that must have passed since the last switch.
+    """
 
     choices: Mapping[str, Compression]
     micro_batches: Sequence[Positive] = ()
@@ -40,7 +45,7 @@ class Autopilot:
             )
 
     def around(self, own: object) -> Selectable:
-        """The run's own compression and the choices, without those that are equal."""
+        """Return the run's own compression and the choices, without those that are equal."""
         if isinstance(own, Selectable):  # of a copy of the experiment
             return own
         if not isinstance(own, Compression):
@@ -54,9 +59,12 @@ class Autopilot:
         return Selectable(found)
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
-        """Return the run's own and those with the other numbers, but none that keeps the
-        activations of more samples at once than the run's number of micro-batches does with the
-        most in flight. Raises ConfigError for a number that no schedule can have."""
+        """Return the run's own schedule and those with the other numbers.
+
+        Left out are those that keep the activations of more samples at once than the run's number
+        of micro-batches does with the most in flight. Raises ConfigError for a number that no
+        schedule can have.
+        """
         if not self.micro_batches and not self.in_flight:
             return [own]
         if self.in_flight and not hasattr(own, "num_in_flight"):
@@ -95,10 +103,12 @@ class Autopilot:
 
 @settings("tour")
 class Tour(Autopilot):
-    """Every run goes through the same choices in turn, whatever it measures: a planner's trial.
+    """The choices that every run goes through in turn, whatever it measures: a planner's trial.
 
-    schedules_tried: by their settings, the run's own first. legs: numbers of choices (schedule x
-    number of compressions + compression), one after each other update, again and again."""
+    schedules_tried: by their settings, the run's own first.
+    legs: numbers of choices (schedule x number of compressions + compression), one after each
+        other update, again and again.
+    """
 
     schedules_tried: Sequence[Any] = ()
     legs: Sequence[NotNegative] = (0,)
@@ -112,5 +122,5 @@ class Tour(Autopilot):
         return list(self.schedules_tried)
 
     def leg(self, step: int) -> int:
-        """The choice of an update, from 1 on."""
+        """Return the choice of an update, from 1 on."""
         return self.legs[(step - 1) % len(self.legs)]

@@ -45,23 +45,27 @@ TRUTH = "truth"
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
-FEWEST_SAMPLES = 20
+MIN_SAMPLES = 20
 _NUM_KNOWN_POSITIVES = 16
 _PROBE_PENALTY = 1e-2
 
 
 @settings("security.meter")
 class LeakMeter:
-    """last_steps: keep the messages of this many updates, the last ones of training. max_rows: of
-    each kind of message, the newest. keep: leave the observations, which hold plain text and
-    labels, in each rank's run folder; by default they are deleted once measured."""
+    """The settings of `security.meter`.
+
+    last_steps: updates whose messages are kept, the last ones of training.
+    max_rows: rows kept of each kind of message, the newest.
+    keep: leave the observations, which hold plain text and labels, in each rank's run folder; by
+        default they are deleted once measured.
+    """
 
     last_steps: Positive = 50
     max_rows: Annotated[int, Field(ge=100)] = 20_000
     keep: bool = False
 
     def measure(self, run_dir: Path) -> dict[str, Any]:
-        """See `measure`. Forgets what was observed, unless it is to be kept."""
+        """Measure a finished run, and delete what was observed unless it is to be kept."""
         found = measure(run_dir)
         if not self.keep:
             shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
@@ -69,8 +73,12 @@ class LeakMeter:
 
 
 class Stream(NamedTuple):
-    """One kind of message as one rank saw it. direction: forward or backward. boundary: number of
-    the stage before it. how: "received" from another cloud, or computed here and "sent" to it."""
+    """One kind of message as one rank saw it.
+
+    direction: forward or backward.
+    boundary: the number of the stage before it.
+    how: "received" from another cloud, or computed here and "sent" to it.
+    """
 
     direction: str
     boundary: int
@@ -92,7 +100,11 @@ class Stream(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
+    """The rows that crossed, of several samples; a sample may come more than once.
+
+    ids, counts: [N].
+    rows: [sum(counts), ...].
+    """
 
     ids: Tensor
     counts: Tensor
@@ -103,7 +115,7 @@ class Rows(NamedTuple):
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Each sample's id and rows, in the order of messages."""
+        """Return each sample's id and rows, in the order of messages."""
         split = torch.split(self.rows, self.counts.tolist())
         return zip(self.ids.tolist(), split, strict=True)
 
@@ -113,7 +125,7 @@ Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or 
 
 @dataclass
 class Observations:
-    """What each cloud saw, and the truth; of each sample the rows of its newest message."""
+    """The rows that each cloud saw and the truth; of each sample those of its newest message."""
 
     seen: dict[str, dict[Stream, dict[int, Tensor]]] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
@@ -122,8 +134,11 @@ class Observations:
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
-    attacks that they come from. Raises DataError if observations are missing, naming the ranks."""
+    """Return the figures for summary.json, and under "leakage" the attacks that they come from.
+
+    A figure is None if there is nothing to recover. Raises DataError if observations are missing,
+    naming the ranks.
+    """
     notes = read_observations(run_dir)
     label = _labels(notes)
     text = _texts(notes)
@@ -187,7 +202,7 @@ def read_observations(run_dir: Path) -> Observations:
 
 
 def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
-    """Cloud, kind of message and its rows by sample, of clouds that may not see a field."""
+    """Yield cloud, kind of message and its rows by sample, of clouds that may not see a field."""
     for cloud, streams in notes.seen.items():
         if field not in notes.holds[cloud]:
             for stream in sorted(streams):
@@ -212,7 +227,7 @@ def _attack_labels(
     samples: dict[int, Tensor], truth: dict[int, Tensor]
 ) -> dict[str, float] | None:
     ids = _chosen([i for i in samples if i in truth], MAX_SAMPLES)
-    if len(ids) < FEWEST_SAMPLES:
+    if len(ids) < MIN_SAMPLES:
         return None
     labels = torch.cat([truth[i] for i in ids])
     if labels.is_floating_point():
@@ -242,7 +257,7 @@ def _attack_labels(
 
 
 def _texts(notes: Observations) -> Found:
-    """linear, network, baseline: shares of tokens."""
+    """Return the shares of tokens that are recovered: linear, network, baseline."""
     results: Found = {}
     for text in sorted(notes.truth.keys() - {LABEL}):
         truth = notes.truth[text]
@@ -258,9 +273,12 @@ def _texts(notes: Observations) -> Found:
 def _invert(
     samples: dict[int, Tensor], truth: dict[int, Tensor], special_ids: Sequence[int]
 ) -> dict[str, float] | None:
-    """None if rows do not match the text's tokens one to one (another field, or pooled)."""
+    """Return the shares of tokens that attacks on these rows recover.
+
+    None if rows do not match the text's tokens one to one (another field, or pooled).
+    """
     ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
-    if len(ids) < FEWEST_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
+    if len(ids) < MIN_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
         return None
     ids = _chosen(ids, MAX_SAMPLES)
     tokens = torch.cat([truth[i] for i in ids])
@@ -284,15 +302,17 @@ def _invert(
 
 
 def _chosen(ids: Sequence[int], most: int) -> list[int]:
-    """At most `most` ids, in an order independent of their content."""
+    """Return at most `most` ids, in an order independent of their content."""
     ordered = sorted(ids)
     order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
     return [ordered[k] for k in order[:most].tolist()]
 
 
 def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
-    """Probability that a positive scores above a negative (a tie counts half); nan if either
-    class is missing."""
+    """Return the probability that a positive scores above a negative (a tie counts half).
+
+    It is nan if either class is missing.
+    """
     from sklearn.metrics import roc_auc_score
 
     if bool(is_positive_N.all()) or not bool(is_positive_N.any()):
@@ -301,13 +321,15 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
+    """Return the AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
     found = auc(norms_N, is_positive_N)
     return max(found, 1 - found)
 
 
 def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the cosine to one sample known to be positive (ibid.), the mean over 16 of them."""
+    """Return the mean AUC of the cosine to one sample known to be positive (ibid.), over 16 of
+    them.
+    """
     unit = F.normalize(vectors_ND.double(), dim=1)
     positives = torch.nonzero(is_positive_N).flatten()
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
@@ -319,8 +341,10 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
 
 
 def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the projection on the direction of largest variance: uses no labels; the sign is
-    given (Sun et al., arXiv:2203.01451, use it on activations)."""
+    """Return the AUC of the projection on the direction of largest variance.
+
+    It uses no labels; the sign is given (Sun et al., arXiv:2203.01451, use it on activations).
+    """
     from sklearn.decomposition import PCA
 
     projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
@@ -329,7 +353,7 @@ def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
 
 
 def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
-    """Log-probabilities [unknown, C] of a logistic regression fitted on the known samples."""
+    """Return log-probabilities [unknown, C] by logistic regression, fitted on the known samples."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -349,8 +373,10 @@ def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classe
 
 
 def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
-    """The token guessed for each unknown row: linear discriminant of the tokens' mean rows, with
-    the known rows' shrunk covariance."""
+    """Return the token guessed for each unknown row by a linear discriminant.
+
+    It has the tokens' mean rows, with the known rows' shrunk covariance.
+    """
     known = rows_ND[is_known_N].double()
     seen = tokens_N[is_known_N]
     tokens, index, counts = torch.unique(seen, return_inverse=True, return_counts=True)
@@ -369,7 +395,7 @@ def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Te
 
 
 def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
-    """The token guessed for each unknown row by a network with one hidden layer."""
+    """Return the token guessed for each unknown row by a network with one hidden layer."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
     from sklearn.pipeline import make_pipeline
@@ -384,7 +410,7 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
 
 
 def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> None:
-    """Of a run on several machines, once their observations folders are copied into one."""
+    """Measure a run on several machines, once their observations folders are copied into one."""
     parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
     parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir

@@ -32,9 +32,13 @@ from xcloud.security.defences import LABEL
 
 @dataclass
 class Observer:
-    """One rank's observations, from update `first_step` on; of each kind of message the newest
-    `max_rows` rows. token_fields: of the texts that it may see (padding id, special token ids).
-    holds: all batch fields that its cloud may see. replica: of the pipeline, this rank's."""
+    """The observations of one rank, from update `first_step` on.
+
+    max_rows: rows kept of each kind of message, the newest.
+    token_fields: the texts that it may see (padding id, special token ids).
+    holds: all batch fields that its cloud may see.
+    replica: of the pipeline, this rank's.
+    """
 
     rank: int
     cloud: str
@@ -50,14 +54,16 @@ class Observer:
         return step >= self.first_step
 
     def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
-        """One tensor of a training message, [R, D]; not what a cloud computes itself from text or
-        labels that it holds."""
+        """Note one tensor of a training message, [R, D].
+
+        What a cloud computes itself from text or labels that it holds is left out.
+        """
         if stream.how == "received" or not self.holds:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts=counts, rows=flat)
 
     def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
-        """Text and labels of a training batch: the attacks' ground truth."""
+        """Note text and labels of a training batch: the attacks' ground truth."""
         ids = batch["ids"]
         for name, value in batch.items() if self.wants(step) else ():
             if name in self.token_fields:
@@ -93,9 +99,10 @@ class Observer:
 
 @dataclass(frozen=True)
 class ReadingStage:
-    """What an attacker on averages knows of a stage that reads text.
+    """A stage that reads text, as an attacker on averages knows it.
 
-    run: computes it on token ids [N, S]. words_N: ids that may stand in a text (not padding).
+    run: computes it on token ids [N, S].
+    words_N: ids that may stand in a text (not padding).
     covers: updates that one contribution sums up.
     """
 
@@ -107,16 +114,16 @@ class ReadingStage:
 
 
 class AveragingWatch(Protocol):
-    """Of one rank."""
+    """A rank's observer of what other replicas contribute to averages."""
 
     def batch(self, step: int, ids: Tensor) -> None:
-        """Samples that this rank trains on."""
+        """Note the samples that this rank trains on."""
 
     def received(self, step: int, replica: int, tensors: Mapping[str, Tensor]) -> None:
-        """See Terms.watch."""
+        """Note a contribution, as Terms.watch says."""
 
     def finish(self, run_dir: Path) -> None:
-        """After training: write what was seen below OBSERVATIONS_DIR."""
+        """Write, after training, what was seen below OBSERVATIONS_DIR."""
 
 
 @runtime_checkable
@@ -124,12 +131,15 @@ class WatchesAverages(Protocol):
     """A leak meter that attacks what replicas average, too."""
 
     def averaged(self, observer: Observer, stage: ReadingStage, num_others: int) -> AveragingWatch:
-        """Of a stage that is averaged with `num_others` replicas."""
+        """Return the observer of a stage that is averaged with `num_others` replicas."""
 
 
 @dataclass(frozen=True)
 class LeakObservers(Hook):
-    """averaged: of what replicas average; None where nobody attacks that."""
+    """The hook of a rank that observes messages and averages, and writes them after training.
+
+    averaged: observes what replicas average; None where nobody attacks that.
+    """
 
     observer: Observer
     averaged: AveragingWatch | None
@@ -188,7 +198,7 @@ class ObservedEnd:
 def observed(
     ports: dict[int, BoundaryPorts], observer: Observer, ends: Ends
 ) -> dict[int, BoundaryPorts]:
-    """The same ports, whose messages from and to other clouds the observer takes notes of."""
+    """Return the same ports; the observer takes notes of messages from and to other clouds."""
 
     def of(side: Mapping[int, Any]) -> Any:
         return {
@@ -206,7 +216,7 @@ def observed(
 def leak_observers(
     context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
 ) -> LeakObservers:
-    """Of a job whose leak meter is on."""
+    """Build the observers of a job whose leak meter is on."""
     job = context.job
     rank = context.rank
     reporter = context.reporter
