@@ -29,7 +29,7 @@ from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.security.defences import (
     Privacy,
     gaussian_epsilon,
-    most_squared_uses,
+    max_squared_uses,
     private_contribution,
     sampled_epsilon,
 )
@@ -198,8 +198,8 @@ def test_epsilon_is_that_of_the_literature_and_the_library() -> None:
 
 
 def test_the_account_is_of_the_sample_that_is_used_most() -> None:
-    assert most_squared_uses([torch.tensor([1, 2, 3]), torch.tensor([3, 3, 4])]) == 1 + 4
-    assert most_squared_uses([]) == 0
+    assert max_squared_uses([torch.tensor([1, 2, 3]), torch.tensor([3, 3, 4])]) == 1 + 4
+    assert max_squared_uses([]) == 0
 
     told = account(Privacy("sample", 1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
     assert told["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
@@ -211,9 +211,9 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
 
 def test_contributions_of_a_cloud_are_counted() -> None:
     def count(steps: int, **settings: int) -> int:
-        return LocalUpdates(**settings).traits.most_contributions(steps)
+        return LocalUpdates(**settings).traits.max_contributions(steps)
 
-    assert GradientAveraging().traits.most_contributions(7) == 7
+    assert GradientAveraging().traits.max_contributions(7) == 7
     assert count(100, every=25) == 4 and count(101, every=25) == 5
     assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
 

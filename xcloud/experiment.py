@@ -57,8 +57,10 @@ def _check(job: PipelineJob, uses: Iterable[Use]) -> None:
 
 @settings(kw_only=True)
 class Experiment(PipelineJob):
-    """What runs where, how it trains and what is written down. Raises ConfigError for settings
-    that do not fit together."""
+    """A training of a model cut into stages: what runs where, how it trains, what is written down.
+
+    Raises ConfigError for settings that do not fit together.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
@@ -128,7 +130,7 @@ class Experiment(PipelineJob):
 
     @property
     def _compression_in_force(self) -> str:
-        """Of boundaries that leave a cloud, else of what replicas average."""
+        """The compression of boundaries that leave a cloud, else of what replicas average."""
         layout = self.cluster
         compression = self.compression
         if not layout.crosses_clouds:
@@ -144,8 +146,11 @@ class Experiment(PipelineJob):
 
     @property
     def roster(self) -> Roster:
-        """Where clouds may leave and come back the first one, which merges for all, saves. Only
-        who holds the end of a pipeline knows how good it is."""
+        """The tasks of ranks.
+
+        Where clouds may leave and come back the first one, which merges for all, saves. Only who
+        holds the end of a pipeline knows how good it is.
+        """
         everyone = super().roster.essential
         layout = self.cluster
         traits = self.strategy.traits
@@ -169,12 +174,14 @@ class Experiment(PipelineJob):
 
     @property
     def scores_first(self) -> bool:
-        """Whether the test set is scored before the first step too, for comparison."""
+        """True where the test set is scored before the first step too, for comparison."""
         return getattr(self.model, "is_pretrained", False) and not self.roster.is_elastic
 
     def check(self) -> None:
-        """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
-        model cannot have."""
+        """Raise DataError if data or a checkpoint are missing.
+
+        Raises ConfigError for a cut that the model cannot have.
+        """
         asked = getattr(self.task, "answers", None)
         given = getattr(self.model, "output", None)
         if asked and given and asked != given:

@@ -33,11 +33,13 @@ NOT_SHOWN = ("_target_", "hydra", "follow_up")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a group.
+    """A setting of a group.
 
-    key: as on the command line. takes: its type and bounds, in words. default: of its class, as it
-    is written on the command line; "" where a value must be given. value: in the composed
-    experiment. means: the sentence of its class's docstring.
+    key: as on the command line.
+    takes: its type and bounds, in words.
+    default: of its class, as it is written on the command line; "" where a value must be given.
+    value: in the composed experiment.
+    means: the sentence of its class's docstring.
     """
 
     key: str

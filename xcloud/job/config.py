@@ -51,8 +51,10 @@ def job_from_config(config: DictConfig, policy: Policy | None = None) -> Job:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return all that a job is built of as plain containers. Raises ConfigError for a setting
-    without a value."""
+    """Return all that a job is built of as plain containers.
+
+    Raises ConfigError for a setting without a value.
+    """
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
         OmegaConf.resolve(plain)
@@ -122,13 +124,15 @@ def write(config: DictConfig, path: Path) -> None:
 
 
 def load(path: Path) -> DictConfig:
-    """An experiment file that this machine's own `write` has just made."""
+    """Read an experiment file that this machine's own `write` has just made."""
     return cast(DictConfig, OmegaConf.load(path))
 
 
 def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Any:
     """Read a YAML file that may come from elsewhere as plain containers (policy.plain_text).
-    Raises ConfigError."""
+
+    Raises ConfigError.
+    """
     text = plain_text(path, approve)
     try:
         return OmegaConf.to_container(OmegaConf.create(text))
@@ -137,21 +141,23 @@ def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
 
 def this_clouds_policy() -> Policy:
-    """Return the policy in the file that XCLOUD_POLICY names, else in policy.yaml of the checkout
-    or, where there is none, of ~/.config/xcloud; the defaults without a file. Raises
-    ConfigError."""
+    """Return the policy of this cloud; the defaults without a file.
+
+    It stands in the file that XCLOUD_POLICY names, else in policy.yaml of the checkout or, where
+    there is none, of ~/.config/xcloud. Raises ConfigError.
+    """
     named = os.environ.get("XCLOUD_POLICY")
     path = Path(named) if named else this_owners_file(POLICY_FILE)
     return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
 
 
 def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:
-    """Return the experiment as plain containers, resolved, without what is no part of a run."""
+    """Return the experiment as plain containers, resolved, without what is not part of a run."""
     return cast(dict[str, Any], OmegaConf.to_container(_kept(config, without), resolve=True))
 
 
 def flatten(config: DictConfig) -> dict[str, object]:
-    """Settings as dotted names, for a tracker; targets become the last part of their path."""
+    """Return settings by dotted name, for a tracker; of targets the last part of their path."""
     flat: dict[str, object] = {}
     for path, value in dotted(plain_settings(config), ""):
         where, _, key = path.rpartition(".")
@@ -163,7 +169,7 @@ def flatten(config: DictConfig) -> dict[str, object]:
 
 
 def dotted(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names of what is no mapping (a list is one value), with their values."""
+    """Yield what is no mapping (a list is one value), by dotted name."""
     if isinstance(node, Mapping):
         for key, entry in node.items():
             yield from dotted(entry, f"{path}.{key}" if path else str(key))

@@ -1,6 +1,8 @@
-"""What a user gives: experiment files, which may come from elsewhere and are held against this
-cloud's policy; command lines, and what one that does not compose meant; a run's file with settings
-changed; the experiment that goes on with what another one leaves. Only here the package composes.
+"""Read what a user gives: experiment files, command lines, changes to a run's file.
+
+Files may come from elsewhere and are held against this cloud's policy. Of a command line that does
+not compose it says what was meant. An experiment may go on with what another one leaves. Only this
+module of the package composes.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ from xcloud.record.summary import read_summary
 
 
 def read_config(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> DictConfig:
-    """Read an experiment file as data: nothing in it is imported, resolved or built. Raises
-    ConfigError if it is missing or no experiment file.
+    """Read an experiment file as data: nothing in it is imported, resolved or built.
 
-    Only read_job, read_checked and shared_job may build what it says."""
+    Only read_job, read_checked and shared_job may build what it says. Raises ConfigError if it is
+    missing or no experiment file.
+    """
     loaded = read_plain(path, approve)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
@@ -59,14 +62,19 @@ def settings_of(path: Path) -> dict[str, object]:
 
 
 def read_job(path: Path) -> Job:
-    """Build the job of a run folder's file, which may come from elsewhere: it names xcloud's
-    constructors and those that this cloud's policy allows, or ConfigError says which else."""
+    """Build the job of a run folder's file, which may come from elsewhere.
+
+    It may name xcloud's constructors and those that this cloud's policy allows. Raises ConfigError
+    for any other.
+    """
     return job_from_config(read_config(path), this_clouds_policy())
 
 
 def read_checked(path: Path) -> DictConfig:
-    """Read a run folder's file for a user who changes settings of it: within the bounds of this
-    cloud's policy on what is built."""
+    """Read a run folder's file for a user who changes settings of it.
+
+    What is built keeps within the bounds of this cloud's policy.
+    """
     config = read_config(path)
     this_clouds_policy().check_build(resolved(config))
     return config
@@ -79,9 +87,11 @@ def read_shared(path: Path, run_dir: Path) -> tuple[DictConfig, Job]:
 
 
 def shared_job(config: DictConfig, run_dir: Path) -> Job:
-    """Build the job of a file that several clouds share, within the bounds of this cloud's policy:
-    also what is read, written, contacted and held. Raises ConfigError before anything is
-    imported."""
+    """Build the job of a file that several clouds share, within the bounds of this cloud's policy.
+
+    They hold for what is read, written, contacted and held, too. Raises ConfigError before
+    anything is imported.
+    """
     policy = this_clouds_policy()
     policy.check(resolved(config), run_dir)
     job = job_from_config(config, policy)
@@ -92,8 +102,7 @@ def shared_job(config: DictConfig, run_dir: Path) -> Job:
 
 @contextlib.contextmanager
 def _composing(conf_dir: Path) -> Iterator[None]:
-    """Within, `compose` takes groups and options from conf_dir. A Hydra that is initialised rests
-    meanwhile."""
+    """Let `compose` take groups and options from conf_dir; a Hydra in use rests meanwhile."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -110,8 +119,11 @@ def _is_group(override: Override) -> bool:
 
 
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
-    """An experiment file with settings changed as on a command line: key=value, or group=option
-    as the files in conf_dir have it. Raises ConfigError."""
+    """Return an experiment file with settings changed as on a command line.
+
+    overrides: key=value, or group=option as the files in conf_dir have it.
+    Raises ConfigError.
+    """
     if wrong := unreadable(overrides):
         raise ConfigError("\n".join(wrong))
     config = read_checked(path)
@@ -138,8 +150,11 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
 
 
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
-    """The config that a run goes on with: its own, with `overrides`; and whether anything is left
-    to do. Raises ConfigError."""
+    """Return the config that a run goes on with, and whether anything is left to do.
+
+    overrides: what differs from the run's own config.
+    Raises ConfigError.
+    """
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
     config = with_overrides(file, overrides, conf_dir=conf_dir)
@@ -150,8 +165,10 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
 
 
 def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
-    """Compose a config from the words of a command line. Raises ConfigError with one line for each
-    word that is wrong."""
+    """Compose a config from the words of a command line.
+
+    Raises ConfigError with one line for each word that is wrong.
+    """
     try:
         with _composing(conf_dir):
             return _compose([*map(with_home, words)])
@@ -222,7 +239,7 @@ def explained(
 
 
 def in_one_line(error: Exception) -> str:
-    """Hydra's words; where a group lacks an option, with the nearest one and all there are."""
+    """Return Hydra's words; where a group lacks an option, the nearest one and all there are."""
     lines = str(error).strip().splitlines()[: 1 + ("your default list" in str(error))]
     lines += str(error.__cause__ or "").strip().splitlines()[:1]
     message = " ".join(dict.fromkeys(lines))
@@ -238,8 +255,10 @@ def in_one_line(error: Exception) -> str:
 
 
 def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
-    """For each override that sets a key the chosen groups do not have, a line that names the
-    nearest and all its neighbours. Empty if the groups themselves cannot be composed.
+    """Return a line for each override that sets a key the chosen groups do not have.
+
+    It names the nearest key and all its neighbours. Empty if the groups themselves cannot be
+    composed.
     """
     try:
         with _composing(conf_dir):
@@ -283,7 +302,9 @@ def _settings(node: DictConfig) -> list[str]:
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """A line if the config has no such key: the nearest of its neighbours, or else anywhere."""
+    """Yield a line if the config has no such key, with its nearest neighbour or the nearest
+    anywhere.
+    """
     node: object = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -306,7 +327,7 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
 
 
 def _elsewhere(config: DictConfig, key: str) -> str:
-    """The setting whose last name is nearly that of `key` and which is most like it, if any."""
+    """Return the setting with nearly the last name of `key` that is most like it, if any."""
     last = {
         name: name.rpartition(".")[2] for name, _ in dotted(OmegaConf.to_container(config), "")
     }
@@ -331,10 +352,9 @@ class FollowedJob(Protocol):
 def compose_follow_up(
     config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
 ) -> DictConfig | None:
-    """Compose what `follow_up` of this experiment asks for, to be run after it; None if it asks
-    for nothing.
+    """Compose what `follow_up` of this experiment asks for; None if it asks for nothing.
 
-    It has the first one's seed, tracker and cache, and reads what the first one's run will have
+    It runs after the first one, has its seed, tracker and cache, and reads what its run will have
     left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
     runs, if it cannot be composed or what it reads beside that is missing.
 
@@ -376,8 +396,10 @@ def compose_follow_up(
 
 
 def _check_words(words: Sequence[Override]) -> None:
-    """Refuse overrides from elsewhere that lead out of conf/ or read this machine: Hydra's own
-    settings (its search path), an option that is a path."""
+    """Refuse overrides from elsewhere that lead out of conf/ or read this machine.
+
+    These are Hydra's own settings (its search path), and an option that is a path.
+    """
     for word in words:
         key = word.key_or_group
         value = str(word.value())
@@ -387,7 +409,7 @@ def _check_words(words: Sequence[Override]) -> None:
 
 
 def _check_reading(job: PipelineJob, first: FollowedJob) -> None:
-    """As job.check, of one that reads what `first` will leave, which is not there yet."""
+    """Check a job that reads what `first` will leave, which is not there yet."""
     job.task.check()
     most = first.model.max_positions
     if most is not None and job.task.max_length > most:

@@ -1,5 +1,8 @@
-"""What a job reads from this machine's disk, told by its contents: whoever takes the result of an
-earlier run for that of this one (a sweep's point, a trial) must know that it read the same."""
+"""Digests of what a job reads from this machine's disk.
+
+Whoever takes the result of an earlier run for that of this one (a sweep's point, a trial) must
+know that it read the same.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ _READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
 
 
 def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
-    """Return a digest of each file or folder here that a setting of task or model names, by the
-    setting. Digests stay on this machine.
+    """Return digests of the files and folders here that settings of task or model name.
+
+    They are by the setting, and stay on this machine.
 
     settings: of a job, nested or with dotted names.
     cache_dir: where digests of large files are kept.

@@ -1,6 +1,8 @@
-"""What every kind of job has: settings that do not depend on the kind, and what the tools around a
-run (launcher, monitor, sweeps) ask of it. PipelineJob: the settings of one whose model is cut into
-stages, and what follows from them; Experiment (experiment.py) refuses what does not go together.
+"""What every kind of job has, and what the training of a model cut into stages has beside it.
+
+A Job has the settings that do not depend on the kind, and answers what the tools around a run
+(launcher, monitor, sweeps) ask of it. A PipelineJob has those of a model cut into stages, and what
+follows from them. Experiment (experiment.py) refuses what does not go together.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from xcloud.tracking.tracker import Tracker
 
 @settings("launch")
 class Launch:
-    """How run.py starts the ranks of a run on this machine.
+    """The settings of how run.py starts the ranks of a run on this machine.
 
     max_restarts: how often, if some die, all are started again from the last checkpoint.
     on_event: command that is called when the run diverges, loses a cloud, resumes or ends, with
@@ -54,12 +56,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a job is called by, in tables and pictures.
+    """The words by which tables and pictures name a job.
 
-    variant: distinguishes it from others of the same name and cluster. compression: in force;
-    "off" where nothing crosses between clouds. schedule: in what order the work is done.
-    strategy: how several clouds are used; "" where there is one way only. described: parts of the
-    headline.
+    variant: distinguishes it from others of the same name and cluster.
+    compression: the one in force; "off" where nothing crosses between clouds.
+    schedule: in what order the work is done.
+    described: the items of the headline.
+    strategy: how several clouds are used; "" where there is one way only.
     """
 
     variant: str
@@ -72,12 +75,14 @@ class Labels:
 
 @dataclass(frozen=True)
 class Roster:
-    """What is expected of each rank.
+    """The tasks of ranks: who may be lost, save, report.
 
-    essential: the run fails with any of these; the others may be lost. saving: save what the run
-    can resume from; the others begin with what these send. may_report: ranks besides 0 that may
-    report a kind of event, or the "loss"; any may report the others. is_elastic: ranks may begin
-    at any time, also again. restart_s: after which lost ones do; None: never.
+    essential: the run fails with any of these; the others may be lost.
+    saving: they save what the run can resume from; the others begin with what these send.
+    may_report: ranks besides 0 that may report a kind of event, or the "loss"; any may report the
+        others.
+    is_elastic: ranks may begin at any time, also again.
+    restart_s: seconds after which lost ranks are started again; None: never.
     """
 
     essential: frozenset[int]
@@ -94,12 +99,12 @@ def _checked_sweep(name: str) -> str:
 
 @settings(kw_only=True)
 class Names:
-    """What a run is called by.
+    """The names of a run.
 
     name: of the run, in its folder, tables and the tracker.
     seed: of everything random but what says that it has a seed of its own.
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
-    sweep: a name that runs share which belong together.
+    sweep: a name shared by runs that belong together.
     label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
     """
 
@@ -116,7 +121,7 @@ class PlanSettings(Protocol):
 
     @property
     def mode(self) -> str:
-        """What to do with the plans that were found: "show" them or "apply" the best."""
+        """The word for what to do with plans: "show" them, or "apply" the best."""
 
     @property
     def search(self) -> Sequence[str]:
@@ -136,7 +141,7 @@ class AutopilotSettings(Protocol):
 
 @settings(kw_only=True)
 class Job(Names, ABC):
-    """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
+    """A frozen object that describes a run. Experiment is one, OneWayExperiment another.
 
     cluster: who stands where, and what joins them.
     training: how many updates are made, of what, and how.
@@ -164,8 +169,10 @@ class Job(Names, ABC):
 
     @property
     def run_name(self) -> str:
-        """Begins with what tells runs apart: "int8+int8 two_clouds abnet_iwslt s1", in a sweep
-        "int8+int8 s1"."""
+        """The name of a run, which begins with what tells runs apart.
+
+        Such as "int8+int8 two_clouds abnet_iwslt s1", in a sweep "int8+int8 s1".
+        """
         own = self.label or f"{self.labels.variant} {self.cluster.name} {self.name}"
         return f"{own} s{self.seed}"
 
@@ -179,13 +186,13 @@ class Job(Names, ABC):
 
     @property
     def roster(self) -> Roster:
-        """By default the run needs every rank."""
+        """The tasks of ranks; by default the run needs every rank, and each saves."""
         everyone = frozenset(range(self.cluster.num_ranks))
         return Roster(everyone, everyone)
 
     @property
     def leak_meter(self) -> Meter | None:
-        """Measures, after the run, what other clouds could recover; None where it is off."""
+        """The measurement, after the run, of what others could recover; None where it is off."""
         return None
 
     @property
@@ -203,27 +210,34 @@ class Job(Names, ABC):
 
     @property
     def places(self) -> Places:
-        """By default they cannot change from one attempt to the next."""
+        """The holders of the model; by default the same in every attempt."""
         return Places()
 
     @property
     def pipeline(self) -> PipelineJob:
-        """This job, where its model is cut into stages. Raises ConfigError for another kind."""
+        """The job itself, where its model is cut into stages.
+
+        Raises ConfigError for another kind.
+        """
         raise ConfigError("plan= is for jobs whose model is cut into stages: set plan=none")
 
     @property
     def has_public_texts(self) -> bool:
-        """Whether what it reads is known to be public. A job that does not say so is not."""
+        """True if what the job reads is known to be public; False if the job does not say."""
         return False
 
     def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
-        """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
-        ranks hold; None for a kind of job that has no such names."""
+        """Return the names of what a cloud's ranks hold; None if this kind of job has none.
+
+        what: "holders" for batch fields, "weights" for parts of the model.
+        """
         return None
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
-        """Ranks that must leave before the start so that the run can do without `ranks`, which
-        they include; empty if it cannot."""
+        """Return all ranks that must leave so that the run can start without `ranks`.
+
+        They include `ranks`; empty if the run cannot do without.
+        """
         return frozenset()
 
     @abstractmethod
@@ -231,7 +245,7 @@ class Job(Names, ABC):
         """Raise DataError or ConfigError for what is missing, before anything starts."""
 
     def next_command(self, run_dir: Path) -> str | None:
-        """What to do with what a finished run left, to be copied; None: nothing in particular."""
+        """Return a command, to be copied, for what a finished run left; None if there is none."""
         return None
 
     @property
@@ -241,7 +255,7 @@ class Job(Names, ABC):
 
 @settings(kw_only=True)
 class PipelineJob(Job):
-    """What runs where and how it trains.
+    """A job whose model is cut into stages: what runs where, and how it trains.
 
     task: what is learned, and from which texts.
     model: the network, and how it is cut into stages.
@@ -276,14 +290,17 @@ class PipelineJob(Job):
 
     @property
     def ties_ends(self) -> bool:
-        """Whether the first and the last stage train a matrix in common (tied embeddings)."""
+        """True where the first and the last stage train a matrix in common (tied embeddings)."""
         ties = getattr(self.model, "ties_ends", None)
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary after `stage`. One acts where a message goes from a cloud
-        that holds the protected data (forward: what the first stage reads; backward: what the last
-        one reads) to one that does not. Later messages are computed from protected ones."""
+        """Return the defences of the boundary after `stage`, by direction.
+
+        One acts where a message goes from a cloud that holds the protected data (forward: what the
+        first stage reads; backward: what the last one reads) to one that does not. Later messages
+        are computed from protected ones.
+        """
         last = self.cluster.num_stages - 1
         first_cloud, here, there, last_cloud = (
             self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
@@ -293,7 +310,7 @@ class PipelineJob(Job):
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
-        """What crosses from each stage to the next."""
+        """The boundaries, by the stage before: what crosses from each stage to the next."""
         return {
             stage: self.model.boundary(
                 stage, self.cluster.num_stages, max_length=self.task.max_length
@@ -303,7 +320,7 @@ class PipelineJob(Job):
 
     @property
     def cached_boundaries(self) -> list[int]:
-        """Boundaries after which clouds keep rows of frozen parts."""
+        """The boundaries after which clouds keep rows of frozen parts."""
         if not self.training.activation_cache_mb:
             return []
         leaves = self.cluster.leaves_cloud
@@ -311,7 +328,7 @@ class PipelineJob(Job):
 
     @property
     def schedules(self) -> Sequence[Schedule]:
-        """All that the run may use, its own first."""
+        """All schedules that the run may use, its own first."""
         if self.autopilot is None:
             return [self.schedule]
         layout = self.cluster
@@ -321,18 +338,21 @@ class PipelineJob(Job):
 
     @property
     def max_micro_batch(self) -> int:
-        """Samples of the largest micro-batch, in training or evaluation."""
+        """The number of samples of the largest micro-batch, in training or evaluation."""
         fewest = min(s.num_micro_batches for s in self.schedules) * self.training.accumulate_steps
         return max(-(-self.training.batch_size // fewest), self.training.eval_batch_size)
 
     @property
     def num_pieces(self) -> int:
-        """Micro-batches of an update, over all passes."""
+        """The number of micro-batches of an update, over all passes."""
         return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
-        """The batches of training. A sample keeps its ranks where a memory is kept for it: both
-        ends of a channel must meet it again."""
+        """Return the batches of training.
+
+        A sample keeps its ranks where a memory is kept for it: both ends of a channel must meet it
+        again.
+        """
         layout = self.cluster
         size = self.training.batch_size
         periods = [
@@ -351,11 +371,11 @@ class PipelineJob(Job):
         )
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
-        """Batch fields that any rank of the cloud reads."""
+        """Return the batch fields that any rank of the cloud reads."""
         return self._fields(self.cluster.clouds[cloud].stages or ())
 
     def fields_of(self, rank: int) -> frozenset[str]:
-        """Batch fields that this rank reads, and so loads."""
+        """Return the batch fields that this rank reads, and so loads."""
         return self._fields(self.cluster.placement(rank).stages)
 
     def _fields(self, stages: Sequence[int]) -> frozenset[str]:

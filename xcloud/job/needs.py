@@ -1,7 +1,9 @@
-"""What features need of a job. Each need is a function of the job that names the setting that
-stands against it, or finds none; none is asked for a feature that is off. A new feature is one
-entry at the end and one line in experiment.py, and no other feature knows of it. What an object
-needs of what it is built with (a strategy of its cluster) it checks there.
+"""Checks of what features need of a job.
+
+Each need is a function of the job that names the setting that stands against it, or finds none;
+none is asked for a feature that is off. A new feature is one entry at the end and one line in
+experiment.py, and no other feature knows of it. What an object needs of what it is built with (a
+strategy of its cluster) it checks there.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ MAX_CHOICES = 255  # rank 0 sends the number in a byte
 
 
 class Lack(NamedTuple):
-    """setting: which one stands against a need, with its value, in words. remedy: what to do."""
+    """A setting that stands against a need.
+
+    setting: which one, with its value, in words.
+    remedy: what to do.
+    """
 
     setting: str
     remedy: str
@@ -34,7 +40,10 @@ Need = Callable[[PipelineJob], Lack | None]
 
 
 def plain(is_lacking: Callable[[PipelineJob], bool], setting: str, remedy: str) -> Need:
-    """A need of one condition. setting: {job} in it is the job."""
+    """Make a need of one condition.
+
+    setting: {job} in it is the job.
+    """
     return lambda job: Lack(setting.format(job=job), remedy) if is_lacking(job) else None
 
 
@@ -124,7 +133,11 @@ def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
 
 
 def self_correcting_compressor(job: PipelineJob) -> Lack | None:
-    """Before any rank has tensors to choose for; those chosen by name are checked there."""
+    """Return a lack where replicas average with a compressor that needs feedback.
+
+    It is asked before any rank has tensors to choose for; compressors chosen by a tensor's name
+    are checked by the ranks.
+    """
     for shape in ((2,), (2, 2)):
         chosen = job.compression.for_tensor("", shape)
         if chosen.feedback == "needed":
@@ -154,8 +167,11 @@ def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
 
 
 def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
-    """The gradient of the embeddings shows which words are in a batch, and that of the head which
-    are to be predicted: neither may go where these may not be."""
+    """Return a lack where gradients would show words in a cloud where these may not be.
+
+    The gradient of the embeddings shows which words are in a batch, and that of the head which are
+    to be predicted.
+    """
     layout = job.cluster
     for replica in range(layout.num_replicas):
         first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
@@ -171,8 +187,11 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
 
 
 def equal_shards_in_step(job: PipelineJob) -> Lack | None:
-    """Ranks that gather parameters together compute in step; raises ConfigError itself where the
-    schedule does not let them."""
+    """Return a lack where clouds shard the same stage differently, or a stage over one rank.
+
+    Ranks that gather parameters together compute in step; raises ConfigError itself where the
+    schedule does not let them.
+    """
     layout = job.cluster
     for name, cloud in layout.clouds.items():
         for stage in cloud.stages or () if cloud.shard else ():
@@ -218,7 +237,10 @@ def constant_boundary(job: PipelineJob) -> Lack | None:
 
 
 def kept_stages_whole(job: PipelineJob) -> Lack | None:
-    """The ranks of a sharded stage must compute in step, whatever each of them has kept."""
+    """Return a lack where a stage is sharded whose rows are kept.
+
+    The ranks of a sharded stage must compute in step, whatever each of them has kept.
+    """
     last = max(job.cached_boundaries, default=-1)
     for name, cloud in job.cluster.clouds.items():
         if cloud.shard and min(cloud.stages or ()) <= last:
@@ -228,7 +250,7 @@ def kept_stages_whole(job: PipelineJob) -> Lack | None:
 
 
 def rows_arrive_alike(job: PipelineJob) -> Lack | None:
-    """The same row must arrive as the same values in every epoch, whatever is sent with it."""
+    """Return a lack where the same row would not arrive as the same values in every epoch."""
     boundaries = job.boundaries
     for stage in job.cached_boundaries:
         for replica in range(job.cluster.num_replicas):
@@ -266,7 +288,7 @@ def check_boundaries(job: PipelineJob) -> None:
 
 
 def check_choices(job: PipelineJob) -> None:
-    """Whatever the autopilot may choose must be allowed as the run's own setting."""
+    """Raise ConfigError if the autopilot may choose what the run's own setting could not be."""
     schedules = job.schedules
     compression = job.compression
     assert isinstance(compression, Selectable)
@@ -295,8 +317,12 @@ def check_choices(job: PipelineJob) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """name: as its setting is written, {} in place of what says that a job uses it. why: by need,
-    what the feature does that needs it. without: how to run without the feature."""
+    """A feature, and what it needs of a job.
+
+    name: as its setting is written, {} in place of what says that a job uses it.
+    why: by need, what the feature does that needs it.
+    without: how to run without the feature.
+    """
 
     name: str
     why: Mapping[Need, str]

@@ -27,15 +27,19 @@ WHOLE_MODEL = (0, 1)
 
 @dataclass(frozen=True)
 class Traits:
-    """What others must know of an averaging.
+    """All that others must know of an averaging.
 
-    is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
-    late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
-    the run. every: updates that a contribution of a replica sums up. equal_every: updates after
-    which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
-    changes_results: what is learned differs from what one process would learn. per_step: exchanges
-    in a step, each of 1 / fragments of the trained values. hidden_steps: that pass while one
-    crosses. num_copies: of the trained values, kept in each rank.
+    is_apart: each replica makes updates of its own.
+    is_elastic: the run continues where a cloud is late or lost, and everything goes through the
+        first cloud.
+    may_leave: a lost cloud does not end the run.
+    every: updates that a contribution of a replica sums up.
+    equal_every: updates after which all replicas are equal; 0 = only after the last.
+    column: of checkpoints/resume.TABLE.
+    changes_results: what is learned differs from what one process would learn.
+    per_step: exchanges in a step, each of 1 / fragments of the trained values.
+    hidden_steps: steps that pass while one crosses.
+    num_copies: copies of the trained values that are kept in each rank.
     """
 
     is_apart: bool = False
@@ -50,9 +54,11 @@ class Traits:
     hidden_steps: float = 0.0
     num_copies: int = 1
 
-    def most_contributions(self, num_updates: int) -> int:
-        """Of a replica, with the same values in them, in so many updates; the last one ends with
-        one."""
+    def max_contributions(self, num_updates: int) -> int:
+        """Return how many contributions of a replica hold the same value in so many updates.
+
+        The last update ends with a contribution.
+        """
         full, rest = divmod(num_updates, self.every)
         return full + (rest > 0 or self.fragments > 1)
 
@@ -74,11 +80,12 @@ def everyone_merges(num_replicas: int, is_robust: bool) -> bool:
 
 
 class Averaging(ABC):
-    """What keeps replicas together: its settings, what others must know of it, and how a rank
-    joins it. Subclasses are dataclasses (base/settings.py).
+    """A way to keep replicas together, and how a rank joins it.
 
-    merge: a Byzantine-robust aggregator. restart_s: seconds after which a lost cloud on this
-    machine is started again.
+    Subclasses are dataclasses (base/settings.py).
+
+    merge: a Byzantine-robust aggregator.
+    restart_s: seconds after which a lost cloud on this machine is started again.
     """
 
     feedback: bool = True
@@ -92,7 +99,7 @@ class Averaging(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """Differences from the default, in words; may be empty."""
+        """The differences from the default, in words; may be empty."""
 
     @abstractmethod
     def join(self, replicas: Any) -> Exchange:
@@ -112,9 +119,10 @@ class Averaging(ABC):
 class Strategy:
     """The settings of `strategy`.
 
-    name: as a user calls it. replicas: copies of the pipeline, over which the clouds are spread in
-    their order; null = one in each cloud. averaging: what keeps them together; null = nothing,
-    for a single one.
+    name: as a user calls it.
+    replicas: copies of the pipeline, over which the clouds are spread in their order; null = one
+        in each cloud.
+    averaging: what keeps them together; null = nothing, for a single one.
     """
 
     name: str = "pipeline"
@@ -138,7 +146,10 @@ class Strategy:
         return Traits() if self.averaging is None else self.averaging.traits
 
     def describe(self, layout: ClusterLayout) -> str:
-        """For the headline. layout: as arranged."""
+        """Return the strategy in words, for the headline.
+
+        layout: as arranged.
+        """
         if self.averaging is None:
             return self.label
         if layout.num_replicas == 1:
@@ -146,8 +157,11 @@ class Strategy:
         return f"{self.label}, {layout.num_replicas} replicas"
 
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
-        """The clouds with their replicas and stages. Clouds that name their replicas themselves
-        stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
+        """Return the clouds with their replicas and stages.
+
+        Clouds that name their replicas themselves stay as they are. Raises ConfigError for a
+        cluster that this strategy cannot use.
+        """
         arranged = self._arranged(layout)
         if self.averaging is not None:
             self.averaging.check(arranged)
@@ -219,7 +233,10 @@ class Strategy:
 def _with_stages(
     layout: ClusterLayout, stages: Sequence[tuple[int, ...]], per_replica: int
 ) -> ClusterLayout:
-    """stages: of each cloud in turn, from now on held by every rank of it."""
+    """Return the layout with each cloud's stages held by every rank of it.
+
+    stages: of each cloud in turn.
+    """
     clouds: dict[str, Cloud] = {
         name: replace(cloud, stages=stages[k], replica=k // per_replica, one_stage_per_rank=False)
         for k, (name, cloud) in enumerate(layout.clouds.items())
@@ -228,7 +245,11 @@ def _with_stages(
 
 
 class Place(NamedTuple):
-    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
+    """The stages that one rank holds.
+
+    cloud: its number.
+    is_sharded: it holds a part of its stages.
+    """
 
     cloud: int
     replica: int
@@ -238,10 +259,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Who holds what, as a checkpoint keeps it, by which a run with other ranks goes on.
+    """All that ranks hold, as a checkpoint keeps it, by which a run with other ranks goes on.
 
-    column: of the table in checkpoints/resume.py. merges_every: steps after which all replicas are
-    equal, 0 = only at last_step. labels: of groups of settings.
+    column: of the table in checkpoints/resume.py.
+    merges_every: steps after which all replicas are equal, 0 = only at last_step.
+    labels: of groups of settings.
     """
 
     column: str = "one-way"
@@ -282,7 +304,7 @@ class Places:
         return cls(**{**saved, "ranks": ranks})
 
     def holders(self, stage: int, replica: int) -> list[int]:
-        """Ranks, in the order of their group ranks."""
+        """Return the ranks that hold a stage, in the order of their group ranks."""
         places = enumerate(self.ranks)
         return [r for r, p in places if stage in p.stages and p.replica == replica]
 
@@ -295,7 +317,7 @@ class Places:
 
     @property
     def sharded_parts(self) -> set[tuple[int, int]]:
-        """(stage, number of parts) of sharded stages."""
+        """The sharded stages, as (stage, number of parts)."""
         return {
             (stage, len(self.holders(stage, place.replica)))
             for place in self.ranks if place.is_sharded for stage in place.stages

@@ -26,9 +26,11 @@ HEADER = """\
 
 
 def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
-    """Return the keys of a policy under which `cloud` runs this experiment file and no other. The
-    file is built to see what it holds, so it may name no constructor that the policy in force does
-    not allow. Raises ConfigError."""
+    """Return the keys of a policy under which `cloud` runs this experiment file and no other.
+
+    The file is built to see what it holds, so it may name no constructor that the policy in force
+    does not allow. Raises ConfigError.
+    """
     job = read_job(file)
     settings = resolved(read_checked(file))
     clouds = list(job.cluster.clouds)

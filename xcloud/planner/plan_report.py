@@ -89,9 +89,7 @@ class Report:
 
     @cached_property
     def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
-        """The step over bandwidth, and the compressors to show; none where there is one cloud, and
-        no line.
-        """
+        """The step over bandwidth, and the compressors to show; none where there is no line."""
         has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
         return step_at(self.pricer, self.best), self.space.compressions if has_lines else ()
 
@@ -305,7 +303,7 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
-    """Draw the bubble as simulated and by the formulas, and a mark at the m of the fastest step."""
+    """Draw the bubble as simulated and by the formulas, and a mark where the step is fastest."""
     counted = report.over_micro_batches
     plan = report.pipeline
     best = report.best_count

@@ -95,9 +95,7 @@ class Planner:
         self.arranged = self._arranged()
 
     def profile(self) -> tuple[Profile, list[str]]:
-        """Return the profile, read from a file or of a trial run of the job, and why it may not
-        hold.
-        """
+        """Return the profile, from a file or a trial run of the job, and why it may not hold."""
         if self.plan.profile is None:
             lines_of(self.cluster, {})  # raises before anything is tried
             return self.trial.profile(), []
@@ -181,8 +179,9 @@ class Planner:
     # What is searched.
 
     def _space(self, profile: Profile) -> Space:
-        """Return the plans to search. Strategies that the profile's pieces do not allow leave
-        `arranged`.
+        """Return the plans to search.
+
+        Strategies that the profile's pieces do not allow leave `arranged`.
         """
         job = self.job
         pieces = profile.pieces
@@ -300,7 +299,7 @@ class Planner:
         return found or {own.name: Arranged(own, self.job.cluster)}
 
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
-        """Return whether two clouds hold texts of their own, no labels, and one would read more."""
+        """Return whether two clouds hold texts of their own, no labels, and one would get more."""
         own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
         texts = [fields - {LABEL} for fields in own.values()]
         apart = any(a - b and b - a for a, b in combinations(texts, 2))

@@ -116,8 +116,8 @@ class Ranked:
     num_simulated: int
 
     def advice(self, place: int) -> str:
-        """Return the one change that makes a plan of `best` fastest; else what to do about what
-        bounds it.
+        """Return the one change that makes a plan of `best` fastest, else a remedy for what bounds
+        it.
         """
         return _advice(self.best[place], [(p.step_s, p.plan) for p in self.best[:place]])
 
@@ -132,8 +132,8 @@ def splits_of(
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """Return where a model can be cut into so many stages.
 
-    Of more than `max_splits` ways only the one whose slowest stage is fastest, and those beside it.
-
+    max_splits: of more ways than these, only the one whose slowest stage is fastest and those
+        beside it are returned.
     slowness: how many times longer each stage computes the same work; equal if empty.
     """
     last = len(pieces)
@@ -198,11 +198,12 @@ def fastest(
     pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED,
     fits: Callable[[Plan], bool] = lambda plan: True,
 ) -> Fastest:  # fmt: skip
-    """Return the fastest plans that fit, as into the memory of a what-if question. Where strategy
-    or compression vary, the best one of each pair of them.
+    """Return the fastest plans that fit, as into the memory of a what-if question.
 
-    Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
-    simulated with the first schedule that fits, and the fastest `refined` of them with all."""
+    Where strategy or compression vary, they are the best one of each pair of them. Of each pair
+    the `tries` cuts and numbers of micro-batches with the least estimates are simulated with the
+    first schedule that fits, and the fastest `refined` of them with all.
+    """
 
     shapes = cache(space.schedules_for)
 
@@ -219,9 +220,7 @@ def fastest(
         return filter(fits, (plan._replace(schedule=one) for one in allowed_for(plan)))
 
     def order(plan: Plan) -> _Timed:
-        """Return a key that sorts by seconds; plans that take equally long, by fewer
-        micro-batches.
-        """
+        """Return a key that sorts by seconds, then by fewer micro-batches."""
         label = plan.schedule.label
         return pricer.step_s(plan), plan.micro_batches, plan.compression, label, plan
 

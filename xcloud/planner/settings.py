@@ -39,9 +39,7 @@ class FreelyCut(Protocol):
 def variants_of(
     schedule: Schedule, num_stages: int, num_micro_batches: int, num_lanes: int = 1
 ) -> list[Schedule]:
-    """Return what may be tried of a schedule with so many micro-batches: itself, or what it
-    offers.
-    """
+    """Return the variants of a schedule with so many micro-batches, itself if it offers none."""
     same = with_micro_batches(schedule, num_micro_batches)
     found: dict[object, Schedule] = {}
     for one in same.variants(num_stages, num_lanes):  # some differ in name only

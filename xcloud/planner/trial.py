@@ -1,6 +1,7 @@
-"""A trial run: the job itself as one pipeline over a free line, with real ranks. In it schedule,
-number of micro-batches and compression change from one update to the next, and its recorded
-steps give a profile. Searches nothing.
+"""Make a trial run: the job itself as one pipeline over a free line, with real ranks.
+
+In it schedule, number of micro-batches and compression change from one update to the next, and its
+recorded steps give a profile. Searches nothing.
 """
 
 from __future__ import annotations
@@ -159,8 +160,7 @@ class TrialRun:
 
     @cached_property
     def others(self) -> list[TrialRun]:
-        """A second run, which tells what a block takes, the ends beside the blocks, and the call
-        of a stage.
+        """A second run, to tell what a block, the ends beside the blocks and a stage's call take.
 
         In it one end of the model gives a block to the other and becomes two stages. Empty where a
         rank holds one stage only, or that end is too small.
@@ -237,8 +237,10 @@ class TrialRun:
 
     @cached_property
     def legs(self) -> list[tuple[Schedule, str]]:
-        """The job's compression with every schedule, others with the largest and the smallest
-        micro-batch.
+        """The pairs of schedule and compression that are tried in turn.
+
+        The job's compression is tried with every schedule, others with the largest and the
+        smallest micro-batch.
         """
         own, *others = self.candidates
         whole = [s for s in self.shapes if not _splits(s)]
@@ -371,11 +373,10 @@ class TrialRun:
         )
 
     def _crossed(self) -> list[tuple[int | None, bool]]:
-        """Return for the boundary after each piece but the last whose costs it has, and whether
-        gradients return.
+        """Return, for the boundary after each piece but the last, whose costs it has.
 
-        The first is a stage after which a boundary like it was crossed in the trial; None if there
-        is none.
+        That is a stage after which a boundary like it was crossed in the trial, or None; with it,
+        whether gradients return.
         """
         model = self.model
         length = self.job.task.max_length

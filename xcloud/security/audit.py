@@ -65,7 +65,10 @@ def write_rank_audit(
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
 ) -> None:
-    """report_contents: kind of event -> names of its fields. received: by rank of the sender.
+    """Write what one rank sent, for the joined audit.
+
+    report_contents: kind of event -> names of its fields.
+    received: by rank of the sender.
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
@@ -140,7 +143,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
 
 
 def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
-    """Short form for summary.json: "a -> b" -> kind -> messages, bytes, contents."""
+    """Return a short form for summary.json: "a -> b" -> kind -> messages, bytes, contents."""
     short: dict[str, Any] = {}
     for message in audit["messages"]:
         kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
@@ -159,8 +162,10 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_table(audit: Mapping[str, Any]) -> str:
-    """What left each cloud, for a terminal; first whether texts or labels did, and how much did
-    from which they may be guessed."""
+    """Return lines for a terminal that say what left each cloud.
+
+    They begin with whether texts or labels did, and how much did from which they may be guessed.
+    """
     lines = [*_in_words(audit), ""]
     for way, kinds in compact({**audit, "missing_ranks": []}).items():
         for kind, found in kinds.items():

@@ -37,7 +37,10 @@ _TINY = 1e-12
 
 
 class Defence(ABC):
-    """Of one direction, without state. needs_labels: whether it reads the samples' labels."""
+    """A defence of one direction, without state.
+
+    needs_labels: whether it reads the samples' labels.
+    """
 
     label: str
     needs_labels = False
@@ -46,7 +49,10 @@ class Defence(ABC):
         self, tensor: Tensor, counts: Tensor | None, labels: Tensor | None,
         chance: np.random.Generator,
     ) -> Tensor:  # fmt: skip
-        """What to send instead of `tensor`, [R, D]. counts: None if every sample is one row."""
+        """Return what to send instead of `tensor`, [R, D].
+
+        counts: None if every sample is one row.
+        """
         if not tensor.numel():
             return tensor
         if counts is None:
@@ -59,8 +65,11 @@ class Defence(ABC):
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
     ) -> Tensor:
-        """has_row: bool [B, longest], where the rows are if every sample is padded to the longest;
-        in this order they are the tensor's, of which there is at least one."""
+        """Return what to send, as `protect` does.
+
+        has_row: bool [B, longest], where the rows are if every sample is padded to the longest; in
+            this order they are the tensor's, of which there is at least one.
+        """
 
     def check_labels(self, kind: str, num_outputs: int) -> None:
         """Raise ConfigError for labels that it cannot hide. kind, num_outputs: of the head."""
@@ -123,7 +132,7 @@ class MaxNorm(Defence):
         owner = has_row.nonzero()[:, 0]
 
         def squares_of(rows: Tensor) -> Tensor:
-            """Squared norm of each sample over all its rows, float64 [B]."""
+            """Return the squared norm of each sample over all its rows, float64 [B]."""
             squares = rows.detach().flatten(1).double().square().sum(1)
             return squares.new_zeros(len(has_row)).index_add_(0, owner, squares)
 
@@ -143,8 +152,11 @@ class MaxNorm(Defence):
 
 
 class NoiseShape(NamedTuple):
-    """Variances of the noise for samples of class 0 and 1: along the difference of the class
-    means, and in every direction orthogonal to it."""
+    """The variances of the noise for samples of class 0 and 1.
+
+    They are those along the difference of the class means, and in every direction orthogonal to
+    it.
+    """
 
     along_0: float
     across_0: float
@@ -197,7 +209,10 @@ class Marvell(Defence):
         return tensor + noise.view_as(flat)[has_row].view_as(tensor).to(tensor.dtype)
 
     def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
-        """float64 [B, d]. is_1: bool [B]."""
+        """Return noise float64 [B, d].
+
+        is_1: bool [B].
+        """
         size = flat.shape[1]
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
@@ -225,8 +240,9 @@ class Marvell(Defence):
 def noise_shape(
     u: float, v: float, size: int, gap: float, share: float, power: float
 ) -> NoiseShape:
-    """Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1. power: mean
-    square length of the noise.
+    """Return Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1.
+
+    power: mean square length of the noise.
 
     If u <= v, orthogonal noise in class 1 would only widen the gap to class 0, so B2 = v and A2 is
     in [u, v]. All power is spent, since scaling A1 and B1 up lowers the objective. The objective
@@ -270,7 +286,7 @@ def normal(like: Tensor, chance: np.random.Generator) -> Tensor:
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimiser of a unimodal function; both ends are candidates."""
+    """Return the minimiser of a unimodal function; both ends are candidates."""
     from scipy.optimize import minimize_scalar
 
     precise = {"xatol": 1e-9 * (high - low)}
@@ -308,8 +324,10 @@ class Privacy:
 
 
 def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
-    """What brings the common norm of the tensors to at most `limit`; nan if they are not finite,
-    so that the update is seen to be."""
+    """Return what brings the common norm of the tensors to at most `limit`.
+
+    It is nan if they are not finite, so that the update is seen to be.
+    """
     squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors]
     norm = math.sqrt(sum(squares))
     if not math.isfinite(norm):
@@ -320,9 +338,12 @@ def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
 def private_contribution(
     names: Collection[str], privacy: Privacy, num_parts: int, silent: Collection[str] = ()
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Clips what this replica contributes, and adds noise. names: of the tensors. num_parts:
-    messages that together are one contribution of a cloud. silent: names of which zero is sent (or
-    nan, where they are not finite)."""
+    """Return a function that clips what this replica contributes, and adds noise.
+
+    names: of the tensors.
+    num_parts: messages that together are one contribution of a cloud.
+    silent: names of which zero is sent (or nan, where they are not finite).
+    """
     are_silent = [name in silent for name in names]
     limit = privacy.clip / math.sqrt(num_parts)
     deviation = privacy.clip * privacy.noise
@@ -339,8 +360,11 @@ def private_contribution(
     return protect
 
 
-def most_squared_uses(batches: Iterable[Tensor]) -> int:
-    """Of the sample that counts most, for gaussian_epsilon. batches: sample ids of each update."""
+def max_squared_uses(batches: Iterable[Tensor]) -> int:
+    """Return the squared uses of the sample that counts most, for gaussian_epsilon.
+
+    batches: sample ids of each update.
+    """
     totals = Counter[int]()
     for ids in batches:
         totals.update({sample: count**2 for sample, count in Counter(ids.tolist()).items()})
@@ -348,11 +372,15 @@ def most_squared_uses(batches: Iterable[Tensor]) -> int:
 
 
 def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
-    """The smallest epsilon of Gaussian releases. squared_uses: sum over all of them of the square
-    of how often one unit (sample, cloud) is in it. Exact: they are one release with
-    mu = sqrt(squared_uses) / noise (Dong et al., arXiv:1905.02383, corollaries 1 and 3.3):
+    """Return the smallest epsilon of Gaussian releases.
+
+    It is exact: they are one release with mu = sqrt(squared_uses) / noise (Dong et al.,
+    arXiv:1905.02383, corollaries 1 and 3.3):
         delta = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu)
     Assumes nothing of how batches are drawn; whoever knows the seed knows the batches.
+
+    squared_uses: sum over all releases of the square of how often one unit (sample, cloud) is in
+        it.
     """
     if not squared_uses:
         return 0.0
@@ -377,9 +405,11 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
 
 
 def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -> float:
-    """As is usually reported of DP-SGD: every sample in each update's batch with probability
-    `rate`, independently and in secret. By Opacus (PRV, arXiv:2106.02848), if it is installed
-    (ImportError)."""
+    """Return epsilon as is usually reported of DP-SGD.
+
+    Every sample is in each update's batch with probability `rate`, independently and in secret. By
+    Opacus (PRV, arXiv:2106.02848); raises ImportError if it is not installed.
+    """
     from opacus.accountants import PRVAccountant
 
     if not noise:

@@ -1,6 +1,8 @@
-"""What the settings of an experiment lead to: files, names on the hub, servers. A setting says so
-where it is declared (`base.settings.Leads`), so that nothing is guessed from what a text looks
-like; of a class that is not xcloud's, what is not marked counts as a path if it could be one.
+"""Find what the settings of an experiment lead to: files, names on the hub, servers.
+
+A setting says so where it is declared (`base.settings.Leads`), so that nothing is guessed from
+what a text looks like. In a class that is not xcloud's, what is not marked counts as a path if it
+could be one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ MAX_ENTRIES = 1_000_000
 
 @dataclass(frozen=True)
 class Lead:
-    """A text that leads somewhere. where: its dotted name. revision: what stands beside it under
-    that name, of what is on the hub."""
+    """A text that leads somewhere.
+
+    where: its dotted name.
+    to: what it leads to, as `Leads` has it.
+    revision: what stands beside it under that name, of what is on the hub.
+    """
 
     where: str
     to: str
@@ -33,8 +39,9 @@ class Lead:
 
 
 def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Lead]:
-    """Yield all that these settings lead to, with the defaults of what they leave out. Imports
-    the modules of every `_target_`, which must have been checked before.
+    """Yield all that these settings lead to, with the defaults of what they leave out.
+
+    Imports the modules of every `_target_`, which must have been checked before.
 
     is_foreign: whether they belong to a constructor that is not xcloud's, or to none.
     """
@@ -108,6 +115,7 @@ def as_settings(made: Any) -> Any:
 
 
 def _lead_in(hint: Any) -> Leads | None:
+    """Return the mark that an annotation has, if any."""
     for part in (*getattr(hint, "__metadata__", ()), *typing.get_args(hint)):
         found = part if isinstance(part, Leads) else _lead_in(part)
         if found is not None:
@@ -131,8 +139,10 @@ def _guessed(text: str) -> str | None:
 
 
 def is_place(value: str) -> bool:
-    """Return whether the name of a checkpoint or data set means a folder: one that is there, or
-    that could be no name on the hub."""
+    """Return whether the name of a checkpoint or data set means a folder.
+
+    It does if one is there, or if it could be no name on the hub.
+    """
     if value in PACKAGED:
         return False
     name = value.partition("@")[0]  # owner/name@refs/pr/7
@@ -141,7 +151,7 @@ def is_place(value: str) -> bool:
 
 
 def _readings(value: str) -> list[str]:
-    """What a relative path may mean: below the project, and where this process runs."""
+    """Return what a relative path may mean: below the project, and where this process runs."""
     path = os.path.expanduser(value or ".")
     try:
         return [os.path.realpath(project_root() / path), os.path.realpath(path)]
@@ -162,9 +172,10 @@ def lies_below(value: str, folders: Sequence[str]) -> bool:
 
 
 def link_out(value: str, folders: Sequence[str]) -> str | None:
-    """Return the first link in this folder, or in one that it leads to, that leads out of
-    `folders`; or the folder itself, where it holds too much to look through. None: there is no
-    such link."""
+    """Return the first link below this folder that leads out of `folders`; None if there is none.
+
+    Links to folders are followed. A folder that holds too much to look through is returned itself.
+    """
     seen = set[str]()
     num_entries = 0
     for top in _readings(value):

@@ -1,6 +1,8 @@
-"""Which cloud may hold what. `security` of an experiment (Visibility) restricts batch fields and
-parts of the model to named clouds; policy.yaml of one cloud (Policy) sets bounds that a file from
-elsewhere cannot widen, checked before what it names is imported (docs/security.md).
+"""Decide which cloud may hold what.
+
+`security` of an experiment (Visibility) restricts batch fields and parts of the model to named
+clouds; policy.yaml of one cloud (Policy) sets bounds that a file from elsewhere cannot widen,
+checked before what it names is imported (docs/security.md).
 
 A rank loads exactly the fields that its stages read, so text that a stage does not need never
 enters its cloud; a layout with a stage that reads or holds a restricted one elsewhere is refused.
@@ -115,13 +117,16 @@ class Visibility:
 
     @property
     def defences_label(self) -> str:
-        """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
+        """The defences in words: "gaussian(0.1)+marvell(4)", forward first; "" without any."""
         both = [self.defences.get(way) for way in ("forward", "backward")]
         return "+".join(d.label if d else "none" for d in both) if any(both) else ""
 
     def check(self, clouds: Sequence[str], held_by: HeldBy) -> None:
-        """Raise ConfigError where a cloud reads a field, or holds a part of the model, that may
-        not be there. held_by: of the job."""
+        """Raise ConfigError where a cloud reads a field, or holds a part of the model, against the
+        rules.
+
+        held_by: of the job.
+        """
         for what, (verb, unknown) in _WORDS.items():
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = {cloud: held_by(cloud, what) or frozenset() for cloud in clouds if rule}
@@ -148,7 +153,9 @@ _SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @settings()
 class Policy:
-    """What an experiment file may ask of this cloud. Folders are relative to the project's.
+    """The bounds of what an experiment file may ask of this cloud.
+
+    Folders are relative to the project's.
 
     me: the name of this cloud: its ranks are of no other one, whatever a file or --cloud says.
     approved: SHA-256 of the experiment files that may run here, asked before anything in them is
@@ -233,7 +240,7 @@ class Policy:
                 )
 
     def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
-        """The same, and what running it would read, write or contact, and with whom."""
+        """Refuse what check_build does, and what running the job would read, write or contact."""
         self.check_build(settings)
         clouds = settings.get("cluster")
         clouds = clouds.get("clouds") if isinstance(clouds, Mapping) else None
@@ -332,7 +339,7 @@ def _refusal(where: str, came: object, allowed: str, line: str) -> ConfigError:
 
 
 def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Whatever nested containers hold, containers too: dotted name, last key, value."""
+    """Yield whatever nested containers hold, containers too: dotted name, last key, value."""
     if isinstance(node, Mapping):
         named = [(f"{path}.{key}" if path else str(key), str(key), node[key]) for key in node]
     else:
@@ -370,7 +377,9 @@ MAX_DEPTH = 32  # it has 7
 
 def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> str:
     """Read a YAML file that may come from elsewhere, if it holds mappings, lists, texts and
-    numbers. approve: sees what it holds before it is parsed.
+    numbers.
+
+    approve: sees what it holds before it is parsed.
 
     No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
     (which reads environment variables of this machine), and bounds that large experiments keep by

@@ -32,8 +32,7 @@ OTHER_BYTES = 32 << 20
 
 
 def median_s(once: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of 2 to MAX_REPEATS calls, up to BUDGET_S, after one that is not
-    counted.
+    """Return the median seconds of 2 to MAX_REPEATS calls, up to BUDGET_S, after one to warm up.
 
     Other memory is used before each call, as by what a rank computes in between, so little is left
     in a processor's caches.

@@ -1,8 +1,9 @@
-"""What things cost: for the simulator, seconds of work, bytes of messages and lines between clouds
-(Costs); of a job, as a trial run recorded it (planner/trial.py) or as written in a file, pieces of
-a model between which it may be cut, codecs of its boundaries and of what replicas average
-(Profile). Numbers only; measured.py reads either from recorded steps, pricing.py makes the first
-of the second.
+"""The costs of a step (Costs) and of a job (Profile). Numbers only.
+
+Costs are what the simulator takes: seconds of work, bytes of messages and lines between clouds. A
+Profile is what a trial run recorded (planner/trial.py) or a file says: pieces of a model between
+which it may be cut, codecs of its boundaries and of what replicas average. measured.py reads
+either from recorded steps, pricing.py makes Costs of a Profile.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Discrete events: ranks that work through lists of operations, and lines that carry messages
-between them. Knows nothing of stages, schedules or clouds; those who write programs do.
+"""Run discrete events: ranks that work through operations, lines that carry their messages.
+
+The engine knows nothing of stages, schedules or clouds; those who write programs do.
 
 A *token* is something that operations wait for: so many signals or arrivals, then it is there. An
 operation may wait for one token; when it ends, it may post messages, each of which counts for a
@@ -90,9 +91,7 @@ class Program:
 
 
 class Passage(NamedTuple):
-    """The moments of one message: handed to the line, carried from, carried until, at the
-    receiver.
-    """
+    """The moments of a message: handed to the line, carried from, carried until, received."""
 
     queued_s: float
     from_s: float

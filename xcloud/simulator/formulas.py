@@ -298,8 +298,7 @@ def _most_queued(
     budget: int,
     num_passes: int,
 ) -> float:
-    """Return the bytes of messages over the boundary after `stage` that may wait in a rank at its
-    end.
+    """Return the bytes of messages over the boundary after `stage` that may wait in a rank there.
 
     Messages in flight wait, each of which goes forward or comes back; where none come back, all of
     an update may, as far as the link's budget goes (LinkWindow).

@@ -249,10 +249,10 @@ class Trial:
     def pieces(
         self, boundary_after: Sequence[int | None], *others: Trial
     ) -> tuple[list[Piece], Curve, Curve]:
-        """Return the pieces of the model, and what a stage takes besides its blocks, forward and
+        """Return the pieces of the model, and what a stage takes besides them, forward and
         backward.
 
-        The model's pieces are the stages as it was cut or, if it has blocks, each block.
+        The pieces are the stages as the model was cut or, if it has blocks, each block.
 
         boundary_after: the boundary after each piece but the last.
         others: trials with other cuts of the same model.

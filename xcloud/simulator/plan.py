@@ -41,8 +41,9 @@ class Plan(NamedTuple):
         return self.schedule.label.replace(f" m={self.micro_batches}", "")
 
     def micro_batches_of(self, replica: int, num_replicas: int) -> int:
-        """Return how many micro-batches a replica computes: i belongs to replica i mod
-        num_replicas.
+        """Return how many micro-batches a replica computes.
+
+        Micro-batch i belongs to replica i mod num_replicas.
         """
         return len(range(replica, self.micro_batches, num_replicas))
 
@@ -100,8 +101,9 @@ class Arranged:
 
     @property
     def replicas(self) -> list[ClusterLayout]:
-        """The layouts of the replicas, each with its own clouds and, where every rank holds the
-        whole model, in one stage.
+        """The layouts of the replicas, each with its own clouds.
+
+        Where every rank holds the whole model they have one stage.
         """
         found = replicas_of(self.layout)
         if not self.is_whole:

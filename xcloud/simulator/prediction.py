@@ -1,7 +1,7 @@
-"""What a simulated step says: its time, who was busy, what bounds it, and its timeline, in the
-form in which a real step is recorded (timeline.py), so that traces and pictures draw both.
+"""Tell what a simulated step takes: its time, who was busy, what bounds it, its timeline.
 
-Everything but the moments themselves is worked out when it is asked for.
+The timeline has the form in which a real step is recorded (timeline.py), so that traces and
+pictures draw both. Everything but the moments themselves is worked out when it is asked for.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Prediction:
 
     @cached_property
     def step_s(self) -> float:
-        """The seconds from the last rank's beginning of the last step to the last rank's end of
-        it, as a run counts them.
+        """The seconds from the last rank's beginning of the last step to the last rank's end, as
+        in a run.
         """
         return max(self._end_s(rank, -1) for rank in self._all) - self._since_s
 
@@ -194,8 +194,9 @@ class Prediction:
         return self._end_s(rank, first - 1) if first else 0.0
 
     def _span_s(self, rank: int) -> float:
-        """Return the seconds of the rank's part of the step. A step that stands alone ends for all
-        at once.
+        """Return the seconds of the rank's part of the step.
+
+        A step that stands alone ends for all at once.
         """
         if self.step.num_steps == 1:
             return self.step_s

@@ -330,8 +330,8 @@ def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
 def _stages(
     layout: ClusterLayout, lines: Mapping[str, LinkProfile]
 ) -> list[tuple[float, int, list[LinkProfile]]]:
-    """Return the slowdown and ranks of each stage and, between clouds, the lines to the next stage
-    and back.
+    """Return each stage's slowdown and ranks, and between clouds the lines to the next stage and
+    back.
     """
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
@@ -392,8 +392,9 @@ class OverEpochs:
 def over_epochs(
     pricer: Pricer, plan: Plan, max_bytes: int, num_samples: int, num_steps: int
 ) -> OverEpochs | None:
-    """Return how a step changes after the first epoch; None if no boundary between clouds has only
-    frozen parts before it.
+    """Return how a step changes after the first epoch.
+
+    None if there is no boundary between clouds with nothing trained before it.
 
     max_bytes: that a rank keeps of each boundary.
     num_samples: of an epoch.

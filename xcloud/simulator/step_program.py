@@ -1,5 +1,6 @@
-"""What every rank does in a step of a pipeline, and which messages join them: a program for the
-engine, without costs. prediction.py runs it.
+"""Build the program of a pipeline's step: what every rank does, and which messages join them.
+
+It is for the engine, without costs; prediction.py runs it.
 """
 
 from __future__ import annotations
@@ -100,9 +101,7 @@ class StepProgram:
         return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
-        """Return the rank that computes a micro-batch of the schedule at a stage, as layout.owner
-        does.
-        """
+        """Return the rank that computes a micro-batch of the schedule at a stage."""
         ranks = self.layout.ranks_of(stage)
         return ranks[micro_batch % len(ranks)]
 
@@ -172,9 +171,7 @@ class StepProgram:
             self._add(placement.rank, Op("optimizer"))
 
     def _build_agreement(self) -> None:
-        """Let leaders tell rank 0, rank 0 answer, and leaders pass it on to the ranks of their
-        stages.
-        """
+        """Let leaders tell rank 0, rank 0 answer, and leaders pass it on within their stages."""
         program = self._one
         leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
         others = sorted({*self.layout.leader_of()} - {0})

@@ -241,7 +241,7 @@ class Features:
         return PrivacyAccount(
             job.security.privacy,
             trainer,
-            contributions=job.strategy.traits.most_contributions,
+            contributions=job.strategy.traits.max_contributions,
             reporter=self.reporter,
         )
 

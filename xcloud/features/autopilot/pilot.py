@@ -1,7 +1,9 @@
-"""One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
-decides (rule.py), and every rank hears of the choice right behind the norm of an update,
-before anything of the next one is computed or sent. So all switch between the same two updates. In
-a planner's trial run the choices are those of a Tour, and what the rank did is left in a file.
+"""Choose compression and schedule in each rank while the run goes on.
+
+A rank measures, rank 0 decides (rule.py), and every rank hears of the choice right behind the norm
+of an update, before anything of the next one is computed or sent. So all switch between the same
+two updates. In a planner's trial run the choices are those of a Tour, and what the rank did is
+left in a file.
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ _CHOSEN = ("the autopilot's choice uint8",)
 def pilot_of(
     context: RankContext[Experiment], trainer: Trainer, wiring: Wiring, program_bytes: int
 ) -> Switching:
-    """Return what changes the rank's compression and schedule while it trains, of a job that has
-    one. program_bytes: of memory that the rank took before it had a model."""
+    """Return what changes the rank's compression and schedule while it trains.
+
+    program_bytes: memory that the rank took before it had a model.
+    """
     job = context.job
     if isinstance(job.autopilot, Tour):
         file = context.run_dir / FACTS_FILE.format(context.rank)
@@ -70,8 +74,7 @@ class _InForce(StatefulTree):
 
 
 class Switching(Hook):
-    """The hook of a rank that carries out choices: another compression or schedule from the next
-    update on.
+    """The hook of a rank that switches compression and schedule from the next update on.
 
     A choice is schedule x number of compressions + compression.
     """
@@ -314,7 +317,7 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
 
 
 def forecast_of(job: Experiment, device: torch.device) -> Forecast:
-    """Build the forecast, with the codecs of all choices measured on this device, which stands for
+    """Build the forecast. The codecs of all choices are measured on this device, which stands for
     all.
     """
     assert isinstance(job.compression, Selectable)

@@ -138,8 +138,7 @@ def numbers(state: State, name: str) -> Tensor:
 
 
 class Rule:
-    """A rule that chooses only what is worth it, confirmed and lasting; its settings are
-    Autopilot's.
+    """A rule that chooses only what is worth it, confirmed and lasting; its settings: Autopilot.
 
     Looks that promise more count for more: the logarithms of what a choice gains in looks in a row
     must add up to those of `confirm` looks at just `worth`. One look never does, unless confirm is

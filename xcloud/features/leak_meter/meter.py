@@ -327,9 +327,7 @@ def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
 
 
 def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
-    """Return the mean AUC of the cosine to one sample known to be positive (ibid.), over 16 of
-    them.
-    """
+    """Return the AUC of the cosine to a sample known to be positive, the mean over 16 (ibid.)."""
     unit = F.normalize(vectors_ND.double(), dim=1)
     positives = torch.nonzero(is_positive_N).flatten()
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
@@ -353,7 +351,7 @@ def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
 
 
 def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
-    """Return log-probabilities [unknown, C] by logistic regression, fitted on the known samples."""
+    """Return log-probabilities [unknown, C] by a logistic regression on the known samples."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

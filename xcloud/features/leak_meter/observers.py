@@ -1,5 +1,7 @@
-"""The leak meter around one rank's updates: what its cloud sees of others goes to a file in its
-run folder after the last update, and features/leak_meter/meter.py finds what leaks. Sends nothing.
+"""Observe what a rank's cloud sees of others, for the leak meter.
+
+It goes to a file in the run folder after the last update, and features/leak_meter/meter.py finds
+what leaks. Sends nothing.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
 """

@@ -13,7 +13,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.security.defences import (
     Privacy,
     gaussian_epsilon,
-    most_squared_uses,
+    max_squared_uses,
     sampled_epsilon,
 )
 
@@ -56,7 +56,7 @@ def account(
     rate = 1.0
     sampled = None
     if privacy.unit == "sample":
-        uses = most_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
+        uses = max_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
         rate = min(1.0, plan.batch_size / plan.num_samples)
         try:
             sampled = sampled_epsilon(privacy.noise, rate, num_updates, privacy.delta)
