@@ -18,7 +18,7 @@ from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing, about_part
-from xcloud.job.strategy import Places
+from xcloud.job.strategy import ModelPlacement
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.hook import Hooks
@@ -133,10 +133,10 @@ class Attempt:
         return [event["text"] for event in self.told("note")]
 
 
-def places_of(rank: Rank) -> Places:
+def places_of(rank: Rank) -> ModelPlacement:
     layout = rank.wiring.ends.layout
     assert isinstance(layout, ClusterLayout)
-    return Places.held(layout, rank.strategy, LAST)
+    return ModelPlacement.held(layout, rank.strategy, LAST)
 
 
 def changed(tmp_path: Path, shape: str, codec: str, **settings: str) -> Attempt:

@@ -36,7 +36,7 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.config import job_from_config
 from xcloud.job.given import resumed
-from xcloud.job.strategy import Place, Places, Strategy
+from xcloud.job.strategy import ModelPlacement, RankStages, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.schedule import GPipe
@@ -65,7 +65,7 @@ class Attempt:
         for number, rank in enumerate(made):
             layout = rank.wiring.ends.layout
             assert isinstance(layout, ClusterLayout)
-            places = Places.held(layout, rank.strategy, LAST)
+            places = ModelPlacement.held(layout, rank.strategy, LAST)
             self.holders.append(RankCheckpoints(self.folder, number, places, settings))
         tables = {h.rank: h.table() for h in self.holders}
         self.from_step, self.note = newest_common(tables, lambda rank: f"rank {rank}")
@@ -114,9 +114,9 @@ def marked(state: State, mark: str) -> State:
 
 
 # What may differ, by the row that it is of: settings, and who holds what before and after.
-ALONE = [Place(0, 0, (0,)), Place(1, 0, (1,))]
-LANES = [Place(0, 0, (0,)), Place(0, 0, (0,)), Place(1, 0, (1,))]
-CUT = [*ALONE, Place(2, 0, (2,))]
+ALONE = [RankStages(0, 0, (0,)), RankStages(1, 0, (1,))]
+LANES = [RankStages(0, 0, (0,)), RankStages(0, 0, (0,)), RankStages(1, 0, (1,))]
+CUT = [*ALONE, RankStages(2, 0, (2,))]
 PARTS = [place._replace(is_sharded=True) for place in LANES]
 SETTING = {
     table.NOTHING: ("cluster.clouds.a.slowdown", "cluster.link_budget_bytes", "cluster.wan.trace"),
@@ -139,13 +139,13 @@ PLACES = {
 @pytest.mark.parametrize("row", TABLE)
 def test_every_cell_is_what_decides(row: str, column: str) -> None:
     held = [] if column == "one-way" else ALONE
-    before = after = Places(column, held, 4, 9)
+    before = after = ModelPlacement(column, held, 4, 9)
     keys = SETTING.get(row, ("cluster.clouds.a.num_ranks",))
     if row in PLACES:
         if column != "one-way":
             before, after = (replace(before, ranks=ranks) for ranks in PLACES[row])
     for key in keys:
-        found = changes({key: "1"}, {key: "2"}, Places.read(asdict(before)), after)
+        found = changes({key: "1"}, {key: "2"}, ModelPlacement.read(asdict(before)), after)
         cell = outcome_of(row, column)
         assert found.said == [f"{key} 1 -> 2"]
         if TABLE[row].others.get(column, cell) is None and row not in SETTING:
@@ -283,10 +283,10 @@ SHARDED = {"cluster.clouds.a.shard": "true", "cluster.clouds.b.num_ranks": "1"}
 
 
 def sharded(run_dir: Path, rank: int, num_b: int = 1, num_a: int = 2) -> RankCheckpoints:
-    places = [Place(0, 0, (0,), True)] * num_a + [Place(1, 0, (1,))] * num_b
+    places = [RankStages(0, 0, (0,), True)] * num_a + [RankStages(1, 0, (1,))] * num_b
     settings = SHARDED | {"cluster.clouds.b.num_ranks": str(num_b)}
     return RankCheckpoints(
-        CheckpointFolder(run_dir), rank, Places("pipeline", places, 1, 9), settings
+        CheckpointFolder(run_dir), rank, ModelPlacement("pipeline", places, 1, 9), settings
     )
 
 
@@ -344,7 +344,7 @@ def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path)
 
 
 def test_a_compression_is_named_by_its_label() -> None:
-    before = Places("pipeline", ALONE, labels={"compression": "fp16+int8"})
+    before = ModelPlacement("pipeline", ALONE, labels={"compression": "fp16+int8"})
     after = replace(before, labels={"compression": "int4+int4"})
     keys = ("compression.forward._target_", "compression.backward.bits")
     found = changes(dict.fromkeys(keys, "1"), dict.fromkeys(keys, "2"), before, after)

@@ -19,7 +19,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
-from xcloud.job.strategy import Places, Strategy
+from xcloud.job.strategy import ModelPlacement, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.schedule import GPipe
@@ -86,7 +86,7 @@ def test_the_rest_of_the_product_asks_the_strategy_itself() -> None:
     layout = VOTES.arrange(clouds(3))
     assert VOTES.describe(layout) == "votes (votes, 0.5), 3 replicas"
     assert not VOTES.traits.is_apart and not VOTES.traits.is_elastic
-    places = Places.held(layout, VOTES, 9)
+    places = ModelPlacement.held(layout, VOTES, 9)
     assert (places.column, places.merges_every) == ("data parallel", 1)
     assert replace(VOTES, averaging=MajorityVote(2.0)).label == "votes (votes, 2)"
 

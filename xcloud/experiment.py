@@ -67,12 +67,12 @@ class Experiment(PipelineJob):
         if self.autopilot is not None:
             object.__setattr__(self, "compression", self.autopilot.around(self.compression))
         micro_batches = self.schedule.num_micro_batches
-        fewest = self.cluster.min_micro_batches()
-        if micro_batches < fewest:
+        min_count = self.cluster.min_micro_batches()
+        if micro_batches < min_count:
             raise ConfigError(
                 f"schedule.num_micro_batches is {micro_batches}, but with strategy="
-                f"{self.strategy.name} {fewest} ranks of this cluster hold the same stage, and "
-                f"each needs a micro-batch; set it to at least {fewest}"
+                f"{self.strategy.name} {min_count} ranks of this cluster hold the same stage, and "
+                f"each needs a micro-batch; set it to at least {min_count}"
             )
         if self.training.batch_size < self.num_pieces:
             raise ConfigError(
@@ -101,7 +101,9 @@ class Experiment(PipelineJob):
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
         compression = in_force
-        defences = security.defences_label if any(security.defences.values()) else ""
+        defences = ""
+        if any(security.defences.values()):
+            defences = security.defences_label
         if in_force == "off" and not self.compression.is_identity:
             compression += (
                 f" (no boundary between clouds, so {self.compression.label} does not act)"
@@ -113,19 +115,23 @@ class Experiment(PipelineJob):
         if strategy:
             described.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences:
-            off = "" if acts else " (off: nothing they protect leaves its cloud)"
-            described.append(f"defences: {defences}{off}")
+            if not acts:
+                defences += " (off: nothing they protect leaves its cloud)"
+            described.append(f"defences: {defences}")
         if security.privacy is not None:
             described.append(security.privacy.label)
         if security.meter is not None and not self.cluster.crosses_clouds:
             described.append("leak meter: off (one cloud)")
+        defences_in_force = "none"
+        if any(security.defences.values()):
+            defences_in_force = security.defences_label if acts else "off"
         return Labels(
             variant=" ".join(filter(None, (strategy, in_force))),
             compression=in_force,
             schedule=self.schedule.label,
             described=described,
             strategy=strategy,
-            defences=(defences if acts else "off") if defences else "none",
+            defences=defences_in_force,
         )
 
     @property

@@ -96,7 +96,7 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
 def _meanings(target: type) -> dict[str, str]:
     """Return what the docstrings of a class and of its bases say of each of its settings."""
     names = {name for name in inspect.signature(target).parameters}
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for cls in reversed(inspect.getmro(target) if inspect.isclass(target) else [target]):
         text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
         heads = [
@@ -109,8 +109,8 @@ def _meanings(target: type) -> dict[str, str]:
         for index, head in enumerate(heads):
             end = heads[index + 1].start() if index + 1 < len(heads) else len(text)
             for name in head[1].split(", "):
-                found[name] = text[head.end() : end].strip()
-    return found
+                meanings[name] = text[head.end() : end].strip()
+    return meanings
 
 
 def _annotations(target: Any) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def main(words: Sequence[str] | None = None) -> int:
     config = composed(overrides, conf_dir())
     if given.group is None:
         return _list_groups(config)
-    found = settings_of(config, given.group)
+    entries = settings_of(config, given.group)
     if given.json:
-        say(json.dumps([dataclasses.asdict(entry) for entry in found], indent=1))
+        say(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=1))
         return 0
     options = sorted(
         path.stem
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     if options:
         say(f"{given.group}=  one of {', '.join(options)}")
-    for entry in found:
+    for entry in entries:
         say(f"\n{entry.key}={entry.value}")
         facts = ", ".join(
             filter(None, (entry.takes, f"default {entry.default}" if entry.default else ""))

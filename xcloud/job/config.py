@@ -63,8 +63,8 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(does_not_fit(_lines(error)[0], dict(dotted(raw, "")))) from error
     except OmegaConfBaseException as error:
         raise ConfigError(_lines(error)[0]) from error
-    found = cast(dict[str, Any], OmegaConf.to_container(plain))
-    for key, value in dotted(found, ""):
+    settings = cast(dict[str, Any], OmegaConf.to_container(plain))
+    for key, value in dotted(settings, ""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     missing = sorted(OmegaConf.missing_keys(plain))
@@ -74,7 +74,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
             there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
             text += f", or choose an experiment: +exp= one of {', '.join(there)}"
         raise ConfigError(text)
-    return found
+    return settings
 
 
 def check_keys(node: Any, path: str) -> None:

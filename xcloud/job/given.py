@@ -319,7 +319,9 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
             else:
                 path = ".".join(parts[:depth])
                 like = _elsewhere(config, key)
-                own = "; with profile=files it is the folder of your corpus" * (key == "task.path")
+                own = ""
+                if key == "task.path":
+                    own = "; with profile=files it is the folder of your corpus"
                 known = [*beside, *optional]
                 yield unknown_key(path, part, known=known, elsewhere=like) + own
             return

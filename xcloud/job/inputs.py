@@ -24,13 +24,13 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     settings: of a job, nested or with dotted names.
     cache_dir: where digests of large files are kept.
     """
-    found = {}
+    digests = {}
     for key, value in _flat(settings, ""):
         if _READ.fullmatch(key) and isinstance(value, str) and value:
             digest = contents_of(Path(value).expanduser(), cache_dir)
             if digest is not None:
-                found[key] = digest
-    return found
+                digests[key] = digest
+    return digests
 
 
 def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:

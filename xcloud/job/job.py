@@ -25,7 +25,7 @@ from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
-from xcloud.job.strategy import Places, Strategy
+from xcloud.job.strategy import ModelPlacement, Strategy
 from xcloud.layout import ClusterLayout, Layout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.hook import OwnHook
@@ -209,9 +209,9 @@ class Job(Names, ABC):
         return RunStatistics(kind(num_ranks))
 
     @property
-    def places(self) -> Places:
+    def places(self) -> ModelPlacement:
         """The holders of the model; by default the same in every attempt."""
-        return Places()
+        return ModelPlacement()
 
     @property
     def pipeline(self) -> PipelineJob:
@@ -283,10 +283,12 @@ class PipelineJob(Job):
         return self
 
     @property
-    def places(self) -> Places:
+    def places(self) -> ModelPlacement:
         labels = {"compression": self.compression.label, "schedule": self.schedule.label,
                   "cluster": self.cluster.describe()}  # fmt: skip
-        return Places.held(self.cluster, self.strategy, last_step=self.max_steps, labels=labels)
+        return ModelPlacement.held(
+            self.cluster, self.strategy, last_step=self.max_steps, labels=labels
+        )
 
     @property
     def ties_ends(self) -> bool:
@@ -339,8 +341,9 @@ class PipelineJob(Job):
     @property
     def max_micro_batch(self) -> int:
         """The number of samples of the largest micro-batch, in training or evaluation."""
-        fewest = min(s.num_micro_batches for s in self.schedules) * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // fewest), self.training.eval_batch_size)
+        min_count = min(schedule.num_micro_batches for schedule in self.schedules)
+        min_count *= self.training.accumulate_steps  # over all passes
+        return max(-(-self.training.batch_size // min_count), self.training.eval_batch_size)
 
     @property
     def num_pieces(self) -> int:

@@ -206,16 +206,16 @@ class Strategy:
         return _with_stages(layout, by_cloud, per_replica=per_replica)
 
     def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
-        found = layout.num_replicas
+        num_replicas = layout.num_replicas
         if self.averaging is None:
             raise ConfigError(
-                f"cluster.clouds holds {found} replicas of the pipeline, which strategy="
+                f"cluster.clouds holds {num_replicas} replicas of the pipeline, which strategy="
                 f"{self.name} never averages; {_CHOOSE}, or leave replica out"
             )
-        if self.replicas not in (None, found):
+        if self.replicas not in (None, num_replicas):
             raise ConfigError(
                 f"strategy.replicas is {self.replicas}, but cluster.clouds.*.replica names "
-                f"{found} replicas; make them equal"
+                f"{num_replicas} replicas; make them equal"
             )
         together: dict[int, set[tuple[int, ...]]] = {}  # stages that share a rank, by replica
         for place in map(layout.placement, range(layout.num_ranks)):
@@ -244,7 +244,7 @@ def _with_stages(
     return replace(layout, clouds=clouds)
 
 
-class Place(NamedTuple):
+class RankStages(NamedTuple):
     """The stages that one rank holds.
 
     cloud: its number.
@@ -258,8 +258,8 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
-    """All that ranks hold, as a checkpoint keeps it, by which a run with other ranks goes on.
+class ModelPlacement:
+    """A record of who holds what, by which a run with other ranks goes on from a checkpoint.
 
     column: of the table in checkpoints/resume.py.
     merges_every: steps after which all replicas are equal, 0 = only at last_step.
@@ -267,7 +267,7 @@ class Places:
     """
 
     column: str = "one-way"
-    ranks: Sequence[Place] = ()
+    ranks: Sequence[RankStages] = ()
     merges_every: int = 0
     last_step: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -276,7 +276,7 @@ class Places:
     def held(
         cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
         labels: Mapping[str, str] = {},
-    ) -> Places:  # fmt: skip
+    ) -> ModelPlacement:  # fmt: skip
         column = "pipeline"
         every = 1
         if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
@@ -285,7 +285,7 @@ class Places:
         clouds = list(layout.clouds)
         placed = map(layout.placement, range(layout.num_ranks))
         ranks = [
-            Place(
+            RankStages(
                 cloud=clouds.index(p.cloud),
                 replica=p.replica,
                 stages=p.stages,
@@ -298,8 +298,8 @@ class Places:
         )
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Places:
-        ranks = [Place(cloud=cloud, replica=replica, stages=tuple(stages), is_sharded=dealt)
+    def read(cls, saved: Mapping[str, Any]) -> ModelPlacement:
+        ranks = [RankStages(cloud=cloud, replica=replica, stages=tuple(stages), is_sharded=dealt)
                  for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
         return cls(**{**saved, "ranks": ranks})
 

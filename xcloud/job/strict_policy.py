@@ -47,7 +47,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
             value = f"{value}@{lead.revision}"
         allowed[to].add(value)
 
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
         "constructors": sorted(targets_of(settings) - CONSTRUCTORS),
@@ -62,13 +62,13 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         held = {name: job.held_by(name, what) or frozenset() for name in clouds}
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
-            found[what] = {name: [c for c in clouds if name in held[c]] for name in names}
-    found["require"] = {
+            keys[what] = {name: [c for c in clouds if name in held[c]] for name in names}
+    keys["require"] = {
         "job": type(job).__name__,
         "training.checkpoint.keep": {"max": job.checkpoint.keep},
         "cluster.liveness.join_within_s": {"max": job.cluster.liveness.join_within_s},
     }
-    return found
+    return keys
 
 
 def main(words: Sequence[str]) -> int:
@@ -79,12 +79,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help=f"default: where {POLICY_FILE} is looked for")
     given = parser.parse_args(words)
     out: Path = given.out or this_owners_file(POLICY_FILE)
-    found = strict_policy(given.new, given.cloud)
-    Policy.of(found, out)
+    keys = strict_policy(given.new, given.cloud)
+    Policy.of(keys, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with out.open("x", encoding="utf-8") as file:
-            file.write(HEADER.format(file=given.new.name) + yaml.safe_dump(found, sort_keys=False))
+            file.write(HEADER.format(file=given.new.name) + yaml.safe_dump(keys, sort_keys=False))
     except FileExistsError:
         raise ConfigError(f"{out} is there already; move it away, or give --out") from None
     say(out)

@@ -91,20 +91,25 @@ class Report:
     def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
         """The step over bandwidth, and the compressors to show; none where there is no line."""
         has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
-        return step_at(self.pricer, self.best), self.space.compressions if has_lines else ()
+        shown = self.space.compressions if has_lines else ()
+        return step_at(self.pricer, self.best), shown
 
     def split(self, plan: Plan) -> str:
         """Return a plan's cut in words: "3 | 5 blocks", or "whole" where every rank has all."""
         if len(plan.ends) == 1:
             return "whole"
         counts = self.counts(plan)
-        return " | ".join(map(str, counts or plan.ends)) + (" blocks" if counts else "")
+        if counts:
+            return f"{' | '.join(map(str, counts))} blocks"
+        return " | ".join(map(str, plan.ends))
 
     def counts(self, plan: Plan) -> list[int]:
         """Return the blocks of each stage; empty for a model that is not cut freely."""
         pieces = self.pricer.profile.pieces
-        found = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
-        return found if all(piece.blocks for piece in pieces) else []
+        blocks = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
+        if not all(piece.blocks for piece in pieces):
+            return []
+        return blocks
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan
@@ -205,7 +210,8 @@ def print_plans(report: Report, console: Console | None = None) -> None:
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
     starred = [
-        row[key] + "*" * (key in row["touches_quality"]) for key in ("strategy", "compression")
+        f"{row[key]}*" if key in row["touches_quality"] else row[key]
+        for key in ("strategy", "compression")
     ]
     return [
         name, starred[0], row["split"], str(row["micro_batches"]), row["schedule"], starred[1],

@@ -99,14 +99,14 @@ class Planner:
         if self.plan.profile is None:
             lines_of(self.cluster, {})  # raises before anything is tried
             return self.trial.profile(), []
-        found = read_profile(in_project(self.plan.profile))
+        profile = read_profile(in_project(self.plan.profile))
         pairs = {f"{a}-{b}" for a, b in product(self.cluster.clouds, repeat=2)}
-        if odd := found.lines.keys() - {*pairs, "*"}:
+        if odd := profile.lines.keys() - {*pairs, "*"}:
             raise ConfigError(
                 f"plan.profile: lines.{min(odd)} joins no clouds of this job; name one of "
                 f'{", ".join(sorted(pairs))}, or "*" for all between clouds'
             )
-        return found, found.differs_from(self.trial.of)
+        return profile, profile.differs_from(self.trial.of)
 
     @property
     def trial(self) -> TrialRun:
@@ -166,15 +166,15 @@ class Planner:
         """Return the config with this plan."""
         plan = chosen.plan
         given = configs.plain_settings(self.config, without=("hydra",))["plan"]
-        found: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
+        settings: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
         if plan.compression != self.own_compression:
-            found["compression"] = given["compressors"][plan.compression]
+            settings["compression"] = given["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
-            found["strategy"] = given["strategies"][plan.strategy]
+            settings["strategy"] = given["strategies"][plan.strategy]
         counts = report.counts(plan)
         if len(plan.ends) > 1 and counts and plan.ends != report.ranked.own.plan.ends:
-            found["model.blocks_per_stage"] = counts[:-1]
-        return changed(self.config, found)
+            settings["model.blocks_per_stage"] = counts[:-1]
+        return changed(self.config, settings)
 
     # What is searched.
 
@@ -189,14 +189,14 @@ class Planner:
         blocks = self._model_blocks
         own = job.strategy.name
         is_free = bool(blocks) and all(piece.blocks for piece in pieces)
-        for name, found in list(self.arranged.items()):
-            fits = is_free or found.num_stages in (1, len(pieces))
-            ways = splits_of(pieces, found.num_stages, slowness=found.slowness)
+        for name, arranged in list(self.arranged.items()):
+            fits = is_free or arranged.num_stages in (1, len(pieces))
+            ways = splits_of(pieces, arranged.num_stages, slowness=arranged.slowness)
             splits[name] = ways if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
                     f"the profile has {len(pieces)} pieces that cannot be joined to "
-                    f"{found.num_stages} stages"
+                    f"{arranged.num_stages} stages"
                 )
                 del splits[name], self.arranged[name]
         if own not in splits:
@@ -261,14 +261,14 @@ class Planner:
 
     def _schedules(self) -> list[Schedule]:
         """Return the schedules beside the job's own that the job allows."""
-        found = list[Schedule]()
+        allowed = list[Schedule]()
         m = self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
             if why := self._refusal(schedule=with_micro_batches(schedule, m)):
                 self.not_planned[f"schedule={name}"] = why
             else:
-                found.append(schedule)
-        return found
+                allowed.append(schedule)
+        return allowed
 
     def _arranged(self) -> dict[str, Arranged]:
         """Return every strategy that the cluster, the task and who may see what allow."""

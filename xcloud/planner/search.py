@@ -61,7 +61,8 @@ class Space:
         """Yield every plan, with the schedule of `own`, that the job may run with GPipe."""
         varies = self.varies
         own = self.own
-        for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
+        strategies = list(self.splits) if "strategy" in varies else [own.strategy]
+        for strategy in strategies:
             splits = self.splits[strategy]
             counts = self.counts(arranged[strategy])
             compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
@@ -78,11 +79,11 @@ class Space:
                     strategy=strategy, ends=ends, schedule=schedule, compression=compression
                 )
 
-    def counts(self, found: Arranged) -> list[int]:
+    def counts(self, arranged: Arranged) -> list[int]:
         """Return the numbers of micro-batches that suit a strategy's clouds."""
-        fewest = found.layout.min_micro_batches()
-        replicas = found.layout.num_replicas
-        return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
+        min_count = arranged.layout.min_micro_batches()
+        replicas = arranged.layout.num_replicas
+        return [m for m in self.micro_batches if m >= min_count and m % replicas == 0]
 
     def schedules_for(
         self, num_stages: int, num_micro_batches: int, num_lanes: int = 1
@@ -143,13 +144,13 @@ def splits_of(
     if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
     even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
-    found = {(*even, last)}
+    splits = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
             near = (*even[:place], moved, *even[place + 1 :])
             if moved in cuts and list(near) == sorted(set(near)):
-                found.add((*near, last))
-    return sorted(found)
+                splits.add((*near, last))
+    return sorted(splits)
 
 
 def _even_split(
@@ -250,7 +251,7 @@ def fastest(
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """Return the fastest plans, and the job's own among them."""
-    found = fastest(pricer, space, keep=keep)
+    result = fastest(pricer, space, keep=keep)
     near = [
         plan
         for plan in space.groups(pricer.arranged)
@@ -259,11 +260,11 @@ def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     ]
     steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
     return Ranked(
-        best=[pricer.price(plan) for plan in found.best],
+        best=[pricer.price(plan) for plan in result.best],
         own=pricer.price(space.own),
         near_own=min(steps, key=lambda entry: entry[0], default=None),
-        num_plans=found.num_plans,
-        num_simulated=found.num_simulated,
+        num_plans=result.num_plans,
+        num_simulated=result.num_simulated,
     )
 
 
@@ -285,7 +286,7 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
     def gain_s(rate: float, name: str) -> float:
         return step_s(NO_COMPRESSION, rate) - step_s(name, rate)
 
-    found = dict[str, float]()
+    rates = dict[str, float]()
     for name in compressions:
         if name == NO_COMPRESSION:
             continue
@@ -295,11 +296,14 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
             while high - low > 1e-3:
                 middle = (low + high) / 2
                 pays = gain_s(math.exp(middle), name) > 0
-                low, high = (middle, high) if pays else (low, middle)
-            found[name] = math.exp(low)
+                if pays:
+                    low = middle
+                else:
+                    high = middle
+            rates[name] = math.exp(low)
         else:
-            found[name] = 0.0 if last < 0 else math.inf
-    return found
+            rates[name] = 0.0 if last < 0 else math.inf
+    return rates
 
 
 class AtCount(NamedTuple):
@@ -326,7 +330,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
     """
     if len(plan.ends) == 1:
         return []
-    found = []
+    entries = []
     for m in counts:
         at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
         step = pricer.predict(at_m)
@@ -347,7 +351,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         tt = sum(sent_s) / max(1, len(sent_s))
         whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s=latency_s)
         work_s = own_m * (tf + tb)
-        found.append(
+        entries.append(
             AtCount(
                 micro_batches=m, step_s=pricer.step_s(at_m), bubble_ratio=step.bubble_ratio,
                 free=formulas.bubble_of_a_free_link(p, own_m),
@@ -355,16 +359,16 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                 overlapped=whole_s / work_s - 1,
             )
         )  # fmt: skip
-    return found
+    return entries
 
 
 def _changes(mine: Plan, other: Plan) -> list[str]:
     """Return what differs, in words, but for the schedule, which is the best one for either."""
-    found = [] if mine.ends == other.ends else ["another split"]
+    changes = [] if mine.ends == other.ends else ["another split"]
     for name in ("strategy", "micro_batches", "compression"):
         if getattr(mine, name) != getattr(other, name):
-            found.append(f"{name.replace('_', '-')} {getattr(other, name)}")
-    return found
+            changes.append(f"{name.replace('_', '-')} {getattr(other, name)}")
+    return changes
 
 
 def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
@@ -372,5 +376,5 @@ def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
         changed = _changes(mine.plan, other)
         if len(changed) == 1 and step_s < WORTH * mine.step_s:
             return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
-    found = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
-    return next(found, "-")
+    remedies = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
+    return next(remedies, "-")

@@ -41,12 +41,12 @@ def variants_of(
 ) -> list[Schedule]:
     """Return the variants of a schedule with so many micro-batches, itself if it offers none."""
     same = with_micro_batches(schedule, num_micro_batches)
-    found: dict[object, Schedule] = {}
+    variants: dict[object, Schedule] = {}
     for one in same.variants(num_stages, num_lanes):  # some differ in name only
         fitted = one.for_lanes(num_stages, num_lanes)
         ends = (fitted.actions(stage, num_stages) for stage in {0, num_stages - 1})
-        found.setdefault(tuple(map(tuple, ends)), one)
-    return list(found.values())
+        variants.setdefault(tuple(map(tuple, ends)), one)
+    return list(variants.values())
 
 
 def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
@@ -91,9 +91,9 @@ class Planning:
         if given is None:
             usual = sorted(k * 2**n for n in range(8) for k in (1, 3))
             given = [m for m in usual if m <= min(batch_size, MAX_USUAL)]
-        elif (most := max(given)) > batch_size:
+        elif max(given) > batch_size:
             raise ConfigError(
-                f"plan.micro_batches has {most}, and a pass has {batch_size} samples "
+                f"plan.micro_batches has {max(given)}, and a pass has {batch_size} samples "
                 "(training.batch_size / training.accumulate_steps); leave it out"
             )
         return sorted({*given, own})

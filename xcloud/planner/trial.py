@@ -101,14 +101,15 @@ class TrialRun:
             return read_profile(file)
         num_steps = sum(each._num_updates for each in runs)
         say(f"trial: {num_steps} updates of the job over a free line …")
-        write_profile(file, found := self.measured())
+        measured = self.measured()
+        write_profile(file, measured)
         say(f"profile: {file}")
-        return found
+        return measured
 
     def measured(self) -> Profile:
         """Run the trial, and leave nothing behind but the logs of a run that fails."""
         ranks = self.recorded()
-        others = [found.trial(found.recorded()) for found in self.others]
+        others = [other.trial(other.recorded()) for other in self.others]
         return self.read(ranks, others)
 
     def recorded(self) -> list[dict[str, Any]]:
@@ -221,9 +222,9 @@ class TrialRun:
         counts = sorted({m, *_spread(counts)}) or [m]
         if len(counts) == 1:
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
-        found = [with_micro_batches(own, n) for n in counts if n != m]
+        others = [with_micro_batches(own, n) for n in counts if n != m]
         late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], m, counts[-1]))]
-        return [own, *(schedule for schedule in (*found, *late) if self._allows(schedule))]
+        return [own, *(schedule for schedule in (*others, *late) if self._allows(schedule))]
 
     def _allows(self, schedule: Schedule) -> bool:
         try:
@@ -245,8 +246,8 @@ class TrialRun:
         own, *others = self.candidates
         whole = [s for s in self.shapes if not _splits(s)]
         ends = (pick(whole, key=lambda s: s.num_micro_batches) for pick in (min, max))
-        found = [(shape, own) for shape in self.shapes]
-        return found + [(shape, name) for name, shape in product(others, dict.fromkeys(ends))]
+        own_legs = [(shape, own) for shape in self.shapes]
+        return own_legs + [(shape, name) for name, shape in product(others, dict.fromkeys(ends))]
 
     @property
     def _num_updates(self) -> int:
@@ -349,11 +350,11 @@ class TrialRun:
         tokens_of_stages = {tuple(rank["stages"]): rank["tokens_per_sample"] for rank in ranks}
         gradients_s, changes_s = time_around_averaging(trained)
         compressors = {}
-        for name, found in self.candidates.items():
+        for name, compression in self.candidates.items():
             boundaries = [_codec(trial, name, *kind) for kind in crossed]
-            averaging = time_averaging(trained, found)
+            averaging = time_averaging(trained, compression)
             compressors[name] = CompressorCosts(
-                found.label, boundaries=boundaries, averaging=averaging
+                compression.label, boundaries=boundaries, averaging=averaging
             )
         pieces, stage_forward_s, stage_backward_s = trial.pieces(range(len(crossed)), *others)
         return Profile(
@@ -400,22 +401,22 @@ class TrialRun:
 
 def written_cluster(config: Any) -> ClusterLayout:
     """Return the cluster as the settings have it, before a strategy arranges it."""
-    found: ClusterLayout = instantiate(config.cluster, _convert_="all")
-    return found
+    cluster: ClusterLayout = instantiate(config.cluster, _convert_="all")
+    return cluster
 
 
 def changed(config: Any, settings: Mapping[str, Any]) -> Any:
     """Return a copy of a config with these settings, by dotted name; None stands for null."""
-    found = OmegaConf.create(OmegaConf.to_container(config))
+    copied = OmegaConf.create(OmegaConf.to_container(config))
     for key, value in settings.items():
-        OmegaConf.update(found, key, value, merge=False)
-    return found
+        OmegaConf.update(copied, key, value, merge=False)
+    return copied
 
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
     nothing = BoundaryCodec(DirectionCurves(Curve()))
-    found = nothing if stage is None else trial.directions(name, stage)
-    return replace(found, backward=(found.backward or found.forward) if returns else None)
+    codec = nothing if stage is None else trial.directions(name, stage)
+    return replace(codec, backward=(codec.backward or codec.forward) if returns else None)
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -432,12 +433,12 @@ def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
     return table[list(made.phases)[-1]]["compression"] if isinstance(made, Phased) else table
 
 
-def _spread(found: Sequence[int]) -> list[int]:
+def _spread(counts: Sequence[int]) -> list[int]:
     """Return at most MAX_SIZES of the counts, evenly spread by their ratios."""
-    if len(found) <= MAX_SIZES:
-        return list(found)
-    wanted = np.geomspace(found[0], found[-1], MAX_SIZES)
-    return sorted({min(found, key=lambda n: abs(math.log(n / w))) for w in wanted})
+    if len(counts) <= MAX_SIZES:
+        return list(counts)
+    wanted = np.geomspace(counts[0], counts[-1], MAX_SIZES)
+    return sorted({min(counts, key=lambda n: abs(math.log(n / w))) for w in wanted})
 
 
 def processor() -> str:

@@ -123,11 +123,11 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
             }
             make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
             new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
-            found = joined.setdefault(json.dumps([head, make_up]), new)
-            for mine, other in zip(found["parts"], parts, strict=True):
+            entry = joined.setdefault(json.dumps([head, make_up]), new)
+            for mine, other in zip(entry["parts"], parts, strict=True):
                 mine["shape"] = [*map(_span, mine["shape"], other["shape"])]
             for count in ("num_messages", "num_bytes"):
-                found[count] += message[count]
+                entry[count] += message[count]
         for event, names in rank["reports"].items():
             reports.setdefault(event, set()).update(names)
     audit = {

@@ -117,9 +117,9 @@ def as_settings(made: Any) -> Any:
 def _lead_in(hint: Any) -> Leads | None:
     """Return the mark that an annotation has, if any."""
     for part in (*getattr(hint, "__metadata__", ()), *typing.get_args(hint)):
-        found = part if isinstance(part, Leads) else _lead_in(part)
-        if found is not None:
-            return found
+        lead = part if isinstance(part, Leads) else _lead_in(part)
+        if lead is not None:
+            return lead
     return None
 
 

@@ -244,7 +244,7 @@ class Policy:
         self.check_build(settings)
         clouds = settings.get("cluster")
         clouds = clouds.get("clouds") if isinstance(clouds, Mapping) else None
-        names = [str(name) for name in clouds] if isinstance(clouds, Mapping) else []
+        names = list(map(str, clouds)) if isinstance(clouds, Mapping) else []
         allowed = names if self.clouds is None else self.clouds
         for name in names:
             if name not in allowed:
@@ -274,7 +274,7 @@ class Policy:
                 raise _refusal(where, name, allowed=allowed, line=_line("hub", *self.hub, name))
         else:
             use = "write" if lead.to == "write" else "read"
-            folders = [*(self.write if use == "write" else self.read), run_dir]
+            folders = [*getattr(self, use), run_dir]
             allowed = f"files below {', '.join(folders)} (in {project_root()})"
             if not lies_below(value, folders):
                 raise _refusal(
@@ -292,13 +292,13 @@ class Policy:
     def check_required(self, job: object) -> None:
         """Refuse a job that does not have what this cloud asks of every one."""
         for key, wanted in self.require.items():
-            found = _value_at(job, [] if key == "job" else key.split("."))
-            if not _meets(found, wanted):
+            value = _value_at(job, [] if key == "job" else key.split("."))
+            if not _meets(value, wanted):
                 asked = wanted
                 if isinstance(wanted, Mapping):
                     asked = " and ".join(f"{name} {bound}" for name, bound in wanted.items())
                 plain = (
-                    found if isinstance(found, str | int | float | None) else type(found).__name__
+                    value if isinstance(value, str | int | float | None) else type(value).__name__
                 )
                 raise ConfigError(
                     f"{key} is {plain!r}, but {POLICY_FILE} of this cloud requires {asked}"
@@ -361,12 +361,12 @@ def _value_at(node: Any, path: Sequence[str]) -> Any:
     return node
 
 
-def _meets(found: Any, wanted: Any) -> bool:
+def _meets(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return bool(wanted.get("min", found) <= found <= wanted.get("max", found))
-    return bool(found == wanted) or (isinstance(wanted, str) and type(found).__name__ == wanted)
+        return bool(wanted.get("min", value) <= value <= wanted.get("max", value))
+    return bool(value == wanted) or (isinstance(wanted, str) and type(value).__name__ == wanted)
 
 
 MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000

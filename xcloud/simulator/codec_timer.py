@@ -45,14 +45,14 @@ def median_s(once: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter()
 
     once()
-    found: list[float] = []
+    took_s: list[float] = []
     other = torch.ones(OTHER_BYTES // 4 if device.type == "cpu" else 0)
-    while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MAX_REPEATS):
+    while len(took_s) < 2 or (sum(took_s) < BUDGET_S and len(took_s) < MAX_REPEATS):
         other.add_(1.0)
         started_s = now_s()
         once()
-        found.append(now_s() - started_s)
-    return statistics.median(found)
+        took_s.append(now_s() - started_s)
+    return statistics.median(took_s)
 
 
 def time_codec(

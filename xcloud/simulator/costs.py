@@ -63,13 +63,13 @@ def lines_of(
     bandwidth: bits per second, in place of those of every line between clouds.
     Raises ConfigError as line_of does.
     """
-    found = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
+    lines = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
     for here, there in permutations(layout.clouds, 2):
         line = line_of(layout, given, here=here, there=there)
         if bandwidth is not None:
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
-        found[f"{here}-{there}"] = line
-    return found
+        lines[f"{here}-{there}"] = line
+    return lines
 
 
 NORM = "norm"
@@ -154,7 +154,9 @@ class Costs:
 
     def action_s(self, rank: int, action: Action) -> float:
         table: Sequence[float] = getattr(self, f"{action.kind}_s")
-        return table[action.stage] * self.slowdown.get(rank, 1.0) if table else 0.0
+        if not table:
+            return 0.0
+        return table[action.stage] * self.slowdown.get(rank, 1.0)
 
     def direction(self, message: Transfer) -> Direction:
         if message.direction == NORM:
@@ -170,9 +172,11 @@ class Costs:
 
         what: "fetch", "average", "norm" or "optimizer".
         """
+        if not self.updates:
+            return 0.0
         factor = 1.0 if what == "average" else self.slowdown.get(rank, 1.0)
-        each = (getattr(self.updates[stage], f"{what}_s") for stage in stages)
-        return factor * sum(each) if self.updates else 0.0
+        each_s: list[float] = [getattr(self.updates[stage], f"{what}_s") for stage in stages]
+        return factor * sum(each_s)
 
 
 # Of a job.

@@ -76,18 +76,18 @@ class Program:
 
         Each time has tokens and parcels of its own, on the same routes.
         """
-        found = Program.for_ranks(len(self.needs))
-        found.num_routes = self.num_routes
+        program = Program.for_ranks(len(self.needs))
+        program.num_routes = self.num_routes
         for _ in range(times):
-            token = len(found.counts)
-            parcel = len(found.parcels)
-            found.counts += self.counts
-            found.parcels += [p._replace(token=p.token + token) for p in self.parcels]
+            token = len(program.counts)
+            parcel = len(program.parcels)
+            program.counts += self.counts
+            program.parcels += [p._replace(token=p.token + token) for p in self.parcels]
             for rank, posts in enumerate(self.posts):
-                found.needs[rank] += [need + token * (need >= 0) for need in self.needs[rank]]
-                found.posts[rank] += [tuple(number + parcel for number in own) for own in posts]
-                found.signals[rank] += [s + token * (s >= 0) for s in self.signals[rank]]
-        return found
+                program.needs[rank] += [n if n < 0 else n + token for n in self.needs[rank]]
+                program.posts[rank] += [tuple(number + parcel for number in own) for own in posts]
+                program.signals[rank] += [s if s < 0 else s + token for s in self.signals[rank]]
+        return program
 
 
 class Passage(NamedTuple):
@@ -243,8 +243,10 @@ class _Run:
         index = len(self.begin_s[rank]) - 1
         for number in self.program.posts[rank][index]:
             parcel = self.program.parcels[number]
-            found = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
-            self.count(parcel.token, found.arrived_s, Cause(rank, operation=index, parcel=number))
+            passage = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
+            self.count(
+                parcel.token, passage.arrived_s, Cause(rank, operation=index, parcel=number)
+            )
         if (token := self.program.signals[rank][index]) >= 0:
             self.count(token, now_s, Cause(rank, operation=index, parcel=-1))
         self.awake.append(rank)

@@ -211,7 +211,7 @@ def work_before(profile: Profile, b: float) -> list[Work]:
 
     b: samples of a micro-batch.
     """
-    found = [Work(*[0] * len(Work._fields))]
+    before = [Work(*[0] * len(Work._fields))]
     for piece in profile.pieces:
         backward_s = piece.backward_s.at(b)
         # What was measured of a block may be a difference, and more than its whole.
@@ -227,8 +227,8 @@ def work_before(profile: Profile, b: float) -> list[Work]:
             trained_bytes=piece.trained_bytes,
             optimizer_s=piece.optimizer_s,
         )
-        found.append(Work(*map(operator.add, found[-1], own)))
-    return found
+        before.append(Work(*map(operator.add, before[-1], own)))
+    return before
 
 
 def memory_of(
@@ -246,7 +246,7 @@ def memory_of(
     num_passes: over the schedule, in an update.
     """
     layout = arranged.layout
-    found = dict[str, int]()
+    fullest = dict[str, int]()
     p = len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
@@ -284,8 +284,8 @@ def memory_of(
 
     for name, cloud in layout.clouds.items():
         each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
-        found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
-    return found
+        fullest[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
+    return fullest
 
 
 @lru_cache(maxsize=65536)

@@ -175,12 +175,16 @@ def typical(steps: Sequence[Any]) -> Any:
         return replace(first, **own)  # type: ignore[type-var]
     if isinstance(first, Sequence):
         return [typical(each) for each in zip(*steps, strict=True)]
-    return statistics.median(steps) if isinstance(first, int | float) else first
+    if isinstance(first, int | float):
+        return statistics.median(steps)
+    return first
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    numbers = list(values)
+    if not numbers:
+        return 0.0
+    return sum(numbers) / len(numbers)
 
 
 # The steps of a trial.
@@ -257,11 +261,11 @@ class Trial:
         boundary_after: the boundary after each piece but the last.
         others: trials with other cuts of the same model.
         """
-        found = [self._of_stage(n) for n in range(len(self.stages))]
+        quantities = [self._of_stage(n) for n in range(len(self.stages))]
         calls = [Curve(), Curve()]
         if self.parts:
             together = [part for trial in (self, *others) for part in trial._parts()]
-            found, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
+            quantities, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
         # Of all weights: norm, clipping and optimizer of the ranks that hold them.
         update_s = statistics.median(
             sum(own.norm_s + own.optimizer_s for own in costs.updates)
@@ -269,7 +273,7 @@ class Trial:
         )
         per_byte_s = update_s / max(1, sum(s.trained_bytes for s in self.stages))
         pieces = []
-        for i, (of, boundary) in enumerate(zip(found, [*boundary_after, None], strict=True)):
+        for i, (of, boundary) in enumerate(zip(quantities, [*boundary_after, None], strict=True)):
             size, trained = (of.pop(name)[1.0] for name in ("parameter_bytes", "trained_bytes"))
             curves = {name: Curve(sorted(points.items())) for name, points in of.items()}
             pieces.append(
@@ -311,11 +315,11 @@ class Trial:
 
         splits: whether weights' gradients were put off; None = either, the first that was tried.
         """
-        found: dict[float, Costs] = {}
+        costs_of: dict[float, Costs] = {}
         for leg in self.legs:
             if leg.compression == compression and splits in (None, leg.splits):
-                found.setdefault(leg.samples, leg.costs)
-        return sorted(found.items(), key=lambda entry: entry[0])
+                costs_of.setdefault(leg.samples, leg.costs)
+        return sorted(costs_of.items(), key=lambda entry: entry[0])
 
     def _of_stage(self, stage: int) -> _Quantities:
         whole, split = (self._legs(self.own, splits) for splits in (False, True))
@@ -354,7 +358,7 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
     front + tail + blocks * block, and parts that differ tell which is which. What they leave open
     goes to the blocks.
     """
-    found: list[_Quantities] = [{} for _ in range(num_blocks)]
+    blocks: list[_Quantities] = [{} for _ in range(num_blocks)]
     calls = []
     for name, points in parts[0].of.items():
         # The first stage puts nothing off, so nothing was seen of it.
@@ -369,10 +373,10 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
             )
         if is_known[0]:
             calls.append(Curve([(b, call) for b, (call, *_) in shares.items()]))
-        for i, block in enumerate(found):
+        for i, block in enumerate(blocks):
             ends = np.array([0, i == 0, i == num_blocks - 1, 1])
             block[name] = {b: float(ends @ share) for b, share in shares.items()}
-    return found, calls
+    return blocks, calls
 
 
 def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
@@ -384,4 +388,6 @@ def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows = np.vstack([rows, little])
     values = [*values, *[0.0] * 4]
-    return np.linalg.lstsq(rows, values, rcond=None)[0] if may_save else nnls(rows, values)[0]
+    if may_save:
+        return np.linalg.lstsq(rows, values, rcond=None)[0]
+    return nnls(rows, values)[0]

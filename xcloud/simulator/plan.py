@@ -105,12 +105,12 @@ class Arranged:
 
         Where every rank holds the whole model they have one stage.
         """
-        found = replicas_of(self.layout)
+        layouts = replicas_of(self.layout)
         if not self.is_whole:
-            return found
+            return layouts
         return [
             replace(one, clouds={n: replace(c, stages=(0,)) for n, c in one.clouds.items()})
-            for one in found
+            for one in layouts
         ]
 
     @property
@@ -134,10 +134,10 @@ class Arranged:
 
 def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
     """Return the layout of each replica, with its own clouds and the links between them."""
-    found = []
+    layouts = []
     for number in range(layout.num_replicas):
         own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}
         pairs = ("-".join(pair) for pair in permutations(own, 2))
         links = {pair: layout.links[pair] for pair in pairs if pair in layout.links}
-        found.append(replace(layout, clouds=own, links=links))
-    return found
+        layouts.append(replace(layout, clouds=own, links=links))
+    return layouts

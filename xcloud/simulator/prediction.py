@@ -83,7 +83,7 @@ class Prediction:
 
     @cached_property
     def ranks(self) -> list[RankUse]:
-        found = []
+        uses = []
         for rank in self._all:
             total = defaultdict[str, float](float)
             for span in self._spans(rank):
@@ -92,7 +92,7 @@ class Prediction:
             codec_s = total["compress"] + total["decompress"]
             average_s = total["average"]
             idle_s = self._span_s(rank) - compute_s - codec_s - average_s
-            found.append(
+            uses.append(
                 RankUse(
                     rank=rank,
                     compute_s=compute_s,
@@ -101,19 +101,19 @@ class Prediction:
                     idle_s=idle_s,
                 )
             )
-        return found
+        return uses
 
     @cached_property
     def links(self) -> list[LineUse]:
         """The use of lines between clouds, by direction."""
-        found = {route: LineUse(*route, 0, 0.0) for route in self.step.routes}
+        uses = {route: LineUse(*route, 0, 0.0) for route in self.step.routes}
         for number in self._parcels():
             route = self._route(number)
             passage = self.moments.passages[number]
-            _, _, num_bytes, busy_s = found[route]
+            _, _, num_bytes, busy_s = uses[route]
             busy_s += passage.until_s - passage.from_s
-            found[route] = LineUse(*route, num_bytes + self.num_bytes[number], busy_s)
-        return [use for use in found.values() if use.here != use.there]
+            uses[route] = LineUse(*route, num_bytes + self.num_bytes[number], busy_s)
+        return [use for use in uses.values() if use.here != use.there]
 
     @cached_property
     def critical_s(self) -> dict[str, float]:

@@ -69,9 +69,9 @@ class Pricer:
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """Return a pricer of the same jobs over lines of this bandwidth, in bits per second."""
-        found = replace(self, bandwidth=bandwidth)
-        found._simulators = self._simulators  # they know no costs
-        return found
+        other = replace(self, bandwidth=bandwidth)
+        other._simulators = self._simulators  # they know no costs
+        return other
 
     def samples(self, plan: Plan) -> float:
         return self.batch_size / (self.passes * plan.micro_batches)
@@ -352,12 +352,12 @@ def alike(
     Replicas are alike that have as many ranks and stages, compute as fast, and use the same lines.
     """
     firsts = dict[object, int]()
-    found = dict[int, list[int]]()
+    numbers_of = dict[int, list[int]]()
     for number, layout in enumerate(replicas):
         wires = tuple(lines.get(f"{a}-{b}") for a, b in product(layout.clouds, repeat=2))
         first = firsts.setdefault((repr(tuple(layout.clouds.values())), repr(wires)), number)
-        found.setdefault(first, []).append(number)
-    return found
+        numbers_of.setdefault(first, []).append(number)
+    return numbers_of
 
 
 # Where clouds keep rows of frozen parts (training.activation_cache_mb), all samples cross in the

@@ -108,7 +108,7 @@ class StepProgram:
     def _orders(self) -> list[list[Action]]:
         """Return the actions of every rank in one pass."""
         schedule = self.schedule.for_lanes(self.num_stages, self.layout.num_lanes)
-        found: list[list[Action]] = [[] for _ in self.placements]
+        orders: list[list[Action]] = [[] for _ in self.placements]
         for stages in dict.fromkeys(placement.stages for placement in self.placements):
             # In one go for all ranks that hold the same stages: what each takes is dealt out.
             alone = {stage: (0, 1) for stage in stages}
@@ -118,15 +118,15 @@ class StepProgram:
             for action in order:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue
-                found[self.owner(action.stage, action.micro_batch)].append(action)
-        for actions in found:  # what a rank waits for in itself is no message
+                orders[self.owner(action.stage, action.micro_batch)].append(action)
+        for actions in orders:  # what a rank waits for in itself is no message
             done: set[Action] = set()
             for action in actions:
                 before = {"backward": "forward", "weights": "backward"}.get(action.kind)
                 if before and action._replace(kind=before) not in done:  # type: ignore[arg-type]
                     raise self.deadlock()
                 done.add(action)
-        return found
+        return orders
 
     def deadlock(self) -> ValueError:
         return ValueError(

@@ -192,10 +192,10 @@ class RunPilot(Switching):
 
     def measured(self) -> Tensor:
         """Return this rank's sums since the start: a row for itself, then one for each way."""
-        found = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
-        found[0, :2] = self._spent_s + self._of_this_update()
+        sums = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
+        sums[0, :2] = self._spent_s + self._of_this_update()
         for channel in self._wiring.boundaries.wan_sends:
-            row = found[self._rows[channel.identity.boundary, channel.identity.direction]]
+            row = sums[self._rows[channel.identity.boundary, channel.identity.direction]]
             kind = KINDS[channel.identity.direction]
             sent = channel.link.record
             row[0] += sent.num_bytes[kind]
@@ -204,10 +204,10 @@ class RunPilot(Switching):
             row[3] = sent.latency_s
         meters = self._wiring.boundaries.shared(LineMeters)
         for identity, line_s in meters.line_s.items():
-            row = found[self._rows[identity.boundary, identity.direction]]
+            row = sums[self._rows[identity.boundary, identity.direction]]
             row[2] += line_s
             row[3] = meters.by_sender[identity.sender].delay_s
-        return found
+        return sums
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
         """Return, in rank 0, what all use from the next update on; None: as before.
@@ -301,11 +301,11 @@ def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
 
     Raises FrameError for anything but finite numbers of the same kind and shape.
     """
-    found = [*map(TensorSpec.of, parts)]
+    specs = [*map(TensorSpec.of, parts)]
     expected = [TensorSpec.of(mine)]
-    if found != expected or not parts[0].isfinite().all():
+    if specs != expected or not parts[0].isfinite().all():
         raise FrameError(
-            f"rank {sender} sent {found} to the autopilot, not all finite; expected {expected}"
+            f"rank {sender} sent {specs} to the autopilot, not all finite; expected {expected}"
         )
     return parts[0]
 
@@ -390,7 +390,7 @@ class TourPilot(Switching):
         feed = self._trainer.feed
         rank = self._trainer.pipeline.rank
         head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
-        found = {
+        facts = {
             "events": [
                 head | part
                 for step in self._clock.recorded
@@ -403,7 +403,7 @@ class TourPilot(Switching):
             "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
             "program_bytes": self._program_bytes,
         }  # fmt: skip
-        self._file.write_text(json.dumps(found), encoding="utf-8")
+        self._file.write_text(json.dumps(facts), encoding="utf-8")
 
 
 class StageMeter:

@@ -89,9 +89,11 @@ class Forecast:
         seen = {m: of_stages[stage] for m, of_stages in self._compute_s.items()}
         if then in seen:
             return seen[then]
-        fewest = min(seen)
-        most = max(seen)
-        each_s = (seen[most] - seen[fewest]) / (most - fewest) if most > fewest else 0.0
+        min_seen = min(seen)
+        max_seen = max(seen)
+        each_s = 0.0
+        if max_seen > min_seen:
+            each_s = (seen[max_seen] - seen[min_seen]) / (max_seen - min_seen)
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
     def _costs(
@@ -166,9 +168,9 @@ class Rule:
         gained = self._gained or [0.0] * len(predicted_s)
         gains = [predicted_s[in_force] / max(s, 1e-9) for s in predicted_s]
         enough = settings.confirm * math.log(settings.worth) * (1 - 1e-9)
-        most = enough / min(settings.confirm, 2)  # of one look
+        max_gain = enough / min(settings.confirm, 2)  # that one look counts for
         self._gained = [
-            total + min(math.log(gain), most) if gain > settings.worth else 0.0
+            total + min(math.log(gain), max_gain) if gain > settings.worth else 0.0
             for total, gain in zip(gained, gains, strict=True)
         ]
         best = max(range(len(gains)), key=gains.__getitem__)

@@ -53,10 +53,10 @@ class Autopilot:
                 "autopilot chooses one compression for all boundaries, and the run's own changes "
                 "with boundary or phase; choose a plain one (compression=none), or autopilot=off"
             )
-        found = {own.label: own}
+        choices = {own.label: own}
         for choice in self.choices.values():
-            found.setdefault(choice.label, choice)
-        return Selectable(found)
+            choices.setdefault(choice.label, choice)
+        return Selectable(choices)
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         """Return the run's own schedule and those with the other numbers.
@@ -86,7 +86,7 @@ class Autopilot:
         given: Any = own
         flights = [own, *(replace(given, num_in_flight=number) for number in self.in_flight)]
         allowed = max(share(schedule) for schedule in flights) + 1e-9
-        found: dict[tuple[object, ...], Schedule] = {}
+        schedules: dict[tuple[object, ...], Schedule] = {}
         for m in (own.num_micro_batches, *self.micro_batches):
             every = (replace(flight, num_micro_batches=m) for flight in flights)
             fitting = [schedule for schedule in every if share(schedule) <= allowed]
@@ -97,8 +97,8 @@ class Autopilot:
                     "once (autopilot.in_flight)"
                 )
             for schedule in fitting:
-                found.setdefault(tuple(order(schedule, stage=0)), schedule)
-        return list(found.values())
+                schedules.setdefault(tuple(order(schedule, stage=0)), schedule)
+        return list(schedules.values())
 
 
 @settings("tour")

@@ -21,7 +21,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.job import Job
-from xcloud.job.strategy import Places
+from xcloud.job.strategy import ModelPlacement
 from xcloud.rank.saving import Facts
 from xcloud.record.checkpoint_files import CheckpointFolder
 
@@ -54,7 +54,7 @@ COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic",
 
 
 class Row(NamedTuple):
-    """keys: the settings, as one pattern; "" where it is decided by who holds what (Places).
+    """keys: the settings, as one pattern; "" where the ModelPlacement decides.
     others: of columns that differ from `usual`; None where a job has no such setting."""
 
     keys: str
@@ -134,7 +134,7 @@ class Changes:
 
 
 def changes(
-    saved: Mapping[str, str], now: Mapping[str, str], before: Places, after: Places
+    saved: Mapping[str, str], now: Mapping[str, str], before: ModelPlacement, after: ModelPlacement
 ) -> Changes:
     """saved, now: settings as the ranks compare them (rank/agreement.py), and who holds what."""
     found = Changes()
@@ -184,7 +184,7 @@ class RankCheckpoints:
 
     folder: CheckpointFolder
     rank: int
-    places: Places
+    places: ModelPlacement
     settings: Mapping[str, str]
 
     @classmethod
@@ -214,7 +214,9 @@ class RankCheckpoints:
     def changes(self, step: int) -> Changes:
         parts = self.folder.ranks(step)
         about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
-        return changes(about["settings"], self.settings, Places.read(about["places"]), self.places)
+        return changes(
+            about["settings"], self.settings, ModelPlacement.read(about["places"]), self.places
+        )
 
     def done_beyond(self, max_steps: int | None) -> str:
         """Say that more steps are done than a run is to have; empty if they are not.
@@ -346,8 +348,8 @@ class RankCheckpoints:
             raise DataError(f"stage {stage}, held by other ranks then, is not in this folder")
         return min(found)[2]
 
-    def _before(self, step: int) -> Places:
-        return Places.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
+    def _before(self, step: int) -> ModelPlacement:
+        return ModelPlacement.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
 
 
 def is_marked(key: str, mark: str) -> bool:

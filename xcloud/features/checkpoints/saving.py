@@ -17,7 +17,7 @@ from xcloud.base.errors import LinkError
 from xcloud.base.project import commit
 from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
 from xcloud.comm.state import State, StateTree, states_of
-from xcloud.job.strategy import Places
+from xcloud.job.strategy import ModelPlacement
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.saving import Facts
 from xcloud.record.checkpoint_files import CheckpointFolder
@@ -80,7 +80,7 @@ class Timing:
 
 
 def about_part(
-    places: Places, settings: Mapping[str, str], attempt: int, facts: Facts
+    places: ModelPlacement, settings: Mapping[str, str], attempt: int, facts: Facts
 ) -> dict[str, Any]:
     """Return what a rank writes beside its state, for whoever resumes from it.
 

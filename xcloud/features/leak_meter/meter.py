@@ -66,10 +66,10 @@ class LeakMeter:
 
     def measure(self, run_dir: Path) -> dict[str, Any]:
         """Measure a finished run, and delete what was observed unless it is to be kept."""
-        found = measure(run_dir)
+        figures = measure(run_dir)
         if not self.keep:
             shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
-        return found
+        return figures
 
 
 class Stream(NamedTuple):
@@ -144,8 +144,8 @@ def measure(run_dir: Path) -> dict[str, Any]:
     text = _texts(notes)
 
     def auc_of(kind: str) -> float | None:
-        found = [e for by in label.values() for message, e in by.items() if kind in message]
-        aucs = [auc for e in found for name, auc in e.items() if name != "num_samples"]
+        attacks = [e for by in label.values() for message, e in by.items() if kind in message]
+        aucs = [auc for e in attacks for name, auc in e.items() if name != "num_samples"]
         return max(aucs, default=None)
 
     recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in entries(text)]
@@ -160,8 +160,8 @@ def measure(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def entries(found: Found) -> Iterator[dict[str, float]]:
-    return (entry for by_message in found.values() for entry in by_message.values())
+def entries(attacks: Found) -> Iterator[dict[str, float]]:
+    return (entry for by_message in attacks.values() for entry in by_message.values())
 
 
 def read_observations(run_dir: Path) -> Observations:
@@ -173,12 +173,12 @@ def read_observations(run_dir: Path) -> Observations:
             f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
             "security/meter=attack security.meter.keep=true, over more than one cloud"
         )
-    found = set()
+    ranks = set()
     num_ranks = 0
     for path in files:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
-            found.add(about["rank"])
+            ranks.add(about["rank"])
             num_ranks = about["num_ranks"]
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
             notes.special_ids |= about["special_ids"]
@@ -192,7 +192,7 @@ def read_observations(run_dir: Path) -> Observations:
             notes.truth[name.removeprefix(f"{TRUTH}.")] = newest
         else:
             notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
-    if missing := sorted(set(range(num_ranks)) - found):
+    if missing := sorted(set(range(num_ranks)) - ranks):
         raise DataError(
             f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
             f"{', '.join(map(str, missing))}; copy the {OBSERVATIONS_DIR} folders of all machines "
@@ -243,15 +243,15 @@ def _attack_labels(
     features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
     is_known = torch.arange(len(ids)) % 2 == 0
     scores = probe(features, classes, is_known_N=is_known, num_classes=len(values))
-    found: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
+    aucs_of: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
     for number in range(1 if len(values) == 2 else 0, len(values)):
         positive = classes == number
-        found["norm"].append(norm_attack(norms, positive))
-        found["direction"].append(max(direction_attack(v, positive) for v in views.values()))
-        found["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
+        aucs_of["norm"].append(norm_attack(norms, positive))
+        aucs_of["direction"].append(max(direction_attack(v, positive) for v in views.values()))
+        aucs_of["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
         margin = scores[:, number] - scores.logsumexp(1)
-        found["probe"].append(auc(margin, positive[~is_known]))
-    kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in found.items()}
+        aucs_of["probe"].append(auc(margin, positive[~is_known]))
+    kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in aucs_of.items()}
     means = {name: round(fmean(aucs), 4) for name, aucs in kept.items() if aucs}
     return {**means, "num_samples": len(ids)}
 
@@ -301,11 +301,11 @@ def _invert(
     }
 
 
-def _chosen(ids: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` ids, in an order independent of their content."""
+def _chosen(ids: Sequence[int], max_ids: int) -> list[int]:
+    """Return at most `max_ids` ids, in an order independent of their content."""
     ordered = sorted(ids)
     order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
-    return [ordered[k] for k in order[:most].tolist()]
+    return [ordered[k] for k in order[:max_ids].tolist()]
 
 
 def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
@@ -322,8 +322,8 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
     """Return the AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
-    found = auc(norms_N, is_positive_N)
-    return max(found, 1 - found)
+    area = auc(norms_N, is_positive_N)
+    return max(area, 1 - area)
 
 
 def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
@@ -331,11 +331,11 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     unit = F.normalize(vectors_ND.double(), dim=1)
     positives = torch.nonzero(is_positive_N).flatten()
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
-    found = []
+    areas = []
     for known in sorted({*positives[spread].tolist()}):
         others = torch.arange(len(unit)) != known
-        found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
-    return fmean(found)
+        areas.append(auc(unit[others] @ unit[known], is_positive_N[others]))
+    return fmean(areas)
 
 
 def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
@@ -346,8 +346,8 @@ def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     from sklearn.decomposition import PCA
 
     projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
-    found = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
-    return max(found, 1 - found)
+    area = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
+    return max(area, 1 - area)
 
 
 def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
