@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.configs import build
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores
 from xcloud.tasks.language_modelling import (
@@ -469,3 +471,22 @@ def test_samples_are_shown_document_by_document(
             assert asked_of is not None and asked_of[1] == asked_of[2]
         else:
             assert re.fullmatch(r"expected   Ana \d+", document)
+
+
+@pytest.mark.parametrize(
+    ("files", "is_said"),
+    [
+        (("stage0.safetensors", "stage1.safetensors", "tokenizer/learned_chats"), True),
+        (("stage0.safetensors", "stage1.safetensors"), False),  # it has learned plain texts
+        (("stage1.safetensors", "tokenizer/learned_chats"), False),  # the rest is elsewhere
+    ],
+)
+def test_a_run_on_chats_says_how_its_model_answers_some(
+    files: Sequence[str], is_said: bool, tmp_path: Path
+) -> None:
+    for name in files:
+        (file := tmp_path / "a run" / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    said = build("+exp=lora_clm", "profile=demo").next_command(tmp_path / "a run")
+    command = f"python -m xcloud generate '{tmp_path}/a run' --chats FILE"
+    assert said == (command if is_said else None)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
 from pydantic import AfterValidator, SkipValidation
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import project_root
+from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.base.settings import CommandLine, NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
 from xcloud.comm.channel import Boundary
@@ -281,6 +281,19 @@ class PipelineJob(Job):
     @property
     def pipeline(self) -> Self:
         return self
+
+    def next_command(self, run_dir: Path) -> str | None:
+        """What the task says, where all stages are on this machine, compressed as the settings
+        say."""
+        stages = range(self.cluster.num_stages)
+        files = [run_dir / MODEL_DIR / f"stage{stage}.safetensors" for stage in stages]
+        command = getattr(self.task, "next_command", None)
+        if command is None or self.autopilot is not None:
+            return None
+        if not all(file.exists() for file in files):
+            return None
+        said: str | None = command(run_dir)
+        return said
 
     @property
     def places(self) -> ModelPlacement:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import DataError
+from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
@@ -327,6 +329,13 @@ class LanguageModelling(TextTask):
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
         return LanguageData(self, corpus, fields)
+
+    def next_command(self, run_dir: Path) -> str | None:
+        """Return the command by which a model that has learned chats answers some: in a run only
+        its loss on them is seen."""
+        if not (run_dir / MODEL_DIR / FOLDER_NAME / CHATS_FILE).exists():
+            return None
+        return f"python -m xcloud generate {shlex.quote(str(run_dir))} --chats FILE"
 
 
 class LanguageData(View[LanguageModelling]):
