@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.pipelines import in_threads
 from tests.replicas import Post, PostLinks
 from xcloud.comm.compressor import Chain, Compressor
-from xcloud.features.replicas.averaging_server import Hub
+from xcloud.features.replicas.averaging_server import AveragingServer
 from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
 from xcloud.net.memory_transport import MemoryWorld
@@ -231,7 +231,7 @@ class Scalar:
         self.made: list[int] = []
         self.rounds = rounds_of(post.links(replica), module, settings, last_step, **options)
         self.end = end_of(self.rounds)
-        if isinstance(self.end, Hub):
+        if isinstance(self.end, AveragingServer):
             self.end.reporter = diary  # type: ignore[assignment]
 
     def run(

@@ -85,7 +85,7 @@ def test_clouds_of_several_ranks_are_refused() -> None:
 def test_the_rest_of_the_product_asks_the_strategy_itself() -> None:
     layout = VOTES.arrange(clouds(3))
     assert VOTES.describe(layout) == "votes (votes, 0.5), 3 replicas"
-    assert not VOTES.traits.is_apart and not VOTES.traits.is_elastic
+    assert not VOTES.traits.trains_locally and not VOTES.traits.is_elastic
     places = ModelPlacement.held(layout, VOTES, 9)
     assert (places.column, places.merges_every) == ("data parallel", 1)
     assert replace(VOTES, averaging=MajorityVote(2.0)).label == "votes (votes, 2)"

@@ -373,10 +373,10 @@ def weighed(
     own = Terms.contribution
 
     def contribution(
-        terms: Terms, step: int, replica: int, weight: float, max_weight: float, *rest: Any
+        terms: Terms, step: int, replica: int, *, weight: float, max_weight: float, **rest: Any
     ) -> Contribution:
         found.add((replica, weight, max_weight))
-        return own(terms, step, replica, weight, max_weight, *rest)
+        return own(terms, step, replica, weight=weight, max_weight=max_weight, **rest)
 
     patch.setattr(Terms, "contribution", contribution)
     training = Training(99, batch_size=30, optimizer=Optimizer(0.01, 1))

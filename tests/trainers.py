@@ -112,7 +112,7 @@ def ranks(
             samples,
             (lambda ids: float(len(ids))) if is_last else None,
             of_replica=(place.replica, layout.num_replicas)
-            if strategy.traits.is_apart
+            if strategy.traits.trains_locally
             else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
@@ -137,7 +137,8 @@ def ranks(
         trainer = Trainer(
             held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
             LossReport(
-                place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
+                place.replica > 0 and (is_private or not strategy.traits.trains_locally),
+                is_private,
             ),
         )  # fmt: skip
         hooks: list[Hook] = [ChannelMemories([*wiring.boundaries.channels.values()])]

@@ -1,7 +1,7 @@
-"""The contract between a one-way job's parts and whoever runs them: producers make batches of
-integers from their own data, one consumer learns from them. No network, no schedule.
+"""The contract between the members of a one-way job and whoever runs them: producers make batches
+of integers from their own data, one consumer learns from them. No network, no schedule.
 
-A part is one rank's.
+A producer or consumer here is one rank's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ out counts as 0."""
 
 
 def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
-    """Of COUNTS; each is left out if its denominator is 0."""
+    """Return precision and recall of COUNTS; each is missing if its denominator is 0."""
     hits, wrong, missed = (sums[name] for name in COUNTS)
     denominators = {"precision": hits + wrong, "recall": hits + missed}
     return {name: hits / below for name, below in denominators.items() if below}
@@ -31,8 +31,11 @@ def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Fed:
-    """One batch for one rank of the consumer. payload: uint8 [N], packed, all that the consumer
-    gets to know. loss: the producer's own mean loss of this batch; reported, not sent."""
+    """One batch for one rank of the consumer.
+
+    payload: uint8 [N], packed, all that the consumer gets to know.
+    loss: the producer's own mean loss of this batch; reported, not sent.
+    """
 
     payload: Tensor
     num_samples: int
@@ -42,9 +45,12 @@ class Fed:
 
 @dataclass(frozen=True, kw_only=True)
 class OneWayContext(BuildPlace):
-    """What a rank hands to a model that builds its part: of the `group_size` ranks of `cloud` this
-    is number `group_rank`. num_steps: updates that this part will make, as far as is known; a
-    producer's until `Producer.replan`. producers: names of the clouds that feed."""
+    """The facts that a rank gives to a model that builds its producer or consumer.
+
+    num_steps: updates that it will make, as far as is known; a producer's until `Producer.replan`.
+    producers: names of the clouds that feed.
+    cloud: of this rank, which is number `group_rank` of the `group_size` ranks of that cloud.
+    """
 
     num_steps: int
     producers: Sequence[str] = ()
@@ -53,39 +59,55 @@ class OneWayContext(BuildPlace):
 
 
 class Producer(Stateful, Protocol):
-    """One rank of a cloud that feeds. State: what it has learned; batches follow from numbers."""
+    """One rank of a cloud that feeds.
+
+    State: what it has learned; batches follow from numbers.
+    """
 
     @property
     def parameters_module(self) -> nn.Module | None:
-        """What is trained, its gradients averaged over the cloud's ranks. None: nothing is."""
+        """The trained module, its gradients averaged over the cloud's ranks. None: nothing is
+        trained.
+        """
 
     def own_digests(self) -> Mapping[str, str]:
-        """Return a digest of each thing that this rank has read, by a name for messages. A later
-        attempt at the run must read the same; nobody else is shown them."""
+        """Return a digest of each thing that this rank has read, by a name for messages.
+
+        A later attempt at the run must read the same; nobody else is shown them.
+        """
 
     @property
     def num_cut(self) -> NumCut:
         """What of this cloud's texts did not fit; empty if all did."""
 
     def produce(self, number: int) -> Fed:
-        """Batch `number` (from 1) of this rank's own stream; adds the gradients of its own mean
-        loss to `.grad`. The same seed and number give the same batch whatever other clouds do.
-        Called for every number in turn."""
+        """Make batch `number` (from 1) of this rank's own stream.
+
+        Adds the gradients of its own mean loss to `.grad`. The same seed and number give the same
+        batch whatever other clouds do. Called for every number in turn.
+        """
 
     def replan(self, num_steps: int) -> None:
-        """Updates that this part will make in all, as planned now: more than its share when it
-        takes over from another. In all ranks of a cloud before the update of the same number."""
+        """Take the number of updates that this rank will make in all, as planned now.
+
+        It is more than its share when it takes over from another. Called in all ranks of a cloud
+        before the update of the same number.
+        """
 
     def update(self, number: int) -> None:
-        """Optimizer step, once the gradients of batch `number` are averaged."""
+        """Make an optimizer step, once the gradients of batch `number` are averaged."""
 
     def finish(self, run_dir: Path) -> None:
-        """After the last batch, in the first rank of the cloud: export what is worth keeping."""
+        """Export what is worth keeping. Called after the last batch, in the first rank of the
+        cloud.
+        """
 
 
 class Consumer(Stateful, Protocol):
-    """One rank of the cloud that is fed. State, between two steps: what it has learned, and what
-    its evaluation needs of earlier steps."""
+    """One rank of the cloud that is fed.
+
+    State, between two steps: what it has learned, and what its evaluation needs of earlier steps.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -94,27 +116,35 @@ class Consumer(Stateful, Protocol):
         """Return digests as Producer.own_digests does."""
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
-        """Forward and backward of (number of the producer, payload) pairs. Adds gradients of the
-        SUM of the losses to `.grad`; returns sums by the names of SUMS. Raises FrameError naming
-        the producer whose payload cannot be used."""
+        """Do forward and backward of (number of the producer, payload) pairs.
+
+        Adds gradients of the SUM of the losses to `.grad`; returns sums by the names of SUMS.
+        Raises FrameError naming the producer whose payload cannot be used.
+        """
 
     def update(self, step: int, weight: float) -> None:
-        """Divide the gradients, summed over the cloud's ranks, by `weight`; optimizer step."""
+        """Divide the gradients, summed over the cloud's ranks, by `weight`, and make an optimizer
+        step.
+        """
 
     def skip(self, step: int) -> None:
-        """In place of `update`: the step's loss or gradient is not finite in some rank. Forget
-        what `consume` noted of it; parameters stay."""
+        """Forget what `consume` noted of a step whose loss or gradient is not finite in some rank.
+
+        Called in place of `update`; parameters stay.
+        """
 
     def export(self, run_dir: Path) -> None:
-        """After the last step, in the first rank of the cloud: write what was trained."""
+        """Write what was trained. Called after the last step, in the first rank of the cloud."""
 
     def evaluate(self) -> Scores:
-        """Last of all, in the first rank of the cloud, when nobody feeds any more. Nothing is
-        reported without values."""
+        """Return scores; nothing is reported without values.
+
+        Called last of all, in the first rank of the cloud, when nobody feeds any more.
+        """
 
 
 class OneWayModel(Protocol):
-    """The parts as configured."""
+    """The producers and the consumer of a one-way job, as configured."""
 
     @property
     def max_payload_bytes(self) -> int:
@@ -122,25 +152,29 @@ class OneWayModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest text that the encoder which it leaves can read; None: any."""
+        """The tokens of the longest text that the exported encoder can read; None: any."""
 
     def describe(self) -> str:
-        """Which parts and which data, in a few words; known without reading anything."""
+        """Return producers, consumer and data in a few words; known without reading anything."""
 
     @property
     def data(self) -> str:
-        """That the producers read, as every cloud may know."""
+        """The data that the producers read, as every cloud may know it."""
 
     def check(self, producers: Sequence[str]) -> None:
-        """Raise ConfigError if there is no part for one of these clouds, or one too many, and
-        DataError if data are missing, as far as that is seen at once."""
+        """Raise ConfigError if a cloud has no producer here, or a producer no cloud, and DataError
+        if data
+        are missing, as far as that is seen at once.
+        """
 
     def producer(self, context: OneWayContext) -> Producer: ...
 
     def consumer(self, context: OneWayContext) -> Consumer: ...
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        """Settings of another experiment that make it read what a finished run left."""
+        """Return settings of another experiment that make it read what a finished run left."""
 
     def next_command(self, run_dir: Path) -> str | None:
-        """What to do with what a finished run left, to be copied; None: nothing in particular."""
+        """Return a command for what a finished run left, to be copied; None: nothing in
+        particular.
+        """

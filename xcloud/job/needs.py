@@ -63,7 +63,7 @@ several_replicas = plain(
     remedy="choose strategy=data_parallel or local_updates",
 )
 every_update_together = plain(
-    lambda job: job.strategy.traits.is_apart,
+    lambda job: job.strategy.traits.trains_locally,
     "strategy={job.strategy.name} brings whole replicas together from time to time",
     remedy="choose one that averages gradients (strategy=data_parallel)",
 )

@@ -29,7 +29,7 @@ WHOLE_MODEL = (0, 1)
 class Traits:
     """All that others must know of an averaging.
 
-    is_apart: each replica makes updates of its own.
+    trains_locally: each replica makes updates of its own.
     is_elastic: the run continues where a cloud is late or lost, and everything goes through the
         first cloud.
     may_leave: a lost cloud does not end the run.
@@ -42,7 +42,7 @@ class Traits:
     num_copies: copies of the trained values that are kept in each rank.
     """
 
-    is_apart: bool = False
+    trains_locally: bool = False
     is_elastic: bool = False
     may_leave: bool = False
     every: int = 1

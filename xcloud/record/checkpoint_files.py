@@ -1,11 +1,13 @@
-"""The files of a run's checkpoints, complete or not at all: one part of every rank, in safetensors
-and JSON. What is in a part, and when it is written, is decided elsewhere
+"""The files of a run's checkpoints, complete or not at all: one shard of every rank, in
+safetensors
+and JSON. What is in a shard, and when it is written, is decided elsewhere
 (features/checkpoints/checkpointing.py).
 
 RUN/checkpoints/step-000500/rank-1.safetensors   tensors
                             rank-1.json          numbers, what wrote it, SHA-256 of both files
-                            AGREED               every rank of the run has completed its part
-The JSON file is written last: a part without it does not exist. Each cloud has the parts of its
+                            AGREED               every rank of the run has completed its shard
+
+The JSON file is written last: a shard without it does not exist. Each cloud has the shards of its
 own ranks in its own run folder.
 """
 
@@ -50,17 +52,20 @@ _DTYPES = {
 
 
 class CheckpointFolder(CheckpointSteps):
-    """Of one run, on this machine. Ranks that share the folder write and delete their own parts
-    only."""
+    """The checkpoints of one run on this machine.
+
+    Ranks that share the folder write and delete their own shards only.
+    """
 
     def ranks(self, step: int) -> list[int]:
-        """Whose part is here, complete."""
+        """Return the ranks whose shard is here, complete."""
         return sorted(numbers(self.step_dir(step), r"rank-(\d+)\.json"))
 
     def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
-        """Returns its bytes once it is on the disk. Raises OSError, and leaves no file then.
+        """Write one rank's shard. Return its bytes once it is on the disk.
 
         about: facts for whoever reads it, of plain containers.
+        Raises OSError, and leaves no file then.
         """
         folder = self.step_dir(step)
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,23 +75,24 @@ class CheckpointFolder(CheckpointSteps):
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
-            digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors)
+            digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors=tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-            write_whole(_json_file(folder, rank), rank, [data])
+            write_whole(_json_file(folder, rank), rank, pieces=[data])
         except BaseException:
             _delete_part(folder, rank)
             raise
         return num_bytes + len(data)
 
     def about(self, step: int, rank: int) -> dict[str, Any]:
-        """The facts written with a part. Raises DataError if it is missing or damaged."""
+        """Return the facts written with a shard. Raises DataError if it is missing or damaged."""
         return dict(self._head(step, rank)["about"])
 
     def check(self, step: int, rank: int) -> None:
-        """Read all of a part. Raises DataError saying what is wrong with it."""
-        head, path = self._head(step, rank), _tensors_file(self.step_dir(step), rank)
+        """Read all of a shard. Raises DataError saying what is wrong with it."""
+        head = self._head(step, rank)
+        path = _tensors_file(self.step_dir(step), rank)
         try:
             with open(path, "rb") as file:
                 num_bytes = file.seek(0, os.SEEK_END)
@@ -102,42 +108,51 @@ class CheckpointFolder(CheckpointSteps):
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
 
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
-        """Raises DataError unless it is what was written."""
+        """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
         tensors = load_file(_tensors_file(self.step_dir(step), rank))
         return {**tensors, **self._head(step, rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
-        """rank: that writes it. facts: by rank 0; others may share its folder, so
-        they never replace what is there."""
+        """Note that every rank has completed its shard.
+
+        rank: the one that writes the note.
+        facts: written by rank 0; others may share its folder, so they never replace what is there.
+        """
         path = self.step_dir(step) / AGREED_FILE
         if rank == 0:
-            write_whole(path, rank, [json.dumps(dict(facts)).encode()])
+            write_whole(path, rank, pieces=[json.dumps(dict(facts)).encode()])
         else:
             path.touch()
             sync_names(path.parent)
 
     def agreed(self, step: int) -> dict[str, Any]:
-        """What `mark_agreed` wrote; empty without it."""
+        """Return what `mark_agreed` wrote; empty without it."""
         return read_json(self.step_dir(step) / AGREED_FILE)
 
     def prune(self, rank: int, keep: int, places: object = None) -> None:
-        """Delete this rank's parts of all steps before the newest `keep` that are agreed, and
-        those of ranks that stood in other places: nobody else will."""
+        """Delete this rank's shards of all steps before the newest `keep` that are agreed, and
+        those of
+        ranks that stood in other places: nobody else will.
+        """
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
             if kept and step < kept[-1]:
-                self._delete_all(step, rank, "places", places)
+                self._delete_all(step, rank, fact="places", now=places)
 
     def delete(self, step: int, rank: int) -> None:
+        """Delete one rank's shard, and the folder of the step if nothing is left in it."""
         folder = self.step_dir(step)
         _delete_part(folder, rank)
         with contextlib.suppress(OSError):  # other ranks' parts are there
             folder.rmdir()
 
     def delete_lost(self, step: int, rank: int) -> bool:
-        """Delete this rank's part of a step that some rank has no part of. Return whether it did:
-        what all ranks have agreed on stays, whoever calls it lost."""
+        """Delete this rank's shard of a step that some rank has no shard of. Return whether it
+        did.
+
+        What all ranks have agreed on stays, whoever calls it lost.
+        """
         if self.is_agreed(step):
             return False
         self.delete(step, rank)
@@ -146,11 +161,12 @@ class CheckpointFolder(CheckpointSteps):
     def delete_after(
         self, step: int, rank: int, attempt: int | None = None, roll_back: bool = False
     ) -> list[int]:
-        """Delete parts of later steps, which will be done again: this rank's, and those of
-        attempts before this one. Return the steps.
+        """Delete shards of later steps, which will be repeated: this rank's, and those of attempts
+        before
+        this one. Return the steps.
 
-        roll_back: also those that all ranks had agreed on. Raises ConfigError, and deletes
-        nothing, if there are some and it is not given.
+        roll_back: also those that all ranks had agreed on.
+        Raises ConfigError, and deletes nothing, if there are some and it is not given.
         """
         later = [number for number in self.steps() if number > step]
         agreed = [number for number in later if self.is_agreed(number) and self.ranks(number)]
@@ -163,11 +179,11 @@ class CheckpointFolder(CheckpointSteps):
                 "became of theirs"
             )
         for number in later if step else ():
-            self._delete_all(number, rank, "attempt", attempt)
+            self._delete_all(number, rank, fact="attempt", now=attempt)
         return later if step else []
 
     def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
-        """This rank's part, and others here that were written with another fact."""
+        """Delete this rank's shard, and others here that were written with another fact."""
         (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
         for other in self.ranks(step):
             with contextlib.suppress(DataError):  # its own rank deletes it just now
@@ -200,7 +216,7 @@ def _delete_part(folder: Path, rank: int) -> None:
 
 
 def _name(path: Path) -> str:
-    """Without the place of the run folder, which is nobody else's matter."""
+    """Return the path without the run folder's own, which is nobody else's matter."""
     return f"{path.parent.name}/{path.name}"
 
 
@@ -217,15 +233,18 @@ def _digest_of(head: Mapping[str, Any]) -> str:
 
 
 def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
-    """A safetensors file, written and hashed in one pass and without a copy of the values: the
-    library's own `save_file` holds all of them a second time. Returns SHA-256 and bytes."""
+    """Write a safetensors file, and hash it in the same pass. Return SHA-256 and bytes.
+
+    The values are not copied: the library's own `save_file` holds all of them a second time.
+    """
     # Wide values first, so that each begins at a multiple of its size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
     end = 0
     for name in names:
         value = tensors[name]
-        begin, end = end, end + value.numel() * value.element_size()
+        begin = end
+        end = end + value.numel() * value.element_size()
         header[name] = {
             "dtype": _DTYPES[value.dtype],
             "shape": list(value.shape),
@@ -234,10 +253,12 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     pieces = [len(text).to_bytes(8, "little"), text]
-    return write_whole(path, rank, chain(pieces, (_bytes_of(tensors[name]) for name in names)))
+    return write_whole(
+        path, rank, pieces=chain(pieces, (_bytes_of(tensors[name]) for name in names))
+    )
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """On the CPU, of which a tensor of a GPU has a copy only while it is written."""
+    """Return the bytes of a tensor. One of a GPU is copied only while it is written."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]

@@ -260,10 +260,10 @@ class Pricer:
         profile = self.profile
         lines = self._lines[strategy]
         whole = max(1, profile.trained_bytes)
-        is_apart = averaging.traits.is_apart
+        trains_locally = averaging.traits.trains_locally
         spans = pairwise((0, *ends))
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
-        around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
+        around_s = profile.around_changes_s if trains_locally else profile.around_gradients_s
         return exchange_of(
             arranged.layout, averaging, costs=costs, shares=shares, lines=lines, around_s=around_s
         )

@@ -74,7 +74,7 @@ class StageRank(Role[Experiment]):
         bases = features.meet(stages, data)
         features.hand_over(pipeline)
         replica = self.placement.replica
-        is_apart = job.strategy.traits.is_apart
+        trains_locally = job.strategy.traits.trains_locally
         feed = Feed(
             job.batch_plan(data.num_samples("train")),
             pipeline.turns.values(),
@@ -82,7 +82,7 @@ class StageRank(Role[Experiment]):
             weigh=data.weight if layout.num_stages - 1 in stages else None,
             token_pads=token_pads(job, data, stages),
             device=device,
-            of_replica=(replica, layout.num_replicas) if is_apart else (0, 1),
+            of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
         )
         exchange = features.exchange(stages, leaks)
         is_private = job.security.privacy is not None and layout.num_replicas > 1
@@ -95,7 +95,7 @@ class StageRank(Role[Experiment]):
             exchange=exchange,
             sums=wiring.sums,
             losses=LossReport(
-                is_silent=replica > 0 and (is_private or not is_apart),
+                is_silent=replica > 0 and (is_private or not trains_locally),
                 is_private=is_private,
             ),
         )
@@ -160,7 +160,7 @@ class StageRank(Role[Experiment]):
     def _reports_skips(self) -> bool:
         """Every rank that shares an update knows; the first of them reports it."""
         leaders = self.job.cluster.leaders(self.placement.replica)
-        return self.rank == (leaders[0] if self.job.strategy.traits.is_apart else 0)
+        return self.rank == (leaders[0] if self.job.strategy.traits.trains_locally else 0)
 
 
 class WanMeter(Hook):

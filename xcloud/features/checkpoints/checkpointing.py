@@ -1,17 +1,17 @@
-"""When and how the ranks save what their run can resume from. The files are
-files.py, resuming is resume.py.
+"""Checkpointing: when and how the ranks save what their run can resume from. The files are
+record/checkpoint_files.py, resuming is resume.py.
 
 Rank 0 decides after which update to save, and its control signal reaches every rank with the norm
 of that update: no message of the pipeline is under way then that belongs to any rank's state. Each
 rank copies its state between two updates, which is all that training waits for, writes it in the
 background (saving.py) and reports to rank 0. A checkpoint is being saved until all ranks have
-reported; then it is agreed, or lost where a rank could not copy or write its part (no memory, a
+reported; then it is agreed, or lost where a rank could not copy or write its shard (no memory, a
 full disk). Rank 0 tells everybody: older ones are deleted once a newer one is agreed; a lost one
 is deleted, and the run goes on with the older ones.
 
 Replicas of a pipeline have no signal of rank 0 in every step: they save by the number of the step.
-Rank 0 tells every how many, ahead, where that follows from minutes or from a slow disk. A rank
-that has not heard it in time costs one checkpoint.
+Rank 0 tells them in advance how many steps lie between two checkpoints, where that follows from
+minutes or from a slow disk. A rank that has not heard it in time costs one checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessa
 
 
 class Ledger:
-    """Rank 0's account of the checkpoints that are being saved. Reports come in any thread, also
-    before rank 0 itself begins."""
+    """The account that rank 0 keeps of the checkpoints that are being saved.
+
+    Reports come in any thread, also before rank 0 itself begins.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,12 +53,13 @@ class Ledger:
         self._reports: dict[int, dict[int, bool]] = {}  # by step and rank: whether it has its part
 
     def begin(self, step: int, ranks: Collection[int]) -> None:
+        """Expect reports of these ranks on the checkpoint of this step."""
         with self._lock:
             self._expected[step] = frozenset(ranks)
 
     @property
     def missing(self) -> dict[int, frozenset[int]]:
-        """Ranks that have not reported, by the steps that are being saved."""
+        """The ranks that have not reported, by the steps that are being saved."""
         with self._lock:
             return {
                 step: ranks - self._reports.get(step, {}).keys()
@@ -64,7 +67,10 @@ class Ledger:
             }
 
     def report(self, rank: int, step: int, is_written: bool) -> dict[int, bool]:
-        """Whether each rank has its part, once all have reported; empty until then."""
+        """Take a rank's report. Return whether each rank has its shard, once all have reported;
+        empty
+        until then.
+        """
         with self._lock:
             reports = self._reports.setdefault(step, {})
             reports[rank] = is_written
@@ -79,8 +85,12 @@ class Ledger:
 
 
 class Checkpointer(Hook):
-    """One rank's. parts: what is saved, by name. asked: a stop from outside. among: ranks that
-    save; None = all. is_told: rank 0's signal comes with every step; else all go by the step.
+    """The hook of one rank that saves its state.
+
+    parts: what is saved, by name.
+    asked: a stop from outside.
+    among: ranks that save; None = all.
+    is_told: rank 0's signal comes with every step; else all go by the step.
     """
 
     def __init__(
@@ -94,10 +104,17 @@ class Checkpointer(Hook):
         among: Collection[int] | None = None,
         is_told: bool = True,
     ) -> None:
-        self.timing, self.writer, self.rank = timing, writer, writer.rank
-        self._control, self._among, self._parts = control, among, parts
-        self._notes, self._asked = Notes(reporter), asked or StopSignal()
-        self._ledger, self._stops, self._is_told = Ledger(), False, is_told
+        self.timing = timing
+        self.writer = writer
+        self.rank = writer.rank
+        self._control = control
+        self._among = among
+        self._parts = parts
+        self._notes = Notes(reporter)
+        self._asked = asked or StopSignal()
+        self._ledger = Ledger()
+        self._stops = False
+        self._is_told = is_told
         self._num_updates = timing.saved_step  # that the state which is saved next has
         if control is not None:
             control.listen(self._hear)
@@ -106,7 +123,7 @@ class Checkpointer(Hook):
         self._asked.is_armed = self._is_told and self.timing.settings.are_made
 
     def signal(self, step: int) -> Signal:
-        """In rank 0: what all ranks do after this update."""
+        """Decide in rank 0 what all ranks do after this update."""
         if not self._is_told:
             return self._signal_by_step(step)
         if self._stops or self._asked.was_asked:
@@ -118,8 +135,10 @@ class Checkpointer(Hook):
         return Signal.CHECKPOINT if is_free else Signal.GO_ON
 
     def _signal_by_step(self, step: int) -> Signal:
-        """The same where the replicas of a pipeline have no signal of each other in every step: by
-        the number of the step alone, so that all of them decide alike."""
+        """Decide by the number of the step alone, so that all ranks decide alike.
+
+        The replicas of a pipeline have no signal of each other in every step.
+        """
         is_multiple = self.timing.is_multiple(step)
         if self.rank == 0:
             every = self.timing.better_every(step)
@@ -137,7 +156,7 @@ class Checkpointer(Hook):
             self.after(step, report.signal)
 
     def after(self, step: int, signal: Signal) -> bool:
-        """Between two updates; whether this rank ends here."""
+        """Do between two updates what the signal says. Return whether this rank ends here."""
         self._num_updates = step
         is_last = step >= self.timing.final_step
         self._notes.flush()
@@ -170,16 +189,22 @@ class Checkpointer(Hook):
         def written(outcome: int | Exception, write_s: float) -> None:
             if isinstance(outcome, Exception):
                 return self._lack(step, outcome)
-            self._notes.later(partial(
-                self._notes.reporter.event, "checkpoint", step=step, num_bytes=outcome,
-                pause_s=round(pause_s, 4), write_s=round(write_s, 3),
-            ))  # fmt: skip
+            self._notes.later(
+                partial(
+                    self._notes.reporter.event,
+                    "checkpoint",
+                    step=step,
+                    num_bytes=outcome,
+                    pause_s=round(pause_s, 4),
+                    write_s=round(write_s, 3),
+                )
+            )
             self._report(step, CheckpointMessage.DONE)
 
         self.writer.write(step, state, written)
 
     def fail(self, step: int, reason: str) -> None:
-        """In place of `save`, where this rank cannot."""
+        """Report, in place of `save`, that this rank cannot."""
         self.timing.saved(step, is_complete=False)
         self._begin(step, {0})
         self._lack(step, reason)
@@ -191,23 +216,26 @@ class Checkpointer(Hook):
 
     @property
     def is_pending(self) -> bool:
-        """Rank 0: not all ranks have reported of the last one."""
+        """True in rank 0 while not all ranks have reported on the last checkpoint."""
         return bool(self._ledger.missing)
 
     def lose(self, peer: int) -> None:
-        """Rank 0: a rank is gone, and the run goes on without it."""
+        """Count a rank as gone that the run continues without. Only rank 0 calls it."""
         for step, ranks in self._ledger.missing.items():
             if peer in ranks:
                 self._take(peer, step, CheckpointMessage.FAILED)
 
     def settle(self, is_urgent: bool = True) -> None:
-        """Until this rank has written what it began; see CheckpointWriter.wait."""
+        """Block until this rank has written what it began; see CheckpointWriter.wait."""
         self.writer.wait(is_urgent)
         self._notes.flush()
 
     def close(self, is_finished: bool = False) -> None:
-        """After a meeting: wait until what was begun and heard of is written. Of a finished run
-        only what training longer could resume from is kept."""
+        """Block until what was begun and agreed is written.
+
+        The ranks have met before. Of a finished run only what training longer could resume from is
+        kept.
+        """
         self.writer.close()
         self._notes.flush()
         if is_finished:
@@ -242,7 +270,7 @@ class Checkpointer(Hook):
         self._take(peer, frame.key.step, code_of(frame, peer))
 
     def _take(self, peer: int, step: int, code: int) -> None:
-        """In a link's thread, or in the one that writes."""
+        """Act on a message. Called in a link's thread, or in the one that writes."""
         message = CheckpointMessage(code)
         if message is CheckpointMessage.STOP:
             if self.rank == 0 and not (self._stops or self._asked.was_asked):
@@ -256,12 +284,16 @@ class Checkpointer(Hook):
             self.writer.later(lambda: self._agree(step))
         elif message is CheckpointMessage.LOST:
             self.writer.later(partial(self._delete_lost, step))
-        elif reports := self._ledger.report(peer, step, message is CheckpointMessage.DONE):
+        elif reports := self._ledger.report(
+            peer, step, is_written=message is CheckpointMessage.DONE
+        ):
             if all(reports.values()):
-                verdict, others = CheckpointMessage.AGREED, frozenset(reports)
+                verdict = CheckpointMessage.AGREED
+                others = frozenset(reports)
                 self.writer.later(lambda: self._agree(step, others))
             else:
-                verdict, others = CheckpointMessage.LOST, self._others
+                verdict = CheckpointMessage.LOST
+                others = self._others
                 self.writer.later(partial(self._delete_lost, step))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there
@@ -271,7 +303,8 @@ class Checkpointer(Hook):
         self.writer.folder.delete_lost(step, self.rank)
 
     def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
-        folder, later = self.writer.folder, self._notes.later
+        folder = self.writer.folder
+        later = self._notes.later
         if self.rank not in folder.ranks(step):  # or what is there would be pruned for nothing
             return later(partial(self._notes.lost, step, "agreed on, but its part is not here"))
         try:
@@ -289,12 +322,13 @@ class Checkpointer(Hook):
             self._notes.once(
                 f"at step {step} a checkpoint is due, and that of step {begun} is still being "
                 f"written by rank {', '.join(map(str, sorted(ranks)))}; they are made as often "
-                "as the disk allows", "slow",
-            )  # fmt: skip
+                "as the disk allows",
+                "slow",
+            )
 
 
 class Notes:
-    """What a rank reports of its checkpoints: by the training thread only."""
+    """The reports of a rank on its checkpoints, made by the training thread only."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -302,7 +336,7 @@ class Notes:
         self._noted: set[str] = set()
 
     def later(self, call: Callable[[], None]) -> None:
-        """From any thread: have `flush` make the call."""
+        """Have `flush` make the call. May be called in any thread."""
         self._calls.put(call)
 
     def flush(self) -> None:
@@ -311,13 +345,14 @@ class Notes:
                 self._calls.get_nowait()()
 
     def lost(self, step: int, why: Exception | str) -> None:
+        """Report that a checkpoint could not be written."""
         reason = f"{_short(why):.200}"
         text = f"the checkpoint of step {step} could not be written ({reason}); "
         self.once(text + "the run goes on, older checkpoints stay", "lost")
         self.reporter.event("lost_checkpoint", step=step, reason=reason)
 
     def once(self, text: str, what: str) -> None:
-        """What fails now will fail again."""
+        """Report the first failure of a kind: what fails now will fail again."""
         if what not in self._noted:
             self._noted.add(what)
             self.reporter.note(text)

@@ -1,8 +1,8 @@
-"""The step from which all ranks go on, by what each of them holds.
+"""The step from which all ranks resume, by what each of them holds.
 
-The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
-agreement is enough. Where there is none, one that all have written counts as well. If none is left
-although one was agreed on, the run is refused: it would silently begin anew.
+The newest agreed step of which every rank has a good shard is taken; one rank that has heard of
+the agreement is enough. Where there is none, one that all have written counts as well. If none is
+left although one was agreed on, the run is refused: it would silently restart.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from xcloud.base.errors import ConfigError
 def newest_common(
     tables: Mapping[int, Mapping[str, str]], name_of: Callable[[int], str]
 ) -> tuple[int, str]:
-    """The step to go on from, 0 for the start, and a note for the user. tables: by rank and step;
-    of other ranks, which are not trusted: anything else is dropped. Raises ConfigError where that
-    would silently lose an agreed checkpoint."""
+    """Return the step to resume from, 0 for the start, and a note for the user.
+
+    tables: by rank and step. Those of other ranks are not trusted: anything unexpected is dropped.
+    Raises ConfigError where an agreed checkpoint would silently be lost.
+    """
     steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}
     passed: list[str] = []
     table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed

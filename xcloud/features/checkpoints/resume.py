@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what may differ from the run that it is of (TABLE, shown in
+"""Resuming from a checkpoint: what may differ from the run that made it (TABLE, shown in
 docs/surviving.md), and what a rank takes over. Sends nothing: what ranks hold is compared with all
 else that they compare before the start (rank/agreement.py), and common_step.py finds the step.
 """
@@ -32,8 +32,13 @@ _SINCE_MERGE = "what other clouds did since the last merge"
 
 @dataclass(frozen=True)
 class Outcome:
-    """lost: by going on. refused: why it does not go on. is_equal: to the bits of a run that was
-    not interrupted. needs_merge: goes on only from a step after which all replicas were equal."""
+    """The consequence of a change between two attempts at a run.
+
+    lost: by going on.
+    refused: why it does not go on.
+    is_equal: to the bits of a run that was not interrupted.
+    needs_merge: goes on only from a step after which all replicas were equal.
+    """
 
     lost: tuple[str, ...] = ()
     refused: str = ""
@@ -48,14 +53,19 @@ class Outcome:
         return words + (", from a merge of all parameters only" if self.needs_merge else "")
 
 
-EQUAL, GOES_ON, FORGETS = Outcome(is_equal=True), Outcome(), Outcome((_REMEMBERED,))
+EQUAL = Outcome(is_equal=True)
+GOES_ON = Outcome()
+FORGETS = Outcome((_REMEMBERED,))
 OTHER_RUN = Outcome(refused="that would be another run")
 COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
 
 
 class Row(NamedTuple):
-    """keys: the settings, as one pattern; "" where the ModelPlacement decides.
-    others: of columns that differ from `usual`; None where a job has no such setting."""
+    """A row of TABLE: settings that have the same outcome when they change.
+
+    keys: the settings, as one pattern; "" where it is decided by who holds what (ModelPlacement).
+    others: of columns that differ from `usual`; None where a job has no such setting.
+    """
 
     keys: str
     usual: Outcome
@@ -68,48 +78,56 @@ def _elastic(lost: str = "") -> Outcome:
 
 _NONE = {"one-way": None}
 _AFTER_MERGE = Outcome((_REMEMBERED,), needs_merge=True)
-NOTHING, CUT = "link, liveness, slowdown, evaluation, checkpoints", "number of stages"
-LANES, SHARD = "cluster: which ranks hold a stage", "cluster: parts of a sharded stage"
+NOTHING = "link, liveness, slowdown, evaluation, checkpoints"
+CUT = "number of stages"
+LANES = "cluster: which ranks hold a stage"
+SHARD = "cluster: parts of a sharded stage"
 TABLE: Mapping[str, Row] = {
     NOTHING: Row(
         r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
         r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
-        EQUAL, {"elastic": _elastic()},
+        EQUAL, others={"elastic": _elastic()},
     ),
     "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
         r"training\.(max_steps|optimizer\.|on_divergence|max_skips_in_a_row|precision)|"
         r"security(?!\.privacy)|model\.decoding|feed\.on_(slow|dead)",
-        GOES_ON, {"elastic": _elastic()},
+        GOES_ON, others={"elastic": _elastic()},
     ),
-    "compression": Row("compression", FORGETS, {"elastic": _elastic(_REMEMBERED), **_NONE}),
+    "compression": Row("compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE}),
     "schedule, accumulation": Row(
         r"schedule|training\.accumulate_steps", FORGETS,
-        {"elastic": _elastic(_REMEMBERED), **_NONE},
+        others={"elastic": _elastic(_REMEMBERED), **_NONE},
     ),
     LANES: Row(
         "", FORGETS,
-        {
+        others={
             "local updates": _AFTER_MERGE, "streaming": _AFTER_MERGE, "elastic": _AFTER_MERGE,
             "one-way": Outcome(refused="its ranks cannot change places"),
         },
     ),
-    SHARD: Row("", Outcome(refused="each rank has a part, and parts are not joined"), _NONE),
-    CUT: Row("", Outcome(refused="stages hold other layers then"), _NONE),
+    SHARD: Row(
+        "", Outcome(refused="each rank has a part, and parts are not joined"), others=_NONE
+    ),
+    CUT: Row("", Outcome(refused="stages hold other layers then"), others=_NONE),
     "security.privacy": Row(
-        r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), _NONE
+        r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), others=_NONE
     ),
     "model, task, data, seed, batch size, strategy, release": Row("", OTHER_RUN),
 }  # fmt: skip
 
 
 def outcome_of(row: str, column: str) -> Outcome:
+    """Return the outcome in one column of a row of TABLE."""
     return TABLE[row].others.get(column, TABLE[row].usual) or OTHER_RUN
 
 
 @dataclass
 class Changes:
-    """What differs from the run that a checkpoint is of. said: the settings, in words. refused:
-    why it does not go on, and what to set back."""
+    """The differences between this run and the one that made a checkpoint.
+
+    said: the settings, in words.
+    refused: why it does not go on, and what to set back.
+    """
 
     said: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -119,14 +137,19 @@ class Changes:
 
     @property
     def forgets(self) -> bool:
+        """True if compression loses what it remembers."""
         return _REMEMBERED in self.lost
 
     def price(self, has_memory: bool) -> str:
-        """What going on costs, for the user. has_memory: whether compression remembers any."""
+        """Say for the user what going on costs.
+
+        has_memory: whether compression remembers anything.
+        """
         lost = [what for what in self.lost if what != _REMEMBERED or has_memory]
         return f"lost by this: {'; '.join(lost)}" if lost else "nothing is lost by this"
 
     def take(self, outcome: Outcome, what: str, back: str) -> None:
+        """Add an outcome of a change. back: how to undo the change."""
         if outcome.refused:
             self.refused.append(f"{what}: {outcome.refused}; {back}, or start a new run")
         self.lost += [lost for lost in outcome.lost if lost not in self.lost]
@@ -136,10 +159,14 @@ class Changes:
 def changes(
     saved: Mapping[str, str], now: Mapping[str, str], before: ModelPlacement, after: ModelPlacement
 ) -> Changes:
-    """saved, now: settings as the ranks compare them (rank/agreement.py), and who holds what."""
+    """Compare two attempts at a run.
+
+    saved, now: settings as the ranks compare them (rank/agreement.py).
+    before, after: who holds what.
+    """
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
-    found.said = _in_words(keys, saved, now, before.labels, after.labels)
+    found.said = _in_words(keys, saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)
     for key in keys:
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
@@ -148,19 +175,24 @@ def changes(
         old = saved.get(key)
         back = f"leave {key} out" if old is None else f"set {key} back to {old}"
         outcome = OTHER_RUN if row is None else outcome_of(row, after.column)
-        found.take(outcome, f"{key} is {now.get(key, 'not set')}", back)
+        found.take(outcome, f"{key} is {now.get(key, 'not set')}", back=back)
     if found.moves:
         moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
         moved = moved if before.num_stages == after.num_stages else CUT
-        found.take(outcome_of(moved, after.column), moved, f"undo {', '.join(found.said)}")
+        found.take(outcome_of(moved, after.column), moved, back=f"undo {', '.join(found.said)}")
     return found
 
 
 def _in_words(
-    keys: Sequence[str], saved: Mapping[str, str], now: Mapping[str, str],
-    before: Mapping[str, str], after: Mapping[str, str],
-) -> list[str]:  # fmt: skip
-    """Of each group that has a label and more than one key in `keys`, the labels."""
+    keys: Sequence[str],
+    saved: Mapping[str, str],
+    now: Mapping[str, str],
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+) -> list[str]:
+    """Name the settings that differ; a group with more than one is named by its label, if it has
+    one.
+    """
     said: dict[str, None] = {}
     for key in keys:
         group = key.partition(".")[0]
@@ -177,9 +209,10 @@ _SHARED = ("trainer.num_updates", "trainer.guard.")
 
 @dataclass(frozen=True)
 class RankCheckpoints:
-    """What one rank goes on with, from the parts in its run folder.
+    """The checkpoints that one rank may resume from, in its run folder.
 
-    places: who holds what now. settings: as compared with other ranks.
+    places: who holds what now.
+    settings: as compared with other ranks.
     """
 
     folder: CheckpointFolder
@@ -194,10 +227,13 @@ class RankCheckpoints:
         return cls(CheckpointFolder(run_dir), rank, job.places, settings)
 
     def table(self, is_thorough: bool = True) -> dict[str, str]:
-        """For the comparison of all ranks, by step: "ok agreed ATTEMPT 0,1" or "bad agreed WHY"
-        ("written" instead of "agreed" without word of all ranks). Rank 0 names the ranks that had
-        a part in it: those of a one-way job that were lost before have none. is_thorough: read
-        every file to the end."""
+        """Return by step what this rank holds, for the comparison of all ranks.
+
+        A line is "ok agreed ATTEMPT 0,1" or "bad agreed WHY" ("written" instead of "agreed"
+        without word of all ranks). Rank 0 names the ranks that had a shard in it: those of a
+        one-way job that were lost before have none.
+        is_thorough: read every file to the end.
+        """
         lines = {}
         for step in self.folder.steps():
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
@@ -212,10 +248,14 @@ class RankCheckpoints:
         return lines
 
     def changes(self, step: int) -> Changes:
+        """Return what differs from the attempt that saved this step."""
         parts = self.folder.ranks(step)
         about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
         return changes(
-            about["settings"], self.settings, ModelPlacement.read(about["places"]), self.places
+            about["settings"],
+            self.settings,
+            before=ModelPlacement.read(about["places"]),
+            after=self.places,
         )
 
     def done_beyond(self, max_steps: int | None) -> str:
@@ -232,8 +272,10 @@ class RankCheckpoints:
         )
 
     def own_step(self, step: int) -> int:
-        """The newest step up to this one of which this rank has what it needs: an earlier one, or
-        0, where it was lost before and the run went on without it."""
+        """Return the newest step up to this one of which this rank has what it needs: an earlier
+        one, or
+        0, where it was lost before and the run went on without it.
+        """
         if self.places.ranks:
             return step
         has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
@@ -247,7 +289,8 @@ class RankCheckpoints:
         Raises DataError.
         """
         self.check_facts(step, facts)
-        changed, needed = self.changes(step), self._needed(step)
+        changed = self.changes(step)
+        needed = self._needed(step)
         if not changed.moves:
             state = self.folder.read(step, self.rank)
             if not changed.forgets:
@@ -266,8 +309,10 @@ class RankCheckpoints:
         return held, any(map(_remembers, parts.values()))
 
     def check_facts(self, step: int, facts: Facts) -> None:
-        """Raise DataError if what this rank reads is not what the checkpoint was made with. Where
-        ranks change places, what both have read is compared."""
+        """Raise DataError if what this rank reads is not what the checkpoint was made with.
+
+        Where ranks change places, what both have read is compared.
+        """
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
             saved = self.folder.about(step, rank)["facts"].get(kind, {})
@@ -281,8 +326,10 @@ class RankCheckpoints:
                 )
 
     def _check(self, step: int, is_thorough: bool) -> int:
-        """The attempt that the parts which this rank needs are of. Raises DataError if one is
-        missing, damaged or of another experiment."""
+        """Return the attempt that saved the shards which this rank needs.
+
+        Raises DataError if one is missing, damaged or of another experiment.
+        """
         parts = self.folder.ranks(step)
         if not parts:
             raise DataError("no part of it is complete here")
@@ -306,7 +353,9 @@ class RankCheckpoints:
         return int(abouts[needed[0]]["attempt"])
 
     def _needed(self, step: int) -> list[int]:
-        parts, changed, before = self.folder.ranks(step), self.changes(step), self._before(step)
+        parts = self.folder.ranks(step)
+        changed = self.changes(step)
+        before = self._before(step)
         if not changed.moves:
             if self.rank not in parts:
                 raise DataError(f"the part of rank {self.rank} is not here, or incomplete")
@@ -334,8 +383,9 @@ class RankCheckpoints:
         return sorted(found)
 
     def _holder(self, step: int, stage: int) -> int:
-        """Of those that have a part here one as near to this rank as there is."""
-        before, own = self._before(step), self.places.ranks[self.rank]
+        """Return the nearest rank whose shard of this stage is available in this folder."""
+        before = self._before(step)
+        own = self.places.ranks[self.rank]
         group_rank = self.places.holders(stage, own.replica).index(self.rank)
         found = []
         for rank in self.folder.ranks(step):
@@ -362,15 +412,18 @@ def _remembers(state: State) -> bool:
 
 
 def _tail(key: str) -> str:
-    """From the mark on: what follows names a parameter, whatever holds it."""
+    """Return the key from its mark on: what follows names a parameter, whatever holds it."""
     return key[key.index(OUTER) :] if OUTER in key else key
 
 
 def check_can_go_on(
     job: Job, run_dir: Path, settings: Mapping[str, str], anew: bool = False
 ) -> None:
-    """Before any rank starts, where one folder has the parts of all. Raises ConfigError, also for
-    a run that would begin anew unless that is asked for."""
+    """Check before any rank starts that a run can resume, where one folder has the shards of all.
+
+    anew: a run without a checkpoint may restart.
+    Raises ConfigError, also for a run that would restart without `anew`.
+    """
     holders = {
         rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
     }

@@ -26,8 +26,13 @@ _NICENESS = 10  # of the thread that writes
 
 
 class Timing:
-    """After which updates one rank saves. from_step: of the checkpoint that this attempt resumes
-    from, 0 for none. last_step: of the run. clock: seconds. every: steps, as rank 0 last said."""
+    """The schedule by which one rank saves.
+
+    from_step: of the checkpoint that this attempt resumes from, 0 for none.
+    last_step: of the run.
+    clock: seconds.
+    every: steps between two checkpoints, as rank 0 last said.
+    """
 
     def __init__(
         self,
@@ -36,9 +41,13 @@ class Timing:
         last_step: int = sys.maxsize,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self.final_step, self.saved_step = settings, last_step, from_step
-        self.every, self.is_due = settings.every_steps, False
-        self._first_step, self._clock = from_step, clock
+        self.settings = settings
+        self.final_step = last_step
+        self.saved_step = from_step
+        self.every = settings.every_steps
+        self.is_due = False
+        self._first_step = from_step
+        self._clock = clock
         self._begun_s = self._saved_s = clock()
         self._next_estimate_s = 30 * settings.every_minutes
 
@@ -46,22 +55,30 @@ class Timing:
         return self.every > 0 and step % self.every == 0
 
     def look(self, step: int) -> bool:
-        """Whether a checkpoint has become due now; it stays due until one is made."""
-        minutes, waited_s = self.settings.every_minutes, self._clock() - self._saved_s
+        """Note whether a checkpoint has become due now, and return it. It stays due until one is
+        made.
+        """
+        minutes = self.settings.every_minutes
+        waited_s = self._clock() - self._saved_s
         is_new = self.is_multiple(step) or (minutes > 0 and waited_s > 60 * minutes)
         self.is_due |= is_new
         return is_new
 
     def saved(self, step: int, is_complete: bool = True) -> None:
-        """A checkpoint was begun; is_complete: and copied."""
-        self._saved_s, self.is_due = self._clock(), False
+        """Note that a checkpoint was begun; is_complete: and copied."""
+        self._saved_s = self._clock()
+        self.is_due = False
         if is_complete:
             self.saved_step = step
 
     def better_every(self, step: int) -> int | None:
-        """The steps in `every_minutes`, from those so far: after half of that time, and each time
-        when twice as long has passed; None if `every` is near it."""
-        minutes, elapsed_s = self.settings.every_minutes, self._clock() - self._begun_s
+        """Estimate how many steps fit into `every_minutes`, from those so far.
+
+        The estimate is made after half of that time, and each time when twice as long has passed.
+        Returns None if `every` is near it.
+        """
+        minutes = self.settings.every_minutes
+        elapsed_s = self._clock() - self._begun_s
         if not minutes or elapsed_s < self._next_estimate_s:
             return None
         self._next_estimate_s = 2 * elapsed_s
@@ -71,8 +88,12 @@ class Timing:
         return None if 0.8 * self.every <= every <= 1.25 * self.every else every
 
     def is_half_way(self, step: int) -> bool:
-        """To the next checkpoint. One by steps may come after the end of the run."""
-        every, minutes = self.every, self.settings.every_minutes
+        """Return whether this is half of the way to the next checkpoint. One by steps may come
+        after the
+        end of the run.
+        """
+        every = self.every
+        minutes = self.settings.every_minutes
         since = step % every if every else 0
         if every and 2 * since >= every - 1 and step - since + every <= self.final_step:
             return True
@@ -99,16 +120,19 @@ def about_part(
 
 
 class CheckpointWriter:
-    """Copies one rank's state, and writes it in a thread of its own. The memory of the copy is
-    kept; it is made in that thread, half way to the first checkpoint, as new memory would stop
-    training for longer than the copy itself.
+    """A writer of one rank's state, in a thread of its own.
 
+    The memory of the copy is kept; it is made in that thread, half way to the first checkpoint, as
+    new memory would stop training for longer than the copy itself.
     about: see about_part.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, about: Mapping[str, Any]) -> None:
-        self.folder, self.rank, self.places = folder, rank, about.get("places")
-        self._about, self._buffer = dict(about), SnapshotBuffer()
+        self.folder = folder
+        self.rank = rank
+        self.places = about.get("places")
+        self._about = dict(about)
+        self._buffer = SnapshotBuffer()
         self.is_writing = self._is_prepared = False
         self._is_needed_now = threading.Event()  # the buffer, however far it is
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -116,6 +140,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def prepare(self, parts: StateTree) -> None:
+        """Have the memory for the next copy made in the background."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -125,7 +150,7 @@ class CheckpointWriter:
             self.later(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
 
     def copy(self, parts: StateTree) -> State:
-        """Raises RuntimeError or MemoryError where there is no room for it."""
+        """Copy the state. Raises RuntimeError or MemoryError where there is no room for it."""
         self._is_prepared = False
         with self._buffer.snapshot():
             return states_of(parts)
@@ -133,8 +158,11 @@ class CheckpointWriter:
     def write(
         self, step: int, state: State, then: Callable[[int | Exception, float], None]
     ) -> None:
-        """Returns at once. then: called in the thread with the bytes, or why there are none, and
-        the seconds that it took."""
+        """Have a state written. Returns at once.
+
+        then: called in the thread with the bytes, or why there are none, and the seconds that it
+            took.
+        """
         self.is_writing = True
 
         def write() -> None:
@@ -152,8 +180,10 @@ class CheckpointWriter:
         self._jobs.put(job)
 
     def wait(self, is_urgent: bool = True) -> None:
-        """Until the thread has done what it was given; unless that is urgent, the next copy's room
-        is prepared to the end too."""
+        """Block until the thread has done what it was given.
+
+        is_urgent: do not wait until the room of the next copy is prepared.
+        """
         if is_urgent:
             self._is_needed_now.set()
         done = threading.Event()

@@ -1,4 +1,4 @@
-"""What one rank of the consumer does: take batches, learn from them, and keep the plan in step
+"""The work of one rank of the consumer: take batches, learn from them, and keep the plan in step
 with the other ranks. Which batches, and what it reports of them, is intake.py.
 """
 
@@ -35,16 +35,25 @@ GO_ON_FILE = "go_on"
 
 
 class ConsumerRun(StatefulTree):
-    """`train()` does all steps. part: what learns."""
+    """The training of one rank of the consumer; `train` does all steps.
+
+    part: what learns.
+    """
 
     own_names = ("step", "taken")
 
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
         job = rank.job
-        self._rank, self._part, self._leads = rank, part, rank.rank == 0
-        self._names, batches = job.cluster.producers, job.training.batches_per_step
-        self.plan = ConsumptionPlan(job.cluster, batches, job.feed, job.max_steps * batches)
-        self._clock, own = StepClock(), rank.place.group_rank
+        self._rank = rank
+        self._part = part
+        self._leads = rank.rank == 0
+        self._names = job.cluster.producers
+        batches = job.training.batches_per_step
+        self.plan = ConsumptionPlan(
+            job.cluster, batches, feed=job.feed, num_batches=job.max_steps * batches
+        )
+        self._clock = StepClock()
+        own = rank.place.group_rank
         self._intake = Intake(job, rank.reporter, self.plan, rank.inbox, own, self._clock)
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
@@ -56,7 +65,9 @@ class ConsumerRun(StatefulTree):
         }  # fmt: skip
 
     def own(self) -> Saved:
-        """Between two steps, once every batch that was ordered is here."""
+        """Return this rank's own state, between two steps, once every batch that was ordered is
+        here.
+        """
         taken = [self._intake.taken[p] for p in range(len(self._names))]
         return {"step": self.num_updates, "taken": packed(taken)}
 
@@ -65,17 +76,20 @@ class ConsumerRun(StatefulTree):
         self.num_updates = whole_number(own, "step")
 
     def load_state_dict(self, state: Saved) -> None:
-        """Before anything arrives. Producers that were lost are there again."""
+        """Take over a state, before anything arrives. Producers that were lost are there again."""
         super().load_state_dict(state)
         for p in self.plan.readmit_lost():
             self._rank.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
-            self._intake.producer(self.num_updates, p, State.ABSENT, what)
+            self._intake.producer(self.num_updates, p, state=State.ABSENT, what=what)
 
     def train(self, checkpoints: Saver) -> bool:
-        """To the end; whether it ended before, as it was asked to. Raises LinkClosed when no
-        producer is left, or one is lost that must not be."""
-        job, last = self._rank.job, self._rank.job.max_steps
+        """Do all steps. Return whether the run ended before, as it was asked to.
+
+        Raises LinkClosed when no producer is left, or one is lost that must not be.
+        """
+        job = self._rank.job
+        last = self._rank.job.max_steps
         wanted = job.feed.min_producers or len(self._names)
         self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
         for step in range(self.num_updates + 1, last + 1):
@@ -90,7 +104,7 @@ class ConsumerRun(StatefulTree):
         return False
 
     def _update(self, step: int, checkpoints: Saver) -> Signal:
-        """Returns what all ranks do after it."""
+        """Make one update. Return what all ranks do after it."""
         while not (agreed := self._attempt(step, checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
@@ -103,16 +117,19 @@ class ConsumerRun(StatefulTree):
             note = self._guard.skip_update(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
-        self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)
+        self._intake.end_step(step, self._rank.other_bytes, sums=sums, is_skipped=not is_finite)
         if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
             self._rank.reporter.note(note)
         return Signal(int(agreed.signal))
 
     def _attempt(self, step: int, checkpoints: Saver) -> Round:
-        """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
-        0 means that nothing came, and the step is to be tried again."""
-        rank, orders = self._rank, self.plan.orders()
+        """Order, take a step's batches, learn, agree. Return the sums over all ranks.
+
+        A weight of 0 means that nothing came, and the step is to be tried again.
+        """
+        rank = self._rank
+        orders = self.plan.orders()
         own = rank.place.group_rank
         rank.inbox.expect([order for order in orders if order.consumer == own])
         if self._leads and orders:
@@ -131,16 +148,17 @@ class ConsumerRun(StatefulTree):
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, torch.zeros(()))
             rank.group.sum(mine.packed)
-        self._move_on(step, mine, checkpoints)
+        self._move_on(step, mine, checkpoints=checkpoints)
         return mine
 
     def _move_on(self, step: int, agreed: Round, checkpoints: Saver) -> None:
+        """Take the changes of a step into the plan, and act on those of producers."""
         changes = self.plan.end_step(agreed)
         if changes:
             self._intake.taken.clear()
         for p, (before, now) in changes.items():
             why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
-            self._intake.changed(step, p, before, now, why_gone)
+            self._intake.changed(step, p, before=before, now=now, why_gone=why_gone)
             if now is State.DEAD:
                 self._lose(p, before, why_gone, checkpoints)
         if self.plan.is_exhausted:
@@ -148,8 +166,12 @@ class ConsumerRun(StatefulTree):
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 
     def _lose(self, p: int, before: State, why: str, checkpoints: Saver) -> None:
-        """Until now a checkpoint needed its part: the plan counted on its batches."""
-        rank, name = self._rank, self._names[p]
+        """Continue without a producer, or raise LinkClosed as feed.on_dead says.
+
+        Until now a checkpoint needed its shard: the plan counted on its batches.
+        """
+        rank = self._rank
+        name = self._names[p]
         for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
             rank.control.out.pop(lost, None)
             checkpoints.lose(lost)
@@ -176,8 +198,10 @@ class ConsumerRun(StatefulTree):
         self._intake.note("continuing")
 
     def _save(self, checkpoints: Saver, signal: Signal) -> bool:
-        """Between two steps; whether the run ends here. All that was ordered arrives first, and
-        the producers save once they have made it."""
+        """Do between two steps what the signal says. Return whether the run ends here.
+
+        All that was ordered arrives first, and the producers save once they have made it.
+        """
         if signal is Signal.GO_ON:
             return checkpoints.after(self.num_updates, signal)
         if self._leads:
@@ -194,14 +218,22 @@ class ConsumerRun(StatefulTree):
 
 
 class ConsumerRank(OneWayRank):
-    """One rank of the cloud that is fed. is_fed: more batches are wanted."""
+    """One rank of the cloud that is fed.
+
+    is_fed: more batches are wanted.
+    """
 
     is_fed = True
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
         layout = self.job.cluster
-        self.inbox = Inbox(layout, self.job.model.max_payload_bytes, self.lives, self.most_waiting)
+        self.inbox = Inbox(
+            layout,
+            self.job.model.max_payload_bytes,
+            lives=self.lives,
+            most_waiting=self.most_waiting,
+        )
         feeding = range(layout.num_consumers, layout.num_ranks)
         for source, rank in enumerate(feeding):
             handlers = {
@@ -219,8 +251,11 @@ class ConsumerRank(OneWayRank):
             self.inbox.set_ended(rank - layout.num_consumers, why)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """Of those that feed it any one, or the last ones, as feed.on_slow says, too; of one that
-        has ended the plan decides."""
+        """Return whether this rank cannot go on without any of these.
+
+        Of those that feed it, it needs any one, or the last ones, as feed.on_slow says. The plan
+        decides about one that has ended.
+        """
         if super().needs(lost) or self.rank:
             return super().needs(lost)
         layout = self.job.cluster
@@ -233,7 +268,7 @@ class ConsumerRank(OneWayRank):
         return bool(are_silent) and needed(are_silent)
 
     def why_gone(self, p: int) -> str:
-        """In the producer's own words where it has left them on this machine."""
+        """Return why a producer is gone, in its own words where it left them on this machine."""
         ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
         failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
@@ -241,30 +276,31 @@ class ConsumerRank(OneWayRank):
 
     @property
     def other_bytes(self) -> int:
-        """What has crossed between clouds besides batches: orders, reports and the like."""
+        """The bytes that crossed between clouds besides batches: orders, reports and the like."""
         kinds = CARRIES.keys() - {Kind.BATCH}
         both = (*self.records, *self.received.values())
         return sum(record.num_bytes[kind] for record in both for kind in kinds)
 
     def send_orders(self, orders: list[Order]) -> None:
+        """Send each source what is ordered of it."""
         for source in dict.fromkeys(order.source for order in orders):
             rows = [order[1:] for order in orders if order.source == source]
             self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
 
     def send_save(self, step: int, is_last: bool) -> None:
-        """After all that was ordered so far."""
+        """Ask the producers to save, after all that was ordered so far."""
         code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
         for source in range(len(self._outs)):
             self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
 
     def send_stop(self) -> None:
-        """No more batches are wanted."""
+        """Tell the producers that no more batches are wanted."""
         self.is_fed = False
         for source in range(len(self._outs)):
             self._send(source, Kind.STOP)
 
     def _send(self, source: int, kind: Kind, *parts: Tensor, step: int = 0) -> None:
-        """A producer that is gone gets nothing; its end is found elsewhere."""
+        """Send to a source. One that is gone gets nothing; its end is found elsewhere."""
         if self.inbox.end_of(self.job.cluster.producer_of[source]):
             return
         try:
@@ -302,7 +338,10 @@ class ConsumerRank(OneWayRank):
         self.leave(checkpoints)
 
     def _await_checkpoint(self, checkpoints: Saver, plan: ConsumptionPlan) -> None:
-        """Until the producers have written theirs; not for one that is stopped or has ended."""
+        """Block until the producers have written their shards, those that are stopped or have
+        ended
+        excepted.
+        """
         checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
         alive = [p for p, state in enumerate(plan.state) if state is not State.DEAD]
@@ -312,11 +351,14 @@ class ConsumerRank(OneWayRank):
             time.sleep(POLL_S)
 
     def _part_from_producers(self) -> None:
-        """They export and go before the evaluation, which may take long, or fail."""
+        """Close the links to the producers, which export and end before the evaluation: that may
+        take
+        long, or fail.
+        """
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
         feeding = range(layout.num_consumers, layout.num_ranks)
-        unheard = self.ends.part_from(feeding, patience_s, self.context.verdict.refused)
+        unheard = self.ends.part_from(feeding, patience_s, refused=self.context.verdict.refused)
         for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
             if not unheard.isdisjoint(layout.ranks_in(cloud)):
                 self.reporter.note(
@@ -330,7 +372,9 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             scores = part.evaluate()
         if scores.values:
-            report_scores(self.reporter, "test", step, scores, {}, started)
+            report_scores(
+                self.reporter, "test", step=step, scores=scores, signature={}, started_s=started
+            )
 
     def _phase(self, name: str) -> None:
         if self.rank == 0:

@@ -61,11 +61,14 @@ class Feed:
 
     @property
     def most_ahead(self) -> int:
-        """run_ahead as a number; see `fitted`."""
+        """The run_ahead as a number; see `fitted`."""
         return self.run_ahead or 8
 
     def fitted(self, layout: OneWayLayout, batches_per_step: int) -> Feed:
-        """With a run_ahead in place of null. Raises ConfigError if these do not fit together."""
+        """Return these settings with a run_ahead in place of null.
+
+        Raises ConfigError if they do not fit together.
+        """
         if batches_per_step % layout.num_consumers:
             raise ConfigError(
                 f"training.batches_per_step is {batches_per_step}, which cannot be divided evenly "
@@ -90,7 +93,7 @@ class Feed:
 
 
 class State(IntEnum):
-    """Of a producer, in the plan of every rank of the consumer."""
+    """The state of a producer, in the plan of every rank of the consumer."""
 
     ABSENT = 0  # not ready yet
     ACTIVE = 1
@@ -112,10 +115,14 @@ class Order(NamedTuple):
 
 
 class Round:
-    """What happened in an attempt at a step: of one rank of the consumer, and, once `packed` is
-    added up, of all. The others are views of it: sums of the consumer's part; in how many ranks a
-    producer is ready, slow, dead; batches consumed and skipped, by source and rank; signal of the
-    first rank, what all do after the step.
+    """The events of an attempt at a step: of one rank of the consumer, and of all once `packed` is
+    added up.
+
+    The others are views of it.
+    sums: of the consumer's part.
+    ready, slow, dead: in how many ranks a producer is so.
+    consumed, skipped: batches, by source and rank.
+    signal: of the first rank, what all do after the step.
     """
 
     def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
@@ -123,19 +130,23 @@ class Round:
         self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
         parts = torch.split(self.packed, sizes)
         self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
-        self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
+        self.consumed = consumed.view(pairs)
+        self.skipped = skipped.view(pairs)
 
 
 _KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_num_used"
 
 
 class ConsumptionPlan(StatefulTree):
-    """num_batches: that the consumer will use in all; only Order.num_planned needs it.
+    """The plan of whose batch is consumed when, the same in every rank of the consumer.
 
-    numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
-    source and rank of the consumer. turns: by producer, what it is owed in batches. promised:
-    Order.num_planned, by producer and number. With order=fixed, slots: by rank of the consumer,
-    the sources of its next batches; surplus: batches that came too late for them, not used yet.
+    num_batches: that the consumer will use in all; only Order.num_planned needs it.
+    numbers: of the last batch ordered, by source; the first is 1.
+    ordered, consumed: batches, by source and rank of the consumer.
+    turns: by producer, what it is owed in batches.
+    promised: Order.num_planned, by producer and number.
+    slots: with order=fixed, by rank of the consumer, the sources of its next batches.
+    surplus: with order=fixed, batches that came too late for their slots, not used yet.
     """
 
     own_names = ("plan", "turns", "promised")
@@ -143,12 +154,15 @@ class ConsumptionPlan(StatefulTree):
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
     ) -> None:
-        self.feed, self.num_consumers = feed, layout.num_consumers
+        self.feed = feed
+        self.num_consumers = layout.num_consumers
         self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
         self.state = [State.ABSENT] * len(layout.producers)
         self.has_started = False  # enough were ready; the run does not wait for those to come
         self.producer_of = layout.producer_of
-        self._sources, self._shares, self._num_batches = layout.sources, layout.shares, num_batches
+        self._sources = layout.sources
+        self._shares = layout.shares
+        self._num_batches = num_batches
         self.turns = [0.0] * len(self.state)
         self.promised: dict[tuple[int, int], int] = {}
         self._used_before = [0] * len(self.state)  # by producer, when the rest was last divided
@@ -161,6 +175,7 @@ class ConsumptionPlan(StatefulTree):
 
     @property
     def active(self) -> list[int]:
+        """The producers that feed."""
         return [p for p, state in enumerate(self.state) if state is State.ACTIVE]
 
     @property
@@ -168,20 +183,27 @@ class ConsumptionPlan(StatefulTree):
         return all(state is State.DEAD for state in self.state)
 
     def round(self, num_sums: int = 0) -> Round:
-        """In which nothing has happened."""
-        return Round(len(self.state), self.ordered.shape, num_sums)
+        """Return a round in which nothing has happened."""
+        return Round(len(self.state), self.ordered.shape, num_sums=num_sums)
 
     def step_slots(self, consumer: int) -> list[int]:
-        """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
-        only if no producer is active: then there is nothing to do but wait."""
+        """Return, with order=fixed, the sources of this rank's next batches, in order.
+
+        They are fewer than per_consumer only if no producer is active: then there is nothing to do
+        but wait.
+        """
         return list(self.slots[consumer])[: self.per_consumer]
 
     def choose(self, ready: Sequence[int], taken: Mapping[int, int]) -> int | None:
-        """order=arrival: the producer to take from, of those with a batch ready: who has given
-        least for its share among those that are able to feed. None = better wait. taken: batches
-        this rank took since a producer last came or went, by producer."""
+        """Return, with order=arrival, the producer to take from; None = better wait.
+
+        It is the one of those with a batch ready that has given least for its share among those
+        that are able to feed.
+        taken: batches this rank took since a producer last came or went, by producer.
+        """
         able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
-        total, whole = sum(taken.get(p, 0) for p in able) + 1, self._together(able) or 1.0
+        total = sum(taken.get(p, 0) for p in able) + 1
+        whole = self._together(able) or 1.0
         ahead = {p: taken.get(p, 0) + 1 - total * self._shares[p] / whole for p in ready}
         if self.feed.on_slow == "wait" and len(able) > 1:
             most = self.feed.most_ahead
@@ -189,7 +211,7 @@ class ConsumptionPlan(StatefulTree):
         return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def orders(self) -> list[Order]:
-        """What to order now, so that the producers never idle and never run too far ahead."""
+        """Return what to order now, so that producers never idle and never run too far ahead."""
         if not self.has_started:
             alive = sum(state is not State.DEAD for state in self.state)
             wanted = self.feed.min_producers or len(self.state)
@@ -202,7 +224,8 @@ class ConsumptionPlan(StatefulTree):
         orders: list[Order] = []
         planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
-            whole, consumer = self._together(active), self._num_slots % self.num_consumers
+            whole = self._together(active)
+            consumer = self._num_slots % self.num_consumers
             owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
             chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
@@ -219,7 +242,7 @@ class ConsumptionPlan(StatefulTree):
             if late:
                 self.surplus[source, consumer] -= 1
             else:
-                orders.append(self._order(chosen, source, consumer))
+                orders.append(self._order(chosen, source, consumer=consumer))
         return orders
 
     def _orders_by_need(self) -> list[Order]:
@@ -236,7 +259,7 @@ class ConsumptionPlan(StatefulTree):
                 room[source] -= 1
                 to_come[consumer] += 1
                 open_[source, consumer] += 1
-                orders.append(self._order(p, source, consumer))
+                orders.append(self._order(p, source, consumer=consumer))
         return orders
 
     def _order(self, p: int, source: int, consumer: int) -> Order:
@@ -246,12 +269,16 @@ class ConsumptionPlan(StatefulTree):
         num_planned = self._promise(p, number)
         if self.numbers[self._sources[p]].min() >= number:
             del self.promised[p, number]
-        return Order(source, number, consumer, num_planned)
+        return Order(source, number, consumer=consumer, num_planned=num_planned)
 
     def _promise(self, p: int, number: int) -> int:
-        """Batches that each rank of an active producer will have made at the end: what it gave,
-        and its share of what is left among those that feed. The same for all ranks that make this
-        number: ranks that average gradients need one learning rate."""
+        """Return the batches that each rank of an active producer will have made at the end: what
+        it gave,
+        and its share of what is left among those that feed.
+
+        It is the same for all ranks that make this number: ranks that average gradients need one
+        learning rate.
+        """
         is_whole = len(self.active) == len(self._shares)
         together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
         num_left = max(0, self._num_batches - self._num_used)
@@ -263,10 +290,12 @@ class ConsumptionPlan(StatefulTree):
         return sum(self._shares[p] for p in producers)
 
     def levelling_orders(self) -> list[Order]:
-        """For nobody: so that all ranks of a producer, which average their gradients, stand at
-        the same number, to save or to end."""
+        """Return orders for nobody, so that all ranks of a producer stand at the same number.
+
+        They average their gradients, and must be level to save or to end.
+        """
         return [
-            Order(source, number, NOBODY, self._promise(p, number))
+            Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number))
             for p, state in enumerate(self.state)
             if state is not State.DEAD
             for source in self._sources[p]
@@ -274,9 +303,12 @@ class ConsumptionPlan(StatefulTree):
         ]
 
     def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
-        """Take in what happened in a step. Returns the producers whose state changed: (before,
-        now). Shares of what is left are divided anew when a producer comes or goes; with
-        order=arrival, where they are not kept, after every step."""
+        """Take in what happened in a step. Return the producers whose state changed: (before,
+        now).
+
+        Shares of what is left are divided again when a producer comes or goes; with order=arrival,
+        where they are not kept, after every step.
+        """
         consumed, skipped = (n.long().numpy() for n in (agreed.consumed, agreed.skipped))
         self.consumed += consumed
         self._num_skipped += int(skipped.sum())
@@ -308,22 +340,26 @@ class ConsumptionPlan(StatefulTree):
         return state
 
     def readmit_lost(self) -> list[int]:
-        """In a resumed run they take part once they are ready. What they owed is not waited for,
-        and their numbers continue. Returns them."""
+        """Let lost producers take part again in a resumed run, once they are ready. Return them.
+
+        What they owed is not waited for, and their numbers continue.
+        """
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
-            self.state[p], sources = State.ABSENT, self._sources[p]
+            self.state[p] = State.ABSENT
+            sources = self._sources[p]
             self.turns[p] = 0.0
             self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
             highest = self.numbers[sources].max()
             self.ordered[sources, 0] += highest - self.numbers[sources]
             self.numbers[sources] = highest
-            self.consumed[sources], self.surplus[sources] = self.ordered[sources], 0
+            self.consumed[sources] = self.ordered[sources]
+            self.surplus[sources] = 0
             self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
         return lost
 
     def own(self) -> Saved:
-        """Between two steps."""
+        """Return the plan's state, between two steps."""
         plan = {name: getattr(self, name) for name in _KEPT}
         plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
         promised = [(*key, number) for key, number in self.promised.items()]
@@ -338,18 +374,19 @@ class ConsumptionPlan(StatefulTree):
             setattr(self, name, plan[name])
         self.state = [State(number) for number in self.state]
         self._counts[:] = plan["counts"]
-        self.numbers, self.turns = self.ordered.sum(1), torch.as_tensor(own["turns"]).tolist()
+        self.numbers = self.ordered.sum(1)
+        self.turns = torch.as_tensor(own["turns"]).tolist()
         self.slots = [deque(slots) for slots in plan["slots"]]
         self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
 
 
 def packed(value: object) -> Tensor:
-    """Numbers in lists and dicts as a value of a state; see `unpacked`."""
+    """Return numbers in lists and dicts as a value of a state; see `unpacked`."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def unpacked(own: Saved, name: str) -> Any:
-    """What was `packed`. Raises ValueError if there is none."""
+    """Return what was `packed`. Raises ValueError if there is none."""
     if not isinstance(value := own.get(name), Tensor):
         raise ValueError(f"a state needs {name!r}, got {sorted(own)}; other settings saved it")
     return json.loads(value.numpy().tobytes())

@@ -32,7 +32,10 @@ POLL_S = 0.2
 
 
 class Arrived(NamedTuple):
-    """num_bytes: on the wire, header included."""
+    """A batch that has come.
+
+    num_bytes: on the wire, header included.
+    """
 
     producer: int
     source: int
@@ -43,7 +46,11 @@ class Arrived(NamedTuple):
 
 @dataclass
 class _Box:
-    """Of one source. due: numbers that were ordered and have not come; ended: why none will."""
+    """The batches and messages of one source.
+
+    due: numbers that were ordered and have not come.
+    ended: why none will come.
+    """
 
     producer: int
     name: str
@@ -57,8 +64,11 @@ class _Box:
 
 
 class Inbox(StatefulTree):
-    """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
-    `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
+    """The batches that have come to one rank. Links fill it from their threads; one thread takes
+    from it.
+
+    lives: of ranks; `wait` notes there what it waits for.
+    most_waiting: batches of a source, which sends none that was not ordered.
 
     Its state has the batches that are here, once all that were ordered have come; a resumed run is
     connected anew.
@@ -67,23 +77,31 @@ class Inbox(StatefulTree):
     own_names = ("batches", "payloads")
 
     def __init__(
-        self, layout: OneWayLayout, max_payload_bytes: int, lives: Mapping[int, PeerLife],
+        self,
+        layout: OneWayLayout,
+        max_payload_bytes: int,
+        lives: Mapping[int, PeerLife],
         most_waiting: int = 1 << 14,
-    ) -> None:  # fmt: skip
-        self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
+    ) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._most_waiting = most_waiting
         self._changed = threading.Condition(threading.RLock())
         self._boxes = []
         for source, p in enumerate(layout.producer_of):
             rank = layout.num_consumers + source
             place = layout.placement(rank)
             name = f"producer {place.cloud!r} (its rank {place.group_rank})"
-            self._boxes.append(_Box(p, name, lives[rank]))
+            self._boxes.append(_Box(p, name, life=lives[rank]))
         self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # from the links
     def put(self, source: int, frame: Frame) -> None:
-        """Raises FrameError for anything but one vector of bytes in the order of its numbers."""
-        number, parts, box = frame.key.step, frame.parts, self._boxes[source]
+        """Take a batch. Raises FrameError for anything but one vector of bytes in the order of its
+        numbers.
+        """
+        number = frame.key.step
+        parts = frame.parts
+        box = self._boxes[source]
         name = f"batch {number} of {box.name}"
         with self._changed:
             if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
@@ -95,15 +113,25 @@ class Inbox(StatefulTree):
                     f"promised, and came after number {box.last_number}"
                 )
             # An order may be known here later than its batch comes, but not without end.
-            due, num = box.due, len(box.waiting)
+            due = box.due
+            num = len(box.waiting)
             if (due and number < due[-1] and number not in due) or num >= self._most_waiting:
                 raise FrameError(
                     f"{name} was not ordered: due are {list(due)[:8]}, and {num} wait here"
                 )
             while due and due[0] <= number:
                 due.popleft()
-            box.last_number, box.heard_at_s = number, time.monotonic()
-            box.waiting.append(Arrived(box.producer, source, number, parts[0], frame.num_bytes))
+            box.last_number = number
+            box.heard_at_s = time.monotonic()
+            box.waiting.append(
+                Arrived(
+                    box.producer,
+                    source,
+                    number=number,
+                    payload=parts[0],
+                    num_bytes=frame.num_bytes,
+                )
+            )
             self._changed.notify_all()
 
     def set_ready(self, source: int, frame: Frame | None = None) -> None:
@@ -118,7 +146,7 @@ class Inbox(StatefulTree):
 
     # from the plan
     def expect(self, orders: Sequence[Order]) -> None:
-        """These are on their way to this rank: from now on silence counts."""
+        """Note that these are on their way to this rank: from now on silence counts."""
         with self._changed:
             for order in orders:
                 box = self._boxes[order.source]
@@ -128,53 +156,60 @@ class Inbox(StatefulTree):
                     box.due.append(order.number)
 
     def readmit(self, producer: int) -> None:
-        """A producer that was lost begins again with what is ordered from now on."""
+        """Restart a producer that was lost with what is ordered from now on."""
         for box in self._of[producer]:
             box.waiting.clear()
             box.due.clear()
 
     # for the training loop
     def is_ready(self, producer: int) -> bool:
-        """All its ranks have said so, and nothing that was ordered is missing."""
+        """Return whether all ranks of a producer have said so, and nothing that was ordered is
+        missing.
+        """
         return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
-        """Ever, or it was refused."""
+        """Return whether a producer was ever ready, or was refused."""
         return all(box.is_ready for box in self._of[producer])
 
     def end_of(self, producer: int) -> str:
-        """Why nothing more can come from it; empty while something can. A producer ends with the
-        first of its ranks."""
+        """Return why nothing more can come from a producer; empty while something can.
+
+        A producer ends with the first of its ranks.
+        """
         return next((box.ended for box in self._of[producer] if box.ended), "")
 
     def silent_s(self, producer: int) -> float:
-        """How long it has been silent although something was ordered; 0 if nothing is due."""
+        """Return how long a producer has been silent although something was ordered; 0 if nothing
+        is
+        due.
+        """
         heard = [box.heard_at_s for box in self._of[producer] if box.due]
         return time.monotonic() - min(heard) if heard else 0.0
 
     @property
     def due(self) -> list[int]:
-        """Producers of which something that was ordered has not come, and may."""
+        """The producers that owe something that was ordered, and may still send it."""
         owing = sorted({box.producer for box in self._boxes if box.due})
         return [p for p in owing if not self.end_of(p)]
 
     @property
     def filled(self) -> list[int]:
-        """Sources of which there are batches."""
+        """The sources of which there are batches."""
         return [source for source, box in enumerate(self._boxes) if box.waiting]
 
     @property
     def here(self) -> list[int]:
-        """Producers of which there are batches."""
+        """The producers of which there are batches."""
         return sorted({self._boxes[source].producer for source in self.filled})
 
     def next_of(self, sources: Iterable[int]) -> Arrived | None:
-        """The unused batch with the lowest number of any of these; None if there is none."""
+        """Return the unused batch with the lowest number of any of these; None: there is none."""
         heads = [self._boxes[source].waiting for source in sources if source in self.filled]
         return min(heads, key=lambda waiting: waiting[0].number).popleft() if heads else None
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """Until something has changed such that `until()` holds, or the time is over."""
+        """Block until something has changed such that `until()` holds, or the time is over."""
         with ExitStack() as stack:
             for life, message in self._awaited():
                 stack.enter_context(life.awaiting(message))
@@ -182,7 +217,9 @@ class Inbox(StatefulTree):
                 self._changed.wait_for(until, timeout_s)
 
     def _awaited(self) -> list[tuple[PeerLife, str]]:
-        """Batches that are due; if none is, that who is not ready says it is."""
+        """Return what is awaited: batches that are due; if none is, the readiness of those not
+        ready.
+        """
         with self._changed:
             there = [box for box in self._boxes if not box.ended]
             batches = [(box.life, f"batch {box.due[0]}") for box in there if box.due]
@@ -198,7 +235,7 @@ class Inbox(StatefulTree):
             return {"batches": batches, "payloads": torch.cat(payloads)}
 
     def take(self, own: Saved) -> None:
-        """Before anything arrives. Raises ValueError for the state of other sources."""
+        """Take over a state before anything arrives. Raises ValueError for other sources."""
         last_numbers, rows = unpacked(own, "batches")
         pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, _, size, _ in rows])
         for box, last_number in zip(self._boxes, last_numbers, strict=True):
@@ -206,14 +243,26 @@ class Inbox(StatefulTree):
             box.waiting.clear()
         for (source, number, _, num_bytes), payload in zip(rows, pieces, strict=True):
             box = self._boxes[source]
-            box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
+            box.waiting.append(
+                Arrived(
+                    box.producer,
+                    source,
+                    number=number,
+                    payload=payload.clone(),
+                    num_bytes=num_bytes,
+                )
+            )
 
 
 @dataclass
 class Intake:
-    """Of one rank of the consumer; the first one speaks of the producers, and of sums over all.
-    taken: batches by producer, since one last came or went. used, skipped: of this step so far,
-    batches, and by name of the producer how many it did without."""
+    """The intake of one rank of the consumer; the first one reports on producers and sums over
+    all.
+
+    taken: batches by producer, since one last came or went.
+    used: batches of this step so far.
+    skipped: by name of the producer, how many batches this step did without.
+    """
 
     job: OneWayExperiment
     reporter: Reporter
@@ -228,7 +277,10 @@ class Intake:
     _noted_slow: set[int] = field(default_factory=set)
 
     def collect(self, step: int, mine: Round) -> list[Arrived]:
-        """Of this rank, for a step; noted in `mine` with those that did not come in time."""
+        """Return the batches of this rank for a step. They are noted in `mine`, with those that
+        did not
+        come in time.
+        """
         arrived: list[Arrived] = []
         late: Counter[int] = Counter()  # by source
         self._look_for_slow(step)
@@ -256,7 +308,9 @@ class Intake:
         return arrived
 
     def await_ordered(self) -> list[int]:
-        """All that was ordered. Returns producers that are too slow to wait for."""
+        """Block until all that was ordered is here. Return producers that are too slow to wait
+        for.
+        """
         with self.clock.during("wait"):
             while due := self.inbox.due:
                 if slow := [p for p in due if self._is_left_out(p)]:
@@ -265,7 +319,7 @@ class Intake:
         return []
 
     def look(self, mine: Round) -> None:
-        """Which producers are ready, slow, gone."""
+        """Note which producers are ready, slow, gone."""
         for p in range(len(self.plan.state)):
             mine.ready[p] = self.inbox.is_ready(p)
             mine.slow[p] = self._is_left_out(p)
@@ -276,8 +330,9 @@ class Intake:
         return feed.on_slow == "redistribute" and self.inbox.silent_s(p) > feed.slow_after_s
 
     def _await(self, step: int, source: int) -> Arrived | None:
-        """The next batch of a source; None if it is too slow, or gone and used up."""
-        p, inbox = self.plan.producer_of[source], self.inbox
+        """Return the next batch of a source; None if it is too slow, or gone and used up."""
+        p = self.plan.producer_of[source]
+        inbox = self.inbox
         while True:
             has_ended = bool(inbox.end_of(p))  # first: what came before the end is still taken
             if (arrived := inbox.next_of([source])) is not None:
@@ -290,10 +345,14 @@ class Intake:
             inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
 
     def _await_any(self, step: int) -> Arrived | None:
-        """A batch of whoever has one, nearest to the shares; None if nothing more will come."""
-        inbox, sources = self.inbox, self.job.cluster.sources
+        """Return a batch of whoever has one, nearest to the shares; None if nothing more will
+        come.
+        """
+        inbox = self.inbox
+        sources = self.job.cluster.sources
         while True:
-            due, here = inbox.due, inbox.here
+            due = inbox.due
+            here = inbox.here
             if (chosen := self.plan.choose(here, self.taken)) is not None:
                 return inbox.next_of(sources[chosen])
             self._look_for_slow(step)
@@ -303,23 +362,27 @@ class Intake:
             inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
 
     def _await_a_change(self) -> None:
-        inbox, states = self.inbox, enumerate(self.plan.state)
+        inbox = self.inbox
+        states = enumerate(self.plan.state)
         idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
         inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
 
     def _look_for_slow(self, step: int) -> None:
-        """Where the run waits for a slow producer, say so once, and when it sends again; elsewhere
-        the plan does."""
-        inbox, feed = self.inbox, self.plan.feed
+        """Say once that the run waits for a slow producer, and when it sends again.
+
+        Where the run does not wait, the plan says so.
+        """
+        inbox = self.inbox
+        feed = self.plan.feed
         if feed.on_slow != "wait":
             return
         active = [p for p in self.plan.active if not inbox.end_of(p)]
         slow = {p for p in active if inbox.silent_s(p) > feed.slow_after_s}
         for p in sorted(slow - self._noted_slow):
             what = f"{self._silent}; waiting for it (feed.on_slow=wait)"
-            self.producer(step, p, State.SLOW, what)
+            self.producer(step, p, state=State.SLOW, what=what)
         for p in sorted(self._noted_slow - slow):
-            self.producer(step, p, State.ACTIVE, "sends again")
+            self.producer(step, p, state=State.ACTIVE, what="sends again")
         self._noted_slow = slow
 
     @property
@@ -341,7 +404,10 @@ class Intake:
             self.reporter.note(f"producer {name} {what} (step {step})")
 
     def changed(self, step: int, p: int, before: State, now: State, why_gone: str) -> None:
-        """why_gone: of a dead one."""
+        """Report a change of a producer's state.
+
+        why_gone: of a dead one.
+        """
         others = [self._names[q] for q in self.plan.active if q != p]
         over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
         what = "is ready" if before is State.ABSENT else "has caught up"
@@ -349,12 +415,16 @@ class Intake:
             what = self._silent + over
         elif now is State.DEAD:
             what = f"is gone ({why_gone}){over if self.job.feed.on_dead != 'stop' else ''}"
-        self.producer(step, p, now, what)
+        self.producer(step, p, state=now, what=what)
 
     def end_step(
         self, step: int, other_bytes: int, sums: Mapping[str, float], is_skipped: bool
     ) -> None:
-        """sums: over all ranks. other_bytes: sent and received so far besides batches."""
+        """Report a step.
+
+        other_bytes: sent and received so far besides batches.
+        sums: over all ranks.
+        """
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}
         layout = self.job.cluster
@@ -374,9 +444,12 @@ class Intake:
             "line_s": line_s,
         }
         if self.group_rank == 0:
-            event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
+            event["samples"] = round(sums["samples"])
+            event["tokens"] = round(sums["tokens"])
             if not is_skipped:
                 event["loss"] = sums["loss_sum"] / sums["weight"]
                 event["values"] = precision_recall(sums)
         self.reporter.event("step", **event)
-        self._other_bytes, self.used, self.skipped = other_bytes, [], Counter()
+        self._other_bytes = other_bytes
+        self.used = []
+        self.skipped = Counter()

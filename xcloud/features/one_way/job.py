@@ -1,5 +1,5 @@
 """OneWayExperiment: the one frozen object that describes a one-way job, in which several clouds
-feed one with integers. Its file is read and checked like any experiment's (config.py).
+feed one with integers. Its file is read and checked like any experiment's (job/config.py).
 
 How the figures of its summary are made, beside those of any run (record/summary.py):
 - A step is the consumer's; its time and the waiting of the consumer (starvation) are of its ranks.
@@ -51,7 +51,7 @@ class OneWayTraining:
 
 @settings(kw_only=True)
 class OneWayExperiment(Job):
-    """Who feeds whom, how it trains and what is written down.
+    """A one-way job: who feeds whom, how it trains and what is written down.
 
     model: generators and what they feed.
     feed: how the consumer takes batches from its producers.
@@ -84,29 +84,40 @@ class OneWayExperiment(Job):
 
     @property
     def labels(self) -> Labels:
-        """Nothing is compressed: only packed integers cross."""
+        """The names of the job. Nothing is compressed: only packed integers cross."""
         schedule = f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
         return Labels(
-            self.feed.order, "ids" if self.cluster.crosses_clouds else "off", schedule,
-            (self.model.describe(), self.cluster.describe(), schedule),
-        )  # fmt: skip
+            self.feed.order,
+            "ids" if self.cluster.crosses_clouds else "off",
+            schedule=schedule,
+            described=(self.model.describe(), self.cluster.describe(), schedule),
+        )
 
     # Ids cross as they are: a defence would have to change the text itself, and what they reveal
     # is no matter of measuring (docs/pretraining.md). So no defences and no leak meter.
 
     @property
     def roster(self) -> Roster:
-        layout, everyone = self.cluster, super().roster.saving
-        consumers, nobody = frozenset(range(layout.num_consumers)), frozenset[int]()
+        layout = self.cluster
+        everyone = super().roster.saving
+        consumers = frozenset(range(layout.num_consumers))
+        nobody = frozenset[int]()
         essential = frozenset(layout.ranks_in(layout.consumer))
         return Roster(
-            everyone if self.feed.on_dead == "stop" else essential, everyone,
-            {"loss": nobody, "quality": nobody, "step": consumers, "fed": everyone - consumers},
-        )  # fmt: skip
+            everyone if self.feed.on_dead == "stop" else essential,
+            everyone,
+            may_report={
+                "loss": nobody,
+                "quality": nobody,
+                "step": consumers,
+                "fed": everyone - consumers,
+            },
+        )
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
-        """Whole producers, where feed.min_producers says that the others suffice."""
-        layout, wanted = self.cluster, self.feed.min_producers
+        """Return whole producers, where feed.min_producers says that the others suffice."""
+        layout = self.cluster
+        wanted = self.feed.min_producers
         lost = [name for name in layout.clouds if ranks & set(layout.ranks_in(name))]
         suffice = wanted is not None and len(layout.producers) - len(lost) >= wanted
         if self.feed.on_dead == "stop" or layout.consumer in lost or not suffice:
@@ -122,7 +133,7 @@ class OneWayExperiment(Job):
 
 
 class FeedCollector(StepCollector):
-    """Steps of the consumer, with the producers' seconds since the step before."""
+    """A collector of the consumer's steps, with the producers' seconds since the step before."""
 
     def __init__(self, layout: OneWayLayout) -> None:
         super().__init__(layout.num_consumers)
@@ -146,7 +157,7 @@ class FeedCollector(StepCollector):
 
 
 class OneWayStatistics(RunStatistics):
-    """Figures of a run, and what each producer had in it."""
+    """The figures of a run, and what each producer had in it."""
 
     def __init__(self, layout: OneWayLayout) -> None:
         self._feed = FeedCollector(layout)
@@ -171,26 +182,28 @@ class OneWayStatistics(RunStatistics):
         return sums
 
     def num_skipped(self) -> int:
-        """The consumer's updates; a producer's are its own."""
+        """Return how many updates the consumer skipped; a producer's are its own."""
         return sum(event["cloud"] not in self._shares for event in self.events("skipped_update"))
 
     def summary(self, **facts: Any) -> Summary:
         summary = super().summary(**facts)
         steps = self.steps
-        line_s, elapsed_s = steps.sums("line_s"), sum(steps["step_s"])
+        line_s = steps.sums("line_s")
+        elapsed_s = sum(steps["step_s"])
         use = {name: ratio(line_s.get(name) or None, elapsed_s) for name in self._shares}
         busiest = max((u for u in use.values() if u is not None), default=None)
         summary["link_utilisation"] = {"forward": busiest, "backward": None}
-        taken, skipped = Counter(steps.sums("taken")), Counter(steps.sums("skipped"))
+        taken = Counter(steps.sums("taken"))
+        skipped = Counter(steps.sums("skipped"))
         num_bytes = sum(steps.sums("fed_bytes").values())
         summary["feed"] = {
-            "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), 4),
+            "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), digits=4),
             "num_batches": int(taken.total()),
             "num_skipped": int(skipped.total()),
             "producers": {
                 name: {
                     "share": round(share, 4),
-                    "share_taken": ratio(taken[name] or None, taken.total(), 4),
+                    "share_taken": ratio(taken[name] or None, taken.total(), digits=4),
                     "num_batches": int(taken[name]),
                     "num_skipped": int(skipped[name]),
                     "link_utilisation": use[name],
@@ -211,7 +224,7 @@ class OneWayStatistics(RunStatistics):
             "num_skipped_updates": own["skipped_update"],
             "loss": self._loss.get(name),
             **{
-                f"{kind}_per_batch": ratio(self._made[kind, name] or None, made, 6)
+                f"{kind}_per_batch": ratio(self._made[kind, name] or None, made, digits=6)
                 for kind in ("compute_s", "waiting_s")
             },
             "state": states[-1] if states else "absent",

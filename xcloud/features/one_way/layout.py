@@ -34,8 +34,11 @@ class OneWayCloud:
 
 @dataclass(frozen=True)
 class OneWayPlacement:
-    """producer: number of its cloud among the producers; None in the consumer. group_rank: among
-    the group_size ranks of its cloud."""
+    """The place of a rank in a one-way job.
+
+    producer: number of its cloud among the producers; None in the consumer.
+    group_rank: among the group_size ranks of its cloud.
+    """
 
     rank: int
     cloud: str
@@ -81,39 +84,45 @@ class OneWayLayout(Layout):
 
     @property
     def consumer(self) -> str:
+        """The name of the cloud that is fed."""
         return next(iter(self.clouds))
 
     @property
     def producers(self) -> tuple[str, ...]:
+        """The names of the clouds that feed."""
         return tuple(self.clouds)[1:]
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each producer; they add up to 1."""
+        """The share of each producer; they add up to 1."""
         shares = [self.clouds[name].share or 0.0 for name in self.producers]
         return tuple(share / sum(shares) for share in shares)
 
     @property
     def num_consumers(self) -> int:
-        """Ranks of the consumer, which are the first ranks of the job."""
+        """The number of ranks of the consumer, which are the first ranks of the job."""
         return self.clouds[self.consumer].num_ranks
 
     @cached_property
     def sources(self) -> tuple[range, ...]:
-        """Of each producer its ranks, by their number among those that feed."""
-        first, ranks = self.num_consumers, map(self.ranks_in, self.producers)
+        """The ranks of each producer, by their number among those that feed."""
+        first = self.num_consumers
+        ranks = map(self.ranks_in, self.producers)
         return tuple(range(own[0] - first, own[-1] - first + 1) for own in ranks)
 
     @cached_property
     def producer_of(self) -> tuple[int, ...]:
-        """By source."""
+        """The producer of each source."""
         return tuple(p for p, sources in enumerate(self.sources) for _ in sources)
 
     def placement(self, rank: int) -> OneWayPlacement:
-        name, source = self.cloud_of(rank), rank - self.num_consumers
+        name = self.cloud_of(rank)
+        source = rank - self.num_consumers
         ranks = self.ranks_in(name)
         producer = None if source < 0 else self.producer_of[source]
-        return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
+        return OneWayPlacement(
+            rank, name, producer=producer, group_rank=ranks.index(rank), group_size=len(ranks)
+        )
 
     @property
     def crosses_clouds(self) -> bool:

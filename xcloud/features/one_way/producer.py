@@ -1,4 +1,4 @@
-"""What one rank of a producer does: make what was ordered, send it, learn from its own loss, and
+"""The work of one rank of a producer: make what was ordered, send it, learn from its own loss, and
 wait when nothing is ordered. It gets nothing from the consumer but orders.
 """
 
@@ -33,34 +33,51 @@ from xcloud.record.reporter import FLUSH_EVERY_S
 
 
 class SaveNow(NamedTuple):
-    """Between two batches: save the state after step `step` of the consumer."""
+    """A request to save, between two batches, the state after step `step` of the consumer."""
 
     step: int
     code: int
 
 
 class OrderBook:
-    """What is ordered of one rank of a producer. `take_*` are handlers of a link, and raise
-    FrameError for what no consumer sends. num_consumers: ranks that a batch may be for.
-    most_waiting: orders not begun; most_number: of a batch. source: this rank."""
+    """The orders of one rank of a producer. `take_*` are handlers of a link, and raise FrameError
+    for
+    what no consumer sends.
+
+    num_consumers: ranks that a batch may be for.
+    most_waiting: orders not begun.
+    most_number: of a batch.
+    source: this rank.
+    """
 
     def __init__(
-        self, consumer: PeerLife | None = None, num_consumers: int = 1,
-        most_waiting: int = 1 << 14, most_number: int = 1 << 30, source: int = 0,
-    ) -> None:  # fmt: skip
-        self.consumer, self.num_consumers = consumer or PeerLife(), num_consumers
-        self.most_waiting, self.most_number, self.source = most_waiting, most_number, source
-        self.is_stopped, self._last = False, 0  # number ordered
+        self,
+        consumer: PeerLife | None = None,
+        num_consumers: int = 1,
+        most_waiting: int = 1 << 14,
+        most_number: int = 1 << 30,
+        source: int = 0,
+    ) -> None:
+        self.consumer = consumer or PeerLife()
+        self.num_consumers = num_consumers
+        self.most_waiting = most_waiting
+        self.most_number = most_number
+        self.source = source
+        self.is_stopped = False
+        self._last = 0  # number ordered
         self._for_nobody = set[int]()  # of these some rank may still want the batch
         self._waiting = queue.SimpleQueue[Order | SaveNow | LinkError | None]()
 
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
-        """Batch `number` was made before the run went on, and is kept if it was for nobody."""
+        """Begin after batch `number`, which was made before the run resumed.
+
+        for_nobody: batches that are kept, as they were made for nobody.
+        """
         self._last = max(self._last, number)
         self._for_nobody.update(for_nobody)
 
     def take_orders(self, frame: Frame) -> None:
-        """int32 [N, 3]. What was ordered for nobody may be ordered again."""
+        """Take orders, int32 [N, 3]. What was ordered for nobody may be ordered again."""
         part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
         if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
             found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
@@ -90,17 +107,18 @@ class OrderBook:
             self._put(order)
 
     def take_stop(self, frame: Frame) -> None:
-        """All ranks of the cloud have been ordered the same numbers."""
+        """Take the stop. All ranks of the cloud have been ordered the same numbers."""
         if self.is_stopped or frame.parts:
             raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
         self.is_stopped = True
         self._waiting.put(None)
 
     def take_save(self, frame: Frame) -> None:
-        """After everything that was ordered so far."""
+        """Take a request to save after everything that was ordered so far."""
         self._put(SaveNow(frame.key.step, code_of(frame, 0)))
 
     def take_end(self, reason: LinkError) -> None:
+        """Take the end of the link."""
         self._waiting.put(reason)
 
     def _put(self, item: Order | SaveNow) -> None:
@@ -109,7 +127,11 @@ class OrderBook:
         self._waiting.put(item)
 
     def next(self, may_drop: bool) -> Order | SaveNow | None:
-        """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it."""
+        """Return the next order or request; None if no more is wanted.
+
+        may_drop: end with the stop, whatever was ordered before it.
+        Raises the reason where the link has ended.
+        """
         with self.consumer.awaiting(f"orders after batch {self._last}"):
             item = self._waiting.get()
         if may_drop and self.is_stopped:
@@ -120,13 +142,18 @@ class OrderBook:
 
 
 class ProducerRun(StatefulTree):
-    """Makes and learns every number in turn. number: of the last batch learned from. kept:
-    payloads made for nobody, which may still be wanted, by number."""
+    """The training of one rank of a producer, which makes and learns every number in turn.
+
+    number: of the last batch learned from.
+    kept: payloads made for nobody, which may still be wanted, by number.
+    """
 
     own_names = ("number", "num_planned", "kept", "payloads")
 
     def __init__(self, rank: ProducerRank, part: Producer, name: str) -> None:
-        self._rank, self.part, self.name = rank, part, name
+        self._rank = rank
+        self.part = part
+        self.name = name
         self._guard = rank.divergence_guard()
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
@@ -138,10 +165,14 @@ class ProducerRun(StatefulTree):
         self._losses: list[float] = []  # of the batches learned from
 
     def feed(self, checkpoints: Saver) -> bool:
-        """Until the consumer wants no more; what is ordered and not begun is made only where ranks
-        that average gradients must end with the same batch. Returns whether the run ends early.
-        Raises LinkClosed if the consumer is gone."""
-        is_stopped, averages = False, self._buffer is not None and self._rank.group.group_size > 1
+        """Carry out orders until the consumer wants no more. Return whether the run ends early.
+
+        What is ordered and not begun is made only where ranks that average gradients must end with
+        the same batch.
+        Raises LinkClosed if the consumer is gone.
+        """
+        is_stopped = False
+        averages = self._buffer is not None and self._rank.group.group_size > 1
         while True:
             with self._clock.during("wait"):
                 order = self._rank.orders.next(may_drop=not averages)
@@ -159,7 +190,7 @@ class ProducerRun(StatefulTree):
         return {"part": self.part, "guard": self._guard}
 
     def own(self) -> State:
-        """Between two batches."""
+        """Return this rank's own state, between two batches."""
         return {
             "number": self.number,
             "num_planned": self._num_planned,
@@ -201,7 +232,8 @@ class ProducerRun(StatefulTree):
         return fed
 
     def _learn(self, number: int, fed: Fed) -> None:
-        loss, group = fed.loss, self._rank.group
+        loss = fed.loss
+        group = self._rank.group
         is_finite = math.isfinite(loss)
         if self._buffer is not None:
             with self._clock.during("average"):
@@ -244,10 +276,17 @@ class ProducerRank(OneWayRank):
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        job, consumers = self.job, range(self.job.cluster.num_consumers)
+        job = self.job
+        consumers = range(self.job.cluster.num_consumers)
         most = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
         source = self.rank - len(consumers)
-        self.orders = OrderBook(self.lives[0], len(consumers), self.most_waiting, most, source)
+        self.orders = OrderBook(
+            self.lives[0],
+            len(consumers),
+            most_waiting=self.most_waiting,
+            most_number=most,
+            source=source,
+        )
         self._outs = [self.out("batches", consumer) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
@@ -256,6 +295,7 @@ class ProducerRank(OneWayRank):
         self.incoming("orders", 0, handlers, self.orders.take_end)
 
     def say_ready(self) -> None:
+        """Tell every rank of the consumer that this one is ready."""
         for out in self._outs:
             out.send(MessageKey(Kind.READY), ())
 
@@ -264,7 +304,8 @@ class ProducerRank(OneWayRank):
         self._outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
 
     def run(self) -> None:
-        job, place = self.job, self.place
+        job = self.job
+        place = self.place
         assert place.producer is not None
         # Batches that each rank will make if every cloud keeps to its share.
         wanted = job.max_steps * job.training.batches_per_step * job.cluster.shares[place.producer]
@@ -272,7 +313,7 @@ class ProducerRank(OneWayRank):
             part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
         if place.group_rank == 0:  # the ranks of a cloud read the same texts
             report_cuts(self.reporter, part.num_cut)
-        run = ProducerRun(self, part, place.cloud)
+        run = ProducerRun(self, part, name=place.cloud)
         checkpoints = self.restored({"producer": run}, part.own_digests())
         self.orders.begin_after(run.number, run.kept)
         ready_file(self.context.run_dir, self.rank).touch()

@@ -1,6 +1,6 @@
-"""What the ranks of producers and of the consumer share in a one-way job. Batches go from every
-rank of a producer to every rank of the consumer, orders from the consumer's first rank to every
-producer; reports, checkpoints and heartbeats through the star around rank 0 of any job.
+"""The common part of the ranks of producers and of the consumer in a one-way job. Batches go from
+every rank of a producer to every rank of the consumer, orders from the consumer's first rank to
+every producer; reports, checkpoints and heartbeats through the star around rank 0 of any job.
 
 The consumer must outlive any producer: there is no collective over both, only over the ranks of
 one cloud, and each point-to-point link ends alone.
@@ -48,8 +48,10 @@ CARRIES = {
 
 
 class OneWayEnds(Ends):
-    """Ranks leave one by one. received: by sender, what this rank took of another cloud, if
-    `keeps_record`."""
+    """The link ends of a rank in a job that ranks leave one by one.
+
+    received: by sender, what this rank took of another cloud, if `keeps_record`.
+    """
 
     def __init__(self, *ends: Any, keeps_record: bool = False) -> None:
         super().__init__(*ends)
@@ -57,18 +59,27 @@ class OneWayEnds(Ends):
         self.received: dict[int, LinkRecord] = {}
 
     def incoming(
-        self, line: str, peer: int, capacity_bytes: int, window: LinkWindow,
-        handlers: Handlers | None = None, *rest: Any, **named: Any,
-    ) -> ReceivingEnd:  # fmt: skip
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        window: LinkWindow,
+        handlers: Handlers | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> ReceivingEnd:
         if self._keeps_record and self.leaves_cloud(peer):
-            link = LinkName(CONTROL, peer, self.rank)
+            link = LinkName(CONTROL, peer, receiver=self.rank)
             here = self.layout.placement(self.rank).cloud
-            record, taken = self.received.setdefault(peer, LinkRecord(link, here)), handlers or {}
-            handlers = {kind: noting(record, CARRIES[kind], t) for kind, t in taken.items()}
+            record = self.received.setdefault(peer, LinkRecord(link, here))
+            taken = handlers or {}
+            handlers = {
+                kind: noting(record, CARRIES[kind], handler=t) for kind, t in taken.items()
+            }
         return super().incoming(line, peer, capacity_bytes, window, handlers, *rest, **named)
 
     def await_goodbye(self, peer: int) -> None:
-        """As long as it sends heartbeats. Raises LinkTimeout."""
+        """Wait until a peer closes its link, while it sends heartbeats. Raises LinkTimeout."""
         for other, end in self._ends:
             if other == peer and isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
@@ -76,9 +87,13 @@ class OneWayEnds(Ends):
     def part_from(
         self, peers: Sequence[int], patience_s: float, refused: Sequence[int] = ()
     ) -> set[int]:
-        """Deliver everything to these and say goodbye, then hear theirs, as long as they send
-        heartbeats; one that was refused, or has not answered, is not waited for. Returns those
-        that said none."""
+        """Deliver everything to these peers and close the links, then wait for them to close
+        theirs.
+
+        patience_s: seconds; a peer that sends heartbeats is waited for. One that was refused, or
+            has not answered, is not.
+        Returns the peers that did not close their links.
+        """
         theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
         unheard = set[int]()
         for kind in (SendingEnd, ReceivingEnd):
@@ -97,8 +112,11 @@ class OneWayEnds(Ends):
 def noting(
     record: LinkRecord, carries: Sequence[str], handler: Callable[[Frame], None]
 ) -> Callable[[Frame], None]:
-    """The handler; what it takes is noted. What it refuses is not, nor what has other parts: it
-    carries nothing that has a name."""
+    """Return the handler, with what it takes noted in `record`.
+
+    What it refuses is not noted, nor a message with another number of tensors: it carries nothing
+    that has a name.
+    """
 
     def take(frame: Frame) -> None:
         kind = frame.key.kind
@@ -107,18 +125,22 @@ def noting(
                 f"a {kind.name.lower()} has {len(frame.parts)} parts, expected {len(carries)}"
             )
         handler(frame)
-        record.note(kind, frame.parts, carries, frame.num_bytes)
+        record.note(kind, frame.parts, carries=carries, num_bytes=frame.num_bytes)
 
     return take
 
 
 class OneWayRank(Role[OneWayExperiment]):
-    """computing: held by the one rank that computes where all are in one process. most_waiting:
-    batches ordered or waiting at one source, late ones too."""
+    """A rank of a one-way job.
+
+    computing: held by the one rank that computes where all are in one process.
+    most_waiting: batches ordered or waiting at one source, late ones too.
+    """
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        layout, most_ahead = self.job.cluster, self.job.feed.most_ahead
+        layout = self.job.cluster
+        most_ahead = self.job.feed.most_ahead
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
         self.ends = ends = OneWayEnds(
@@ -128,13 +150,16 @@ class OneWayRank(Role[OneWayExperiment]):
         groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
         (self.group,) = (group for group in groups if group is not None)
         self.most_waiting = 4 * most_ahead + 64
-        batch_bytes, order_bytes = self.job.model.max_payload_bytes, 2 * _ORDER_BYTES * most_ahead
+        batch_bytes = self.job.model.max_payload_bytes
+        order_bytes = 2 * _ORDER_BYTES * most_ahead
         self._lines = {}  # capacity and window
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
             capacity = num_bytes + FRAME_SLACK_BYTES
             self._lines[line] = capacity, ends.window(most_ahead + _MORE_AHEAD, capacity)
         self.control: Control = join_control(ends, context.on_report)
-        self.lives, self.records, self.received = ends.lives, ends.records, ends.received
+        self.lives = ends.lives
+        self.records = ends.records
+        self.received = ends.received
         self.memory = MemoryMeter(context.device)
 
     def out(self, line: str, peer: int) -> SendingEnd:
@@ -150,13 +175,21 @@ class OneWayRank(Role[OneWayExperiment]):
         return DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
 
     def building(self, num_steps: int) -> OneWayContext:
-        job, place = self.job, self.place
+        """Return the context in which the model builds this rank's part."""
+        job = self.job
+        place = self.place
         return OneWayContext(
-            seed=job.seed, device=self.context.device, cache_dir=job.cache_path,
-            report=self.reporter.remark, group_rank=place.group_rank, barrier=self.group.barrier,
-            num_steps=num_steps, producers=job.cluster.producers, cloud=place.cloud,
+            seed=job.seed,
+            device=self.context.device,
+            cache_dir=job.cache_path,
+            report=self.reporter.remark,
+            group_rank=place.group_rank,
+            barrier=self.group.barrier,
+            num_steps=num_steps,
+            producers=job.cluster.producers,
+            cloud=place.cloud,
             group_size=place.group_size,
-        )  # fmt: skip
+        )
 
     def restored(self, states: StateTree, digests: Mapping[str, str]) -> Saver:
         """Return what saves these states, which take over what the ranks go on from.
@@ -167,7 +200,7 @@ class OneWayRank(Role[OneWayExperiment]):
 
     @contextmanager
     def computing_in(self, clock: StepClock, what: What) -> Iterator[None]:
-        """Once it is this rank's turn, which it waits for."""
+        """Wait for this rank's turn to compute, and hold it while the block lasts."""
         with ExitStack() as stack:
             with clock.during("wait"):
                 stack.enter_context(self.computing)
@@ -175,7 +208,7 @@ class OneWayRank(Role[OneWayExperiment]):
                 yield
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Of what was trained, by the first rank of the cloud, if the run has come to its end."""
+        """Write what was trained, in the first rank of the cloud, if the run is finished."""
         if self.group.leads and not self.is_stopped:
             with exporting(self.context.run_dir), self.computing:
                 write(self.context.run_dir)
@@ -187,8 +220,10 @@ class OneWayRank(Role[OneWayExperiment]):
         self.reporter.event("memory", **self.memory.describe(modules, moments))
 
     def leave(self, checkpoints: Saver) -> None:
-        """Once this rank has nothing more to do. What counts as a checkpoint rank 0 says before
-        its goodbye."""
+        """End this rank, which has nothing more to do.
+
+        Rank 0 says what counts as a checkpoint before it closes its links.
+        """
         if self.rank != 0:
             self.ends.await_goodbye(0)
         checkpoints.close(is_finished=not self.is_stopped)

@@ -1,5 +1,5 @@
-"""One value of each tensor for all replicas, over the links between clouds. Which tensors, when,
-and what is done with the result is for those who call it.
+"""Averagers, which bring one value of each tensor to all replicas, over links between clouds.
+Which tensors, when, and what is done with the result is for those who call them.
 
 Shapes: R replicas.
 """
@@ -39,7 +39,10 @@ _HANDED_BACK = 1 << 16
 
 
 class Peer(NamedTuple):
-    """A rank in a replica. ranks: of its cloud."""
+    """A rank in a replica.
+
+    ranks: all ranks of its cloud.
+    """
 
     rank: int
     cloud: str
@@ -51,17 +54,19 @@ class Peer(NamedTuple):
 
 @dataclass
 class ReplicaLinks(ABC):
-    """One rank's links, one each way, to the ranks that train the same share of the same stages in
-    the other replicas of the pipeline.
+    """The links of one rank, one each way, to the ranks that train the same share of the same
+    stages
+    in the other replicas.
 
     Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
     apart. All replicas make the same calls, so what another one sends to this one has the same
     keys, in the same order, as what this one sends there: by these `recv` finds a message that
     comes before the one asked for.
 
-    replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
-    of a group. num_parts: such ranks of all stages of a replica. peers: by replica, this rank's
-    own included; none where it has no counterpart.
+    replica: this rank's own.
+    peers: by replica, this rank's own included; none where it has no counterpart.
+    num_shares: ranks of each replica that have counterparts, the first of a group.
+    num_parts: such ranks of all stages of a replica.
     """
 
     replica: int
@@ -76,25 +81,31 @@ class ReplicaLinks(ABC):
 
     @property
     def others(self) -> list[int]:
+        """The numbers of the other replicas."""
         return [replica for replica in range(self.num_replicas) if replica != self.replica]
 
     @abstractmethod
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
-        """Before the first message. capacity_bytes: of the longest one, frame included; the same
-        in all replicas. wait_s: that another replica may take, if that is longer than its link.
-        under_way: exchanges that begin before an earlier one ends."""
+        """Open the links, before the first message.
+
+        capacity_bytes: of the longest message, frame included; the same in all replicas.
+        wait_s: seconds that another replica may take, if that is longer than its link.
+        under_way: exchanges that begin before an earlier one ends.
+        """
 
     def send(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
     ) -> None:
-        """Returns before delivery. carries: what each part is, in words, for the record of what
-        left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
+        """Send a message whose counterpart `recv` returns. Returns before delivery.
+
+        carries: what each tensor is, in words, for the record of what left the cloud.
+        raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
         """
-        self.post(replica, key, parts, carries, raw_bytes)
+        self.post(replica, key, parts=parts, carries=carries, raw_bytes=raw_bytes)
         self._expected[replica].append(key)
 
     def recv(self, replica: int, key: MessageKey) -> Parts:
-        """The counterpart of what was sent there as `key`. Raises as `next` does."""
+        """Return the counterpart of what was sent there as `key`. Raises as `next` does."""
         expected = self._expected[replica]
         while (replica, key) not in self._early:
             self._early[replica, expected[0]] = self.next(replica, expected[0])
@@ -105,7 +116,7 @@ class ReplicaLinks(ABC):
     def post(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
     ) -> None:
-        """As `send`, of a message that has no counterpart."""
+        """Send a message that has no counterpart; see `send`."""
 
     @abstractmethod
     def next(
@@ -115,17 +126,17 @@ class ReplicaLinks(ABC):
         wait_s: float | None = None,
         while_alive: bool = False,
     ) -> Parts:
-        """Return the next message, which must be `key`. Its parts are the receiver's to check.
+        """Return the next message, which must be `key`. The receiver checks its tensors.
 
-        Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
-        link's profile allows for a message of the largest size), but with while_alive not as long
-        as that rank sends heartbeats, LinkClosed if it is gone. After a LinkTimeout the same
-        message may be asked for again.
+        wait_s: default: what the link's profile allows for a message of the largest size.
+        while_alive: wait as long as that rank sends heartbeats.
+        Raises FrameError for another message, LinkTimeout after wait_s seconds, LinkClosed if the
+        rank is gone. After a LinkTimeout the same message may be asked for again.
         """
 
 
 def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
-    """And the rest. Raises FrameError for another beginning."""
+    """Split off the first tensor of a message. Raises FrameError if it does not match `spec`."""
     if not parts or TensorSpec.of(parts[0]) != spec:
         raise FrameError(
             f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
@@ -135,11 +146,12 @@ def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Par
 
 
 class Merged(NamedTuple):
-    """What a replica gets of an averaging.
+    """The result of an averaging in one replica.
 
-    changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
-    this replica's contribution is in one of them. step: where clouds may be late, that the others
-    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat.
+    changes: merged tensors, of one merge after the other; usually of one.
+    is_counted: whether this replica's contribution is in one of them.
+    step: where clouds may be late, the step that the others have reached.
+    values: in place of changes, if it missed too many: see OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
@@ -150,12 +162,13 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """How one averaging goes, the same in all replicas but for `protect` and `watch`.
+    """The rules of one averaging, the same in all replicas but for `protect` and `watch`.
 
     channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
     max_weight: the most that a replica's next message may weigh, as this rank computes it.
-    protect: applied to what this replica contributes before it is encoded. watch: called with each
-    contribution of another replica: step, replica, its decoded tensors by name.
+    protect: applied to what this replica contributes before it is encoded.
+    watch: called with each contribution of another replica: step, replica, its decoded tensors by
+        name.
     """
 
     merge: Merge = weighted_sum
@@ -165,11 +178,19 @@ class Terms:
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
 
     def contribution(
-        self, step: int, replica: int, weight: float, max_weight: float, codec: TensorCodec,
+        self,
+        step: int,
+        replica: int,
+        weight: float,
+        max_weight: float,
+        codec: TensorCodec,
         parts: Parts,
-    ) -> Contribution:  # fmt: skip
-        """Decode a replica's message. max_weight: that it may have. Raises FrameError, naming the
-        replica."""
+    ) -> Contribution:
+        """Decode a replica's message.
+
+        max_weight: the most that it may weigh.
+        Raises FrameError, naming the replica.
+        """
         if not 0 <= weight <= max_weight:
             raise FrameError(
                 f"replica {replica} sent a weight of {weight}; what it can have trained on since "
@@ -188,46 +209,52 @@ SUM = Terms()
 
 
 class Averager(StatefulTree):
-    """Brings the tensors of all replicas together; every replica makes the same calls. Several
-    steps may be under way at once; they are part of the state, and sent again by a restored
-    averager. This one is of a rank that carries nothing across.
+    """A way to bring the tensors of all replicas together; every replica makes the same calls.
+
+    Several steps may be under way at once. They are part of the state, and a restored averager
+    sends them again. This class itself is for a rank that carries nothing across.
     """
 
     @property
     def max_bytes(self) -> int:
-        """Of its largest frame."""
+        """The bytes of its largest frame."""
         return 0
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
-        """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
+        """Encode and send; return before delivery. Nothing of `tensors` is kept."""
         return
 
     def finish(self, step: int) -> Merged:
         """Receive and merge what was started as `step`: the same bits in every replica.
 
-        Raises LinkTimeout or LinkClosed for one that is late or gone.
+        Raises LinkTimeout or LinkClosed for a replica that is late or gone.
         """
         return Merged()
 
     def settle(self, was_used: bool) -> None:
-        """Say whether the result of the last `finish` was used, the same in every replica. If not,
-        compressors keep what they had before that step. Where nobody says so before the next
-        `start` or `finish`, it counts as used."""
+        """Say whether the result of the last `finish` was used, the same in every replica.
+
+        If not, compressors keep what they had before that step. Where nobody says so before the
+        next `start` or `finish`, it counts as used.
+        """
         return
 
     def end_step(self, step: int, is_last: bool) -> None:
-        """After whatever was merged in this step is in the parameters."""
+        """Take note that what was merged in this step is in the parameters."""
         return
 
     def resume(self, step: int) -> Merged:
-        """See Exchange.resume."""
+        """Return what a replica begins with; see Exchange.resume."""
         return Merged(step=step)
 
 
 @dataclass
 class _UnderWay:
-    """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
-    sent: what `own` and all messages can be made of again, by the name of the codec or "own"."""
+    """A step between `start` and `finish`.
+
+    own: this replica's contribution as it is merged here.
+    sent: what `own` and all messages can be made of again, by the name of the codec or "own".
+    """
 
     weight: float
     own: list[Tensor]
@@ -235,18 +262,22 @@ class _UnderWay:
 
 
 class AllToAll(Averager):
-    """Every replica sends its message to every other, and merges all of them itself: R - 1
-    messages each way, one latency. A replica uses of its own tensors what the others decode. For
-    R = 2 nothing is cheaper. Nobody takes another's word for what the merge comes to, which a
-    robust merge needs."""
+    """An averager in which every replica sends its message to every other and merges all itself.
+
+    R - 1 messages each way, one latency. A replica uses of its own tensors what the others decode.
+    For R = 2 nothing is cheaper. Nobody takes another's word for what the merge comes to, which a
+    robust merge needs.
+    """
 
     own_names = (MEMORY,)
 
     def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
-        self._join(links, {"all": codec}, terms)
+        self._join(links, {"all": codec}, terms=terms)
 
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
-        self._links, self._codecs, self._terms = links, codecs, terms
+        self._links = links
+        self._codecs = codecs
+        self._terms = terms
         self._steps: dict[int, _UnderWay] = {}
         self._is_settled = True
         self._has_counted = False  # this replica, in the last result
@@ -259,7 +290,7 @@ class AllToAll(Averager):
         assert step not in self._steps, f"step {step} is under way"
         self.settle(was_used=True)
         sent, own = self._encode(self._terms.protect(tensors))
-        self._steps[step] = _UnderWay(weight, own, sent)
+        self._steps[step] = _UnderWay(weight, own, sent=sent)
         self._send(step)
 
     def finish(self, step: int) -> Merged:
@@ -288,7 +319,7 @@ class AllToAll(Averager):
         return state
 
     def take(self, own: State) -> None:
-        """Sends again what was under way, too."""
+        """Take over a saved state, and send again what was under way."""
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
         steps: dict[int, dict[str, list[Tensor]]] = {}
         for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
@@ -299,11 +330,11 @@ class AllToAll(Averager):
             weight = float(messages.pop("weight")[0])
             sent = defaultdict[str, Parts](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
-            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent)
+            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent=sent)
             self._send(number)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
-        """(sent, own) of _UnderWay."""
+        """Return (sent, own) of _UnderWay."""
         parts, seen = self._codecs["all"].encode(tensors, is_final=False)
         return {"all": parts}, seen
 
@@ -311,22 +342,29 @@ class AllToAll(Averager):
         return self._codecs["all"].decode(sent["all"])
 
     def _codec_to(self, replica: int) -> str:
-        """The name of the codec of contributions to this replica."""
+        """Return the name of the codec of contributions to this replica."""
         return "all"
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
         for replica in self._links.others:
             name = self._codec_to(replica)
-            self._post(replica, self._key(step), name, under_way.sent[name], under_way.weight)
+            self._post(
+                replica,
+                self._key(step),
+                name=name,
+                parts=under_way.sent[name],
+                weight=under_way.weight,
+            )
 
     def _post(self, replica: int, key: MessageKey, name: str, parts: Parts, weight: float) -> None:
-        codec, message = self._codecs[name], (torch.tensor([weight], dtype=torch.float64), *parts)
+        codec = self._codecs[name]
+        message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._links.send(replica, key, message, carries, codec.raw_bytes)
+        self._links.send(replica, key, parts=message, carries=carries, raw_bytes=codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
-        return first_part(self._links.recv(replica, key), _WEIGHT, f"replica {replica}")
+        return first_part(self._links.recv(replica, key), _WEIGHT, sender=f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)
@@ -339,7 +377,9 @@ class AllToAll(Averager):
         codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
         most = self._terms.max_weight(replica)
-        return self._terms.contribution(step, replica, float(weight), most, codec, parts)
+        return self._terms.contribution(
+            step, replica, weight=float(weight), max_weight=most, codec=codec, parts=parts
+        )
 
     def _end(self, step: int) -> None:
         """Note that it is under way no more. Steps end in the order in which they began."""
@@ -348,37 +388,41 @@ class AllToAll(Averager):
         self._is_settled = False
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
-        return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
+        return MessageKey(Kind.AVERAGING, step, micro_batch=self._terms.channel + more)
 
 
 class Aggregators(AllToAll):
-    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
-    them with its own, which crossed no link, and hands back the result, encoded again.
+    """An averager in which each replica merges a part of about equal size for all.
 
-    2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
-    on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
-    an aggregator of what it handed back. All replicas use what was handed back, unchecked: only
-    for merges that any one contribution may move as far as it likes.
-    Large tensors are cut between rows.
+    It gathers the others' contributions, merges them with its own, which crossed no link, and
+    hands back the result, encoded again. That is 2 (R - 1) / R messages' worth each way instead of
+    R - 1, and two latencies: cheaper from R = 3 on. Errors are made twice, and both sides keep
+    what they lost: a contributor of what it sent, an aggregator of what it handed back. All
+    replicas use what was handed back, unchecked: only for merges that any one contribution may
+    move as far as it likes. Large tensors are cut between rows.
     """
 
     def __init__(
-        self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
-        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
-    ) -> None:  # fmt: skip
+        self,
+        links: ReplicaLinks,
+        shapes: Mapping[str, torch.Size],
+        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
+        terms: Terms = SUM,
+    ) -> None:
         self._count = len(shapes)
         self._pieces = by_rows(shapes, links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
         codecs[_RESULT] = new_codec(by_name[links.replica])
-        self._join(links, codecs, terms)
+        self._join(links, codecs, terms=terms)
 
     def finish(self, step: int) -> Merged:
         self.settle(was_used=True)
-        key, codec = self._key(step, _HANDED_BACK), self._codecs[_RESULT]
+        key = self._key(step, _HANDED_BACK)
+        codec = self._codecs[_RESULT]
         parts, own = codec.encode(self._merged(step), is_final=False)
         for replica in self._links.others:
-            self._post(replica, key, _RESULT, parts, 1.0)
+            self._post(replica, key, name=_RESULT, parts=parts, weight=1.0)
         results = {self._links.replica: own}
         for replica in self._links.others:
             _, parts = self._receive(replica, key)
@@ -407,12 +451,14 @@ class Aggregators(AllToAll):
 
 
 def averager_for(
-    links: ReplicaLinks, shapes: Mapping[str, torch.Size],
-    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
-) -> Averager:  # fmt: skip
+    links: ReplicaLinks,
+    shapes: Mapping[str, torch.Size],
+    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
+    terms: Terms = SUM,
+) -> Averager:
     """Return the averager that sends least and lets no replica decide for others what the terms'
     merge would not let it."""
     is_robust = terms.merge not in (weighted_sum, weighted_mean)
     if everyone_merges(links.num_replicas, is_robust):
-        return AllToAll(links, new_codec(shapes), terms)
-    return Aggregators(links, shapes, new_codec, terms)
+        return AllToAll(links, new_codec(shapes), terms=terms)
+    return Aggregators(links, shapes, new_codec=new_codec, terms=terms)

@@ -1,5 +1,6 @@
-"""Averaging where a cloud may be late, leave and come back. Replica 0, the hub, must stay: it
-merges what has come in time and answers each replica for itself, so that nobody waits for a third.
+"""Averaging where a cloud may be late, leave and come back. Replica 0, the averaging server, must
+stay: it merges what has come in time and answers each replica for itself, so that nobody waits
+for a third.
 
 Every message says which merge its replica knows last; the answer makes it know the newest. What
 was not merged stays in the replica's own values, and so is a part of its next message.
@@ -27,13 +28,14 @@ from xcloud.net.link import Parts
 from xcloud.pipeline.exchange import are_finite
 from xcloud.record.reporter import Reporter
 
-HUB = 0
+SERVER = 0
 NEWCOMER = -1  # knows no merge
 KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
-_ASKS, _ANSWERS = 0, 1  # in the place of the micro-batch
+_ASKS = 0
+_ANSWERS = 1  # in the place of the micro-batch
 _HEADS = (
     "step, newest merge known, weight of this replica",
-    "step of the hub, newest merge, whether this replica is in it, whether all values follow",
+    "step of the server, newest merge, whether this replica is in it, whether all values follow",
 )
 _VALUES = ("values agreed on last", "velocity of the outer optimizer")
 _MOST = 2.0**53  # steps and weights are below
@@ -42,8 +44,11 @@ _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
 class _Kept(NamedTuple):
-    """A merge. before: step of the one before. parts: the merged change as it was sent; nothing
-    where the merge was left out."""
+    """A merge that late replicas may still be told.
+
+    before: step of the merge before.
+    parts: the merged change as it was sent; none where the merge was skipped.
+    """
 
     step: int
     before: int
@@ -52,8 +57,11 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _End(Averager):
-    """codec: of what a replica sends; merged: of what the hub answers. known: the step of the
-    newest merge that this replica's values contain."""
+    """One end of the averaging: the server, or a member.
+
+    codec: encodes what a replica sends. merged: encodes what the server answers.
+    known: the step of the newest merge that this replica's values contain.
+    """
 
     links: ReplicaLinks
     codec: TensorCodec
@@ -62,7 +70,9 @@ class _End(Averager):
 
     @property
     def max_bytes(self) -> int:
-        """Values and velocity of the outer optimizer may come whole."""
+        """The bytes of its largest frame: values and velocity of the outer optimizer may come
+        whole.
+        """
         return max(2 * self.codec.raw_bytes, KEPT * self.merged.max_bytes, self.codec.max_bytes)
 
     # After a restart all replicas are there again, whoever had left before; they do not know what
@@ -75,22 +85,23 @@ class _End(Averager):
 
 @dataclass
 class Member(_End):
-    """Any replica but the hub."""
+    """The end of any replica but the averaging server."""
 
     _number: int = field(default=0, init=False)  # of its next message
     _has_asked: bool = field(default=False, init=False)  # to have its change merged
 
     def resume(self, step: int) -> Merged:
-        """Take the hub's values."""
-        self.known, self._number = NEWCOMER, 0
-        self._ask(0, 0.0, ())
+        """Take the server's values."""
+        self.known = NEWCOMER
+        self._number = 0
+        self._ask(0, 0.0, parts=())
         return self._answer()
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
-        """Nothing, if the hub has merged this step already."""
+        """Send this replica's change, unless the server has merged this step already."""
         if step > self.known:
             self._has_asked = True
-            self._ask(step, weight, self.codec.encode(tensors, is_final=False)[0])
+            self._ask(step, weight, parts=self.codec.encode(tensors, is_final=False)[0])
 
     def finish(self, step: int) -> Merged:
         if not self._has_asked:
@@ -104,29 +115,33 @@ class Member(_End):
         head = torch.tensor([step, self.known, weight], dtype=torch.float64)
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
-        key = MessageKey(Kind.AVERAGING, self._number, _ASKS)
-        self.links.post(HUB, key, (head, *parts), carries, raw)
+        key = MessageKey(Kind.AVERAGING, self._number, micro_batch=_ASKS)
+        self.links.post(SERVER, key, parts=(head, *parts), carries=carries, raw_bytes=raw)
 
     def _answer(self) -> Merged:
-        key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
+        key = MessageKey(Kind.AVERAGING, self._number, micro_batch=_ANSWERS)
         self._number += 1
-        # The hub may have a long round before it: it is waited for as long as it lives.
-        parts = self.links.next(HUB, key, while_alive=True)
-        (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
+        # The server may have a long round before it: it is waited for as long as it lives.
+        parts = self.links.next(SERVER, key, while_alive=True)
+        (*numbers, has_values), rest = _read(parts, _SPECS[1], sender="the averaging server")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
-            return Merged((), bool(is_counted), hub_step, rest)
+            return Merged((), bool(is_counted), step=hub_step, values=rest)
         each = len(self.merged.wire_specs)
         changes = [
             self.merged.decode(rest[first : first + each]) for first in range(0, len(rest), each)
         ]
-        return Merged(changes, bool(is_counted), hub_step)
+        return Merged(changes, bool(is_counted), step=hub_step)
 
 
 @dataclass
 class _Peer:
-    """late: left out until it comes; left: disconnected or timed out. number: of its next message.
-    merged_at: the step at which all that it had done was known here."""
+    """A member as the server knows it.
+
+    late: its merges are made without it until it comes. left: it is disconnected, or timed out.
+    number: of its next message.
+    merged_at: the step at which all that it had done was known here.
+    """
 
     state: PeerState = "present"
     number: int = 0
@@ -134,13 +149,14 @@ class _Peer:
 
 
 @dataclass
-class Hub(_End):
+class AveragingServer(_End):
     """The end that merges for all.
 
-    max_weight: of a replica, by its number, for what it did in so many updates. late: whether a
-    replica that has not come after wait_s is left out of this merge alone, or counts as one that
-    has left. leave: whether the others continue then. values: of this replica, as
-    OuterParameters.flat, for those that missed too many merges.
+    max_weight: of a replica, by its number, for what it did in so many updates.
+    late: whether a replica that has not come after wait_s seconds is missing in this merge alone,
+        or counts as one that has left.
+    leave: whether the others continue then.
+    values: of this replica, as OuterParameters.flat, for those that missed too many merges.
     """
 
     terms: Terms
@@ -160,16 +176,20 @@ class Hub(_End):
         self._peers = {replica: _Peer() for replica in self.links.others}
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
-        self._taken = {HUB: Contribution(list(tensors), weight)}
+        self._taken = {SERVER: Contribution(list(tensors), weight)}
 
     def finish(self, step: int) -> Merged:
-        """Merge what has come from now until wait_s later at the latest. If the result is not
-        finite the merge is left out, nothing counts in it, and all replicas keep what they did."""
+        """Merge what has come from now until wait_s seconds later at the latest.
+
+        If the result is not finite the merge is skipped, nothing counts in it, and all replicas
+        keep what they did.
+        """
         for replica, known, contribution in self._come(step, self.wait_s, "present"):
             if contribution is not None and known == self.known:
                 self._taken[replica] = contribution
             self._due[replica] = known
-        changes, parts = [], Parts()
+        changes = []
+        parts = Parts()
         merged = self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         if are_finite(merged):
             parts, seen = self.merged.encode(merged)
@@ -181,46 +201,51 @@ class Hub(_End):
         self._kept.append(_Kept(step, self.known, parts))
         self.known = step
         self._report_merge(step)
-        return Merged(changes, bool(self._taken), step)
+        return Merged(changes, bool(self._taken), step=step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
-        now. After the last step the late ones must know it too."""
+        now.
+        After the last step the late ones must know it too.
+        """
         for replica, known in self._due.items():
-            self._answer(replica, known, step, replica in self._taken)
-        self._due, self._taken = {}, {}
+            self._answer(replica, known, step=step, is_counted=replica in self._taken)
+        self._due = {}
+        self._taken = {}
         late = self._come(step, self.wait_s, "late") if is_last else ()
         for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
-            self._set_state(replica, "present", step)
-            self._answer(replica, known, step, False)
+            self._set_state(replica, "present", step=step)
+            self._answer(replica, known, step=step, is_counted=False)
 
     def resume(self, step: int) -> Merged:
-        """The others begin again, with the values of here."""
+        """Answer the others, which begin again with the values of this replica."""
         for peer in self._peers.values():
             peer.merged_at = step
         for replica, known, _ in self._come(step, self.wait_s, "present"):
-            self._answer(replica, known, step, False)
+            self._answer(replica, known, step=step, is_counted=False)
         return Merged(is_counted=False, step=step)
 
     def _come(
         self, step: int, within_s: float, *states: str
     ) -> Iterator[tuple[int, int, Contribution | None]]:
-        """Of the replicas in these states those whose next message is there in time, the newest
-        merge that each knows, and what it contributes. The others are noted as absent."""
+        """Yield the replicas in these states whose next message arrives in time, the newest merge
+        that
+        each knows, and its contribution. The others are noted as absent.
+        """
         until_s = time.monotonic() + within_s
         for replica in [r for r, peer in self._peers.items() if peer.state in states]:
             if (parts := self._receive(replica, step, until_s - time.monotonic())) is not None:
-                yield replica, *self._read(replica, step, parts)
+                yield replica, *self._read(replica, step, parts=parts)
 
     def _receive(self, replica: int, step: int, wait_s: float) -> Parts | None:
         peer = self._peers[replica]
-        key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
+        key = MessageKey(Kind.AVERAGING, peer.number, micro_batch=_ASKS)
         try:
-            parts = self.links.next(replica, key, max(0.0, wait_s))
+            parts = self.links.next(replica, key, wait_s=max(0.0, wait_s))
         except LinkTimeout as error:
             why = f"it did not come in {self.wait_s:g} s"
             if peer.state == "present" and self.late == "skip":
-                self._set_state(replica, "late", step, why)
+                self._set_state(replica, "late", step=step, why=why)
             elif peer.state == "present":
                 self._lose(replica, step, why, error)
             return None
@@ -234,13 +259,13 @@ class Hub(_End):
 
     def _read(self, replica: int, step: int, parts: Parts) -> tuple[int, Contribution | None]:
         peer = self._peers[replica]
-        (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
+        (asked_at, known, weight), rest = _read(parts, _SPECS[0], sender=f"replica {replica}")
         if not rest:  # it begins, with the values of here
             peer.merged_at = step
             return int(known), None
         most = self.max_weight(replica, step - peer.merged_at)
         return int(known), self.terms.contribution(
-            int(asked_at), replica, weight, most, self.codec, rest
+            int(asked_at), replica, weight=weight, max_weight=most, codec=self.codec, parts=rest
         )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
@@ -248,7 +273,7 @@ class Hub(_End):
             raise type(error)(
                 f"{error}. To go on without a cloud that leaves set strategy.averaging.leave=go_on"
             ) from error
-        self._set_state(replica, "left", step, why)
+        self._set_state(replica, "left", step=step, why=why)
 
     def _set_state(self, replica: int, state: PeerState, step: int, why: str = "") -> None:
         self._peers[replica].state = state
@@ -265,7 +290,8 @@ class Hub(_End):
         weights = {peer.cloud: counted.get(r, 0.0) for r, peer in enumerate(self.links.peers)}
         kind = "merge" if all(weights.values()) else "partial_merge"
         self.reporter.event(kind, step=step, weights=weights)
-        was_left_out, self._is_left_out = self._is_left_out, not any(weights.values())
+        was_left_out = self._is_left_out
+        self._is_left_out = not any(weights.values())
         if self._is_left_out and not was_left_out:
             self.reporter.note(
                 f"the merge of step {step} is left out, and those after it until the changes of "
@@ -280,19 +306,23 @@ class Hub(_End):
         if is_known:
             parts = tuple(part for record in missed for part in record.parts)
             num_merged = sum(bool(record.parts) for record in missed)
-            carries, raw = self.merged.carries * num_merged, self.merged.raw_bytes * num_merged
+            carries = self.merged.carries * num_merged
+            raw = self.merged.raw_bytes * num_merged
         else:
-            parts, carries = self.values(), _VALUES
+            parts = self.values()
+            carries = _VALUES
             raw = sum(4 * part.numel() for part in parts)
-        key = MessageKey(Kind.AVERAGING, peer.number - 1, _ANSWERS)
+        key = MessageKey(Kind.AVERAGING, peer.number - 1, micro_batch=_ANSWERS)
         try:
-            self.links.post(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
+            self.links.post(
+                replica, key, parts=(head, *parts), carries=(_HEADS[1], *carries), raw_bytes=raw
+            )
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step, str(error), error)
 
 
 def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
-    numbers, rest = first_part(parts, head, sender)
+    numbers, rest = first_part(parts, head, sender=sender)
     if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
         raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")
     return numbers.tolist(), rest

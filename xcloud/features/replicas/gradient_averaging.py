@@ -1,13 +1,14 @@
-"""Replicas in several clouds that stay equal: one gradient for all of them in every update. And
-the project's compressors as a communication hook of torch's DistributedDataParallel.
+"""Averaging of gradients: replicas in several clouds that stay equal, as every update uses one
+gradient for all of them. And the project's compressors as a communication hook of torch's
+DistributedDataParallel.
 
 Inside a cloud the gradients of a stage's ranks are summed (gloo's reduce-scatter takes longer);
 across clouds each rank carries its own share of the sum, so that what crosses is per cloud and not
 per rank; the merged shares are gathered inside again. All stages of a rank go in one message. Of a
 sharded stage each rank carries what it holds, and nothing is gathered.
 
-No rounds of local updates with every=1: the merged gradient is needed before the optimizer, and
-the loss travels with it.
+These are no rounds of local updates with every=1: the merged gradient is needed before the
+optimizer, and the loss travels with it.
 """
 
 # No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
@@ -46,16 +47,17 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 
 @settings("strategy.averaging")
 class GradientAveraging(Averaging):
-    """The gradients of every update are summed over the replicas, so that these stay equal.
+    """The strategy that sums the gradients of every update over the replicas, so that these stay
+    equal.
 
     delay: 1 = an update uses the gradient of the one before, which crosses while the next is
         computed; another trajectory than with 0, which waits for it.
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
     check_every: updates after which replicas compare digests of their parameters, as they do
         before the first and after the last; 0 = only then.
-    merge: a Byzantine-robust aggregator (merging.py) of the mean gradients of the
-        replicas' samples, made by every replica from the messages of all; null = the sum. A
-        replica whose gradient is not finite then counts for nothing.
+    merge: a Byzantine-robust aggregator (merging.py) of the mean gradients of the replicas'
+        samples, made by every replica from the messages of all; null = the sum. A replica whose
+        gradient is not finite then counts for nothing.
     """
 
     delay: Literal[0, 1] = 0
@@ -81,10 +83,11 @@ class GradientAveraging(Averaging):
 
 
 class AveragedGradients(Exchange):
-    """Of one rank."""
+    """The exchange of one rank that sums gradients over its cloud and over all replicas."""
 
     def __init__(self, averaging: GradientAveraging, replicas: Replicas) -> None:
-        self._group, self._delay = replicas.group, averaging.delay
+        self._group = replicas.group
+        self._delay = averaging.delay
         # A robust merge compares contributions of equal size: each is the mean gradient of its
         # replica's samples, not their share of the sum.
         samples = [float(work.num_samples) for work in replicas.max_work]
@@ -92,9 +95,11 @@ class AveragedGradients(Exchange):
         self._is_robust = averaging.merge is not None
         self._weight = samples[replicas.links.replica] if self._is_robust else 1.0
         # Who has the same values in this cloud: of sharded stages nobody.
-        self._alike, num_shares = replicas.group, replicas.links.num_shares
+        self._alike = replicas.group
+        num_shares = replicas.links.num_shares
         if any(local_part(p) is not p for p in replicas.trained.values()):
-            self._alike, num_shares = RankGroup.alone(replicas.group.rank), 1
+            self._alike = RankGroup.alone(replicas.group.rank)
+            num_shares = 1
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
@@ -104,17 +109,22 @@ class AveragedGradients(Exchange):
         self._averager = Averager()
         if self._alike.group_rank < num_shares:
             self._mine = self._shares[self._alike.group_rank]
-            own, terms = self._mine, Terms()
+            own = self._mine
+            terms = Terms()
             if averaging.merge is not None:
                 terms = Terms(averaging.merge, max_weight=samples.__getitem__)
             self._averager = replicas.averager(
-                {piece.name: piece.shape for piece in own}, terms, averaging.feedback,
-                "averaging", plain={LOSS},
-            )  # fmt: skip
+                {piece.name: piece.shape for piece in own},
+                terms,
+                averaging.feedback,
+                "averaging",
+                plain={LOSS},
+            )
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         self._has_merged = False  # in this update
         replicas.open([self._averager], under_way=1 + self._delay)
-        self._replicas, self._check_every = replicas, averaging.check_every
+        self._replicas = replicas
+        self._check_every = averaging.check_every
         self.compare(0)
 
     def before_update(
@@ -173,9 +183,9 @@ class AveragedGradients(Exchange):
         self._averager.start(step, pieces, weight)
 
     def _receive(self, step: int, like: Tensor) -> Tensor:
-        """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
+        """Write the merged gradients into the buffers, in all of the cloud. Return the loss."""
         merged = next(iter(self._averager.finish(step).changes), [])
-        everything = gather_shares(self._alike, self._shares, merged, like)
+        everything = gather_shares(self._alike, self._shares, mine=merged, like=like)
         gradients = self._gradients
         for piece, tensor in everything:
             if piece.name != LOSS:
@@ -189,18 +199,21 @@ class AveragedGradients(Exchange):
 
 
 class CompressedAveraging(StatefulTree):
-    """What the hook `compressed_averaging` carries from step to step; one for each model. Needs no
-    experiment, config or link of this project:
+    """The state that the hook `compressed_averaging` carries from step to step; one for each
+    model.
+
+    It needs no experiment, config or link of this project:
 
         state = CompressedAveraging(model, Chain(powersgd=PowerSgd(4), fp16=Cast()))
         model.register_comm_hook(state, compressed_averaging)
 
-    model: the DistributedDataParallel, or the module inside. compressor: of every gradient, or a
-        choice by name and shape (PerTensor). feedback: as of TensorCodec.
+    model: the DistributedDataParallel, or the module inside.
+    compressor: of every gradient, or a choice by name and shape (PerTensor).
+    feedback: as of TensorCodec.
     merge: of the ranks' gradients; the mean, as DistributedDataParallel has it, or a robust one.
     scaler: the GradScaler whose losses are given to `backward`. What is kept follows its scale.
-    num_bytes: of this rank's messages so far; each goes to every other rank. raw_bytes: FP32 bytes
-        of what they stand for.
+    num_bytes: of this rank's messages so far; each goes to every other rank.
+    raw_bytes: FP32 bytes of what these messages stand for.
 
     If merged gradients are not finite, all that was sent with them counts as not sent: a
     GradScaler, or the loop, skips that step in every rank.
@@ -213,27 +226,41 @@ class CompressedAveraging(StatefulTree):
     own_names = ("scale",)
 
     def __init__(
-        self, model: nn.Module, compressor: TensorChoice,
-        process_group: dist.ProcessGroup | None = None, *, feedback: bool = True,
-        merge: Merge = weighted_mean, seed: int = 0,
+        self,
+        model: nn.Module,
+        compressor: TensorChoice,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        feedback: bool = True,
+        merge: Merge = weighted_mean,
+        seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
-    ) -> None:  # fmt: skip
-        self.process_group, self.merge = process_group, merge
+    ) -> None:
+        self.process_group = process_group
+        self.merge = merge
         self._scaler = scaler
         self._scale = self._scale_now
         self._sent: set[nn.Parameter] = set()  # their messages are not settled
         self._ends: list[Tensor] = []  # the least and largest of what these came to
         self.num_bytes = self.raw_bytes = 0
-        self.num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.num_ranks = dist.get_world_size(process_group)
+        rank = dist.get_rank(process_group)
         if isinstance(merge, Robust):
             merge.check(self.num_ranks)
         # One each: DistributedDataParallel puts them into other buckets after the first step.
         self.codecs = {
-            p: TensorCodec({name: p.shape}, compressor.for_tensor, seed_from(seed, "ddp hook"),
-                           feedback, p.dtype, p.device, rank)
+            p: TensorCodec(
+                {name: p.shape},
+                compressor.for_tensor,
+                identity=seed_from(seed, "ddp hook"),
+                feedback=feedback,
+                dtype=p.dtype,
+                device=p.device,
+                replica=rank,
+            )
             for name, p in model.named_parameters()
             if p.requires_grad
-        }  # fmt: skip
+        }
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that gradients of these are sent next. If some of them were sent before, another
@@ -251,8 +278,11 @@ class CompressedAveraging(StatefulTree):
         self._ends += [end for tensor in merged if tensor.numel() for end in torch.aminmax(tensor)]
 
     def settle(self, was_used: bool = True) -> None:
-        """End the last backward. was_used: False where the loop has left out its gradients for
-        another reason than that they are not finite."""
+        """End the last backward.
+
+        was_used: False where the loop has skipped its gradients for another reason than that they
+            are not finite.
+        """
         was_used = was_used and all(bool(end.isfinite()) for end in self._ends)
         for parameter in self._sent:
             self.codecs[parameter].settle(was_used)
@@ -282,10 +312,14 @@ def compressed_averaging(
     state: CompressedAveraging,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Every rank encodes the gradients of a bucket, one all-gather brings all messages of that
-    fixed size to all ranks, and each decodes and merges them in the order of the ranks: the same
-    bits in all. The exchange of one bucket overlaps with the backward pass of the next."""
-    gradients, parameters = bucket.gradients(), bucket.parameters()
+    """Merge the gradients of a bucket over all ranks, in the backward pass.
+
+    Every rank encodes its gradients, one all-gather brings all messages of that fixed size to all
+    ranks, and each decodes and merges them in the order of the ranks: the same bits in all. The
+    exchange of one bucket overlaps with the backward pass of the next.
+    """
+    gradients = bucket.gradients()
+    parameters = bucket.parameters()
     state.begin(parameters)
     codecs = [state.codecs[parameter] for parameter in parameters]
     buffer: Tensor = bucket.buffer()
@@ -308,7 +342,8 @@ def compressed_averaging(
         return Contribution([tensor for (tensor,) in tensors], 1.0)
 
     def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
-        found, num = map(decoded, messages), state.num_ranks
+        found = map(decoded, messages)
+        num = state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
         means = mean_of(found, num) if state.merge is weighted_mean else state.merge([*found])
         state.note(means)

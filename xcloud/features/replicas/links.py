@@ -13,7 +13,7 @@ import torch
 
 from xcloud.base.errors import LinkClosed
 from xcloud.features.replicas.averaging import Peer, ReplicaLinks
-from xcloud.features.replicas.averaging_server import HUB
+from xcloud.features.replicas.averaging_server import SERVER
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import LONG_BYTES, MessageKey
 from xcloud.net.link import Parts
@@ -26,11 +26,12 @@ _AHEAD = 3  # messages on a link beside those of steps under way: handed back, o
 
 @dataclass
 class PeerLinks(ReplicaLinks):
-    """The links of one rank to its peers, over that rank's ends. `open` makes them, once it is
-    known how long a message may be.
+    """The links of one rank to its peers, over that rank's ends.
 
-    line: name of the lines. stage: for the record of messages. raw_bytes: FP32 bytes of what went
-    to other clouds.
+    line: name of the lines.
+    stage: for the record of messages.
+    raw_bytes: FP32 bytes of what went to other clouds.
+    `open` makes them, once it is known how long a message may be.
     """
 
     may_be_late: ClassVar[bool] = False
@@ -88,7 +89,7 @@ class PeerLinks(ReplicaLinks):
 
 
 @dataclass
-class HubLinks(PeerLinks):
+class ServerLinks(PeerLinks):
     """The links between replica 0 and each other one, which may end and begin again.
 
     rejoin: called in replica 0 for each rank of a cloud that has begun again.
@@ -109,16 +110,16 @@ class HubLinks(PeerLinks):
     ) -> Parts:
         """Return the next message. Raises LinkClosed once for a replica that has begun again;
         later calls return its new messages."""
-        if self.replica == HUB:
+        if self.replica == SERVER:
             self._look_for(replica)
         try:
-            return super().next(replica, key, wait_s, while_alive)
+            return super().next(replica, key, wait_s=wait_s, while_alive=while_alive)
         except LinkClosed:
             self._end(replica)
             raise
 
     def _open(self, replica: int) -> None:
-        if HUB in (self.replica, replica):
+        if SERVER in (self.replica, replica):
             super()._open(replica)
 
     def _look_for(self, replica: int) -> None:
@@ -144,7 +145,7 @@ class HubLinks(PeerLinks):
 def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[Peer]:
     """Return these ranks as peers, each with its cloud."""
     clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
-    return [Peer(rank, cloud, layout.ranks_in(cloud)) for rank, cloud in clouds]
+    return [Peer(rank, cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds]
 
 
 def replica_links(
@@ -156,7 +157,7 @@ def replica_links(
     """Return the links to the ranks that train the same share of the same stages in the other
     replicas. Of a stage with unequal numbers of ranks the surplus ones have no peers.
 
-    rejoin: see HubLinks; None where clouds may not leave.
+    rejoin: see ServerLinks; None where clouds may not leave.
     """
     # The first stage of a rank stands for all that it holds.
     heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
@@ -165,7 +166,7 @@ def replica_links(
     stage = min(own.stages)
     group_rank = layout.ranks_of(stage, own.replica).index(ends.rank)
     there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
-    made = PeerLinks if rejoin is None else partial(HubLinks, rejoin=rejoin)
+    made = PeerLinks if rejoin is None else partial(ServerLinks, rejoin=rejoin)
     return made(
         replica=own.replica,
         peers=peers_of(layout, [ranks[group_rank] for ranks in there]),
@@ -180,9 +181,13 @@ def replica_links(
 
 
 def links_between(
-    ends: Ends, layout: ClusterLayout, pair: tuple[int, int], device: torch.device, line: str,
+    ends: Ends,
+    layout: ClusterLayout,
+    pair: tuple[int, int],
+    device: torch.device,
+    line: str,
     stage: int,
-) -> PeerLinks:  # fmt: skip
+) -> PeerLinks:
     """Return the links of this rank, one of `pair`, to the other; they are "replicas" 0 and 1.
 
     line, stage: see PeerLinks.

@@ -1,5 +1,5 @@
-"""Each replica trains alone for a number of steps, then their changes are merged: local SGD,
-FedAvg, DiLoCo, Streaming DiLoCo; also where a cloud may be late, leave and come back
+"""Local updates: each replica trains alone for a number of steps, then their changes are merged.
+Local SGD, FedAvg, DiLoCo, Streaming DiLoCo; also where a cloud may be late, leave and come back
 (averaging_server.py).
 
 Moments of the inner optimizer stay where they are and are never sent.
@@ -20,7 +20,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
-from xcloud.features.replicas.averaging_server import HUB, Hub, Member
+from xcloud.features.replicas.averaging_server import SERVER, AveragingServer, Member
 from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.features.replicas.outer_optimizer import (
     OuterOptimizer,
@@ -39,25 +39,29 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 
 @settings(NAME)
 class LocalUpdates(Averaging):
-    """Steps are counted alike in all replicas: a merge stands at a step's number
+    """The strategy that merges the changes of replicas every so many steps
     (docs/strategies.md).
 
-    every: steps between two merges of the same parameters (H). outer: what is done with the merged
-        change. weigh: replicas count by what they trained on since the last merge, or all alike.
+    Steps are counted alike in all replicas: a merge stands at a step's number.
+
+    every: steps between two merges of the same parameters (H).
+    outer: what is done with the merged change.
+    weigh: replicas count by what they trained on since the last merge, or all alike.
     fragments: parameters are merged in so many parts, one after the other, every / fragments steps
-        apart (Streaming DiLoCo, arXiv:2501.18512). overlap: steps that a replica trains on while
-        its change is merged (tau there). mix: share of its own values that a replica keeps at a
-        merge (alpha there).
+        apart (Streaming DiLoCo, arXiv:2501.18512).
+    overlap: steps that a replica trains on while its change is merged (tau there).
+    mix: share of its own values that a replica keeps at a merge (alpha there).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next.
-    merge: a Byzantine-robust aggregator (merging.py), made by every replica from the
-        changes of all; null = the weighted mean.
+    merge: a Byzantine-robust aggregator (merging.py), made by every replica from the changes of
+        all; null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
-    wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
-    late: wait: it then counts as one that has left. skip: this merge is without it; its change is
-        part of the next one.
-    leave: fail: the run ends. go_on: the others merge without it, and take it in when it comes
-        back. restart_s: after which a run on one machine starts a lost cloud again; null = never.
+    wait_s: seconds that a merge waits for a replica, from the moment where its own cloud is there.
+    late: wait = it then counts as one that has left. skip = this merge is without it; its change
+        is part of the next one.
+    leave: fail = the run ends. go_on = the others merge without it, and take it in when it comes
+        back.
+    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
 
     With skip or go_on the first cloud merges for all, so no merge is robust, each replica is in
     one cloud, and merges are of all parameters at once.
@@ -116,18 +120,19 @@ class LocalUpdates(Averaging):
 
     @property
     def is_elastic(self) -> bool:
+        """True if the run continues where a cloud is late or lost."""
         return self.late == "skip" or self.leave == "go_on"
 
     @property
     def is_at_once(self) -> bool:
-        """A merge is of all parameters, which are equal in all replicas after it."""
+        """True if a merge is of all parameters, which are equal in all replicas after it."""
         return self.fragments == 1 and not self.overlap and not self.mix
 
     @property
     def traits(self) -> Traits:
         column = "elastic" if self.is_elastic else "local updates"
         return Traits(
-            is_apart=True,
+            trains_locally=True,
             is_elastic=self.is_elastic,
             may_leave=self.leave == "go_on",
             every=self.every,
@@ -141,16 +146,21 @@ class LocalUpdates(Averaging):
 
     @property
     def most_under_way(self) -> int:
-        """Fragments that are under way at once."""
+        """The number of fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
 
     def offset(self, number: int) -> int:
-        """At which remainder of step / every this fragment is merged: evenly spread, the last one
-        at 0."""
+        """Return at which remainder of step / every this fragment is merged.
+
+        They are evenly spread, the last one at 0.
+        """
         return (number + 1) * self.every // self.fragments % self.every
 
     def check(self, layout: ClusterLayout) -> None:
-        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+        """Raise ConfigError for clouds that these settings do not fit. Some need replicas of one
+        cloud
+        each, whose ranks hold all stages.
+        """
         super().check(layout)
         needs = {
             "late=skip": self.late == "skip",
@@ -172,9 +182,11 @@ class LocalUpdates(Averaging):
         return LocalRounds(self, replicas)
 
     def work_of(self, work: Work) -> float:
+        """Return how much an update counts, before `weigh` makes it a weight."""
         return float(work.num_samples) if self.weigh == "samples" else work.weight
 
     def weight_of(self, work: float) -> float:
+        """Return the weight of so much work in a merge."""
         return float(work > 0) if self.weigh == "equal" else work
 
 
@@ -182,9 +194,10 @@ class LocalUpdates(Averaging):
 class _Fragment(StatefulTree):
     """A run of parameters that are merged together.
 
-    work: what this replica did since it last sent. under_way: the step at which it did, 0 for
-    none; sent: the work that it reported then. max_work, max_sent: the same, by replica, of what
-    each can have done at most.
+    work: what this replica did since it last sent.
+    under_way: the step at which it last sent, 0 for none.
+    sent: the work that it reported then.
+    max_work, max_sent: the same, by replica, of what each can have done at most.
     """
 
     values: OuterParameters
@@ -218,20 +231,25 @@ class _Fragment(StatefulTree):
 
 
 class LocalRounds(Exchange):
-    """Of one rank. Gradients are summed inside the replica. It ends with a merge of everything,
-    of which nothing own is kept, so that all replicas have the same values.
+    """The exchange of one rank whose replica trains alone between merges.
+
+    Gradients are summed inside the replica. The run ends with a merge of everything, of which
+    nothing own is kept, so that all replicas have the same values.
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late leaves out the steps up to the hub's, and one that has used up its time
-    or tokens those up to the next multiple of `every`. clock: seconds.
+    replica that was late skips the steps up to the server's, and one that has used up its time or
+    tokens those up to the next multiple of `every`. clock: seconds.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
-        self._settings, self._replicas = averaging, replicas
+        self._settings = averaging
+        self._replicas = replicas
         self.clock = time.monotonic
-        self._idle_until, self._num_tokens = 0, 0.0
+        self._idle_until = 0
+        self._num_tokens = 0.0
         self._started_s: float | None = None  # since the last merge
-        names, sizes = list(replicas.trained), [p.numel() for p in replicas.trained.values()]
+        names = list(replicas.trained)
+        sizes = [p.numel() for p in replicas.trained.values()]
         if 0 < len(names) < averaging.fragments:
             raise ConfigError(
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
@@ -259,7 +277,8 @@ class LocalRounds(Exchange):
         return {stage: b.sum_over(group, losses[stage]) for stage, b in buffers.items()}
 
     def after_update(self, step: int, work: Work) -> None:
-        averaging, is_last = self._settings, step == self._replicas.last_step
+        averaging = self._settings
+        is_last = step == self._replicas.last_step
         for fragment in self._fragments:
             if not self.is_idle(step):
                 fragment.work += averaging.work_of(work)
@@ -287,15 +306,18 @@ class LocalRounds(Exchange):
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
-        return self._apply(fragment, fragment.averager.resume(step), 0.0)
+        return self._apply(fragment, fragment.averager.resume(step), mix=0.0)
 
     def _fragment(self, names: list[str], number: int) -> _Fragment:
-        replicas, averaging = self._replicas, self._settings
+        replicas = self._replicas
+        averaging = self._settings
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
         num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
         shares = by_tensor(shapes, num_shares)
-        values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        values = OuterParameters(
+            parameters, shares, group=replicas.group, optimizer=averaging.outer
+        )
         nothing = [0.0] * replicas.links.num_replicas
         fragment = _Fragment(values, averaging.offset(number), [*nothing], [*nothing])
         terms = Terms(
@@ -308,29 +330,41 @@ class LocalRounds(Exchange):
         )
         averager = Averager()
         if averaging.is_elastic and replicas.group.leads:
-            averager = self._elastic_averager(shapes, values, terms)
+            averager = self._elastic_averager(shapes, values, terms=terms)
         elif replicas.group.group_rank < num_shares:
             own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
             averager = replicas.averager(
-                own, terms, averaging.feedback, "local updates", number,
+                own,
+                terms,
+                averaging.feedback,
+                "local updates",
+                number,
                 num_fragments=averaging.fragments,
-            )  # fmt: skip
+            )
         fragment.averager = averager
         return fragment
 
     def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
-        replicas, averaging = self._replicas, self._settings
+        replicas = self._replicas
+        averaging = self._settings
         change, merged = (
-            replicas.codec(shapes, averaging.feedback, ("local updates", name))
+            replicas.codec(shapes, averaging.feedback, stream=("local updates", name))
             for name in ("change", "merged")
         )
-        if replicas.links.replica != HUB:
+        if replicas.links.replica != SERVER:
             return Member(replicas.links, change, merged)
-        return Hub(
-            replicas.links, change, merged, replicas.guarded(terms, shapes),
-            self._max_weight, averaging.late, averaging.leave, averaging.wait_s, values.flat,
+        return AveragingServer(
+            replicas.links,
+            change,
+            merged,
+            replicas.guarded(terms, shapes),
+            self._max_weight,
+            averaging.late,
+            averaging.leave,
+            averaging.wait_s,
+            values.flat,
             replicas.reporter,
-        )  # fmt: skip
+        )
 
     def _max_weight(self, replica: int, num_steps: int) -> float:
         """Return the most that a replica can weigh for what it did in so many updates."""
@@ -338,13 +372,18 @@ class LocalRounds(Exchange):
         return self._settings.weight_of(work * num_steps)
 
     def _end_step(self, step: int, num_tokens: float) -> None:
-        """After the merge, if there is one. num_tokens: that the replica trained on."""
+        """Count time and tokens since the last merge, and idle once the budget is used up.
+
+        num_tokens: tokens that the replica trained on in this step.
+        """
         averaging = self._settings
-        most_s, most_tokens = averaging.most_s, averaging.most_tokens
+        most_s = averaging.most_s
+        most_tokens = averaging.most_tokens
         if most_s is None and most_tokens is None:
             return
         if step % averaging.every == 0:
-            self._num_tokens, self._started_s = 0.0, self.clock()
+            self._num_tokens = 0.0
+            self._started_s = self.clock()
         elif not self.is_idle(step):
             self._num_tokens += num_tokens
             if self._started_s is None:  # the first step builds caches: it is not counted
@@ -355,7 +394,8 @@ class LocalRounds(Exchange):
                 self._idle_until = step - step % averaging.every + averaging.every
 
     def _start(self, fragment: _Fragment, step: int) -> None:
-        fragment.sent, fragment.work = fragment.work, 0.0
+        fragment.sent = fragment.work
+        fragment.work = 0.0
         fragment.max_sent = fragment.max_work
         fragment.max_work = [0.0] * len(fragment.max_sent)
         weight = self._settings.weight_of(fragment.sent)
@@ -372,13 +412,16 @@ class LocalRounds(Exchange):
         fragment.under_way = step
 
     def _finish(self, fragment: _Fragment, mix: float) -> None:
-        self._apply(fragment, fragment.averager.finish(fragment.under_way), mix)
+        self._apply(fragment, fragment.averager.finish(fragment.under_way), mix=mix)
         fragment.under_way = 0
 
     def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
-        """To the parameters, in all ranks of the cloud. Returns the step that the hub has reached,
-        where there is one."""
-        step, is_counted = merged.step, merged.is_counted
+        """Apply a merge to the parameters, in all ranks of the cloud. Return the step that the
+        averaging
+        server has reached, where there is one.
+        """
+        step = merged.step
+        is_counted = merged.is_counted
         is_new = bool(merged.changes or merged.values)
         if self._settings.is_elastic:
             numbers = torch.tensor([step, is_counted, is_new])

@@ -1,16 +1,16 @@
-"""How the contributions of replicas become one, and how tensors are cut into parts of about equal
-size: runs of neighbours (fragments merged in turn, stages), whole tensors or rows of them (shares
-that the ranks of a cloud carry across). Pure tensor code: no links, no compression.
+"""Merges, which make one of the contributions of replicas, and ways to cut tensors into parts of
+about equal size: runs of neighbours (fragments merged in turn, stages), whole tensors or rows of
+them (shares that the ranks of a cloud carry across). Pure tensor code: no links, no compression.
 
 Every step of a merge is one multiplication or one addition for each value, in a fixed order, so
 the result has the same bits in every replica, on any processor.
 
 `Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost bytes, as every
 replica must merge all contributions itself (averaging.py), and where all are honest accuracy:
-variance, against the mean of R equally noisy contributions, and
-bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
-of weight zero counts for none. One with a value that is not finite is left out by them; if these
-are no minority, the result is NaN. Sum and mean hide nothing.
+variance, against the mean of R equally noisy contributions, and bias where replicas differ because
+their data differ. Only `NormBound` uses weights; a contribution of weight zero counts for none.
+They skip a contribution with a value that is not finite; if such are no minority, the result is
+NaN. Sum and mean hide nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xcloud.pipeline.exchange import RankGroup, squared_norm
 
 
 class Contribution(NamedTuple):
-    """What one replica adds: tensors in a fixed order, and how much they count."""
+    """The tensors that one replica adds, in a fixed order, and how much they count."""
 
     tensors: list[Tensor]
     weight: float
@@ -42,19 +42,19 @@ Merge = Callable[[Sequence[Contribution]], list[Tensor]]
 
 
 def weighted_sum(contributions: Sequence[Contribution]) -> list[Tensor]:
-    """sum_r w_r x_r. A value that is not finite makes the sum so."""
+    """Return sum_r w_r x_r. A value that is not finite makes the sum so."""
     return _sum(contributions, [c.weight for c in contributions])
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
-    """sum_r w_r x_r / sum_r w_r; NaN if all weights are zero."""
+    """Return sum_r w_r x_r / sum_r w_r; NaN if all weights are zero."""
     weights = [c.weight for c in contributions]
     total = sum(weights) or math.nan
     return _sum(contributions, [weight / total for weight in weights])
 
 
 def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
-    """weighted_mean of so many that count alike; one is made after the other."""
+    """Return weighted_mean of so many that count alike; one is made after the other."""
     return _sum(contributions, [1.0 / count] * count)
 
 
@@ -144,7 +144,7 @@ class NormBound(Robust):
 
 
 def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
-    """Adds up one contribution after the other; none of them need be there at once."""
+    """Add up one contribution after the other; none of them need be there at once."""
     merged: list[Tensor] = []
     for contribution, weight in zip(contributions, weights, strict=True):
         if not merged:
@@ -161,14 +161,14 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _rounded(factor: float) -> float:
-    """Down to 12 bits: a sum's last bits depend on the processor, and must not show."""
+    """Round down to 12 bits: a sum's last bits depend on the processor, and must not show."""
     mantissa, exponent = math.frexp(factor)
     return math.ldexp(math.floor(mantissa * 4096) / 4096, exponent)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows (axis 0) first .. last - 1 of tensor number `index`; a scalar has one row."""
+    """A run of rows, first .. last - 1, of tensor number `index`; a scalar has one row."""
 
     name: str
     index: int
@@ -177,17 +177,19 @@ class Piece:
     shape: torch.Size
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A view."""
+        """Return a view of these rows."""
         tensor = tensors[self.index]
         return tensor[self.first : self.last] if tensor.dim() else tensor
 
 
 def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Positions 0..len(sizes) - 1 in `count` runs of about equal sum, none of them empty."""
-    whole, done = sum(sizes), 0
+    """Split positions 0..len(sizes) - 1 into `count` runs of about equal sum, none empty."""
+    whole = sum(sizes)
+    done = 0
     runs: list[list[int]] = [[]]
     for position, size in enumerate(sizes):
-        runs_left, positions_left = count - len(runs), len(sizes) - position
+        runs_left = count - len(runs)
+        positions_left = len(sizes) - position
         # The next run begins where its boundary is nearer to this tensor's start than to its end.
         is_due = (done + size / 2) * count >= whole * len(runs)
         if runs[-1] and runs_left and (is_due or positions_left <= runs_left):
@@ -198,7 +200,7 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
-    """Whole tensors in shares of about equal sum, the largest first; a share may be empty."""
+    """Deal whole tensors into shares of about equal sum; a share may be empty."""
     whole = [
         Piece(name, index, 0, shape[0] if shape else 1, shape)
         for index, (name, shape) in enumerate(shapes.items())
@@ -213,18 +215,23 @@ def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Pi
 
 
 def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
-    """Every row of every tensor in exactly one share, in order; shares differ by a row's size, and
-    may be empty. A tensor without values is in the share where it falls, whole."""
+    """Deal every row of every tensor into exactly one share, in order.
+
+    Shares differ by a row's size, and may be empty. A tensor without values is in the share where
+    it falls, whole.
+    """
     total = sum(shape.numel() for shape in shapes.values())
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
     seen = 0
     for index, (name, shape) in enumerate(shapes.items()):
-        num_rows, last = shape[0] if shape else 1, 0
+        num_rows = shape[0] if shape else 1
+        last = 0
         width = shape.numel() // max(num_rows, 1)
         while True:
             middle = seen + width / 2  # of the row: it goes where its middle lies
             share = min(num_shares - 1, int(num_shares * middle / max(total, 1)))
-            first, last = last, num_rows
+            first = last
+            last = num_rows
             if width and share < num_shares - 1:
                 ends_at = total * (share + 1) / num_shares
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
@@ -238,7 +245,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
 
 
 def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
-    """The tensors, so many, of which these are pieces in order."""
+    """Join pieces, given in order, to the `count` tensors that they were cut from."""
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     for piece, tensor in pieces:
         rows[piece.index].append(tensor)
@@ -248,8 +255,12 @@ def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
 def gather_shares(
     group: RankGroup, shares: Sequence[Sequence[Piece]], mine: Sequence[Tensor], like: Tensor
 ) -> list[tuple[Piece, Tensor]]:
-    """All pieces with their tensors, in every rank of the group, of which the first hold a share
-    each. mine: this rank's share; empty without one. like: of the same dtype and device."""
+    """Return all pieces with their tensors, in every rank of the group.
+
+    The first ranks of the group hold a share each.
+    mine: this rank's share; empty without one.
+    like: a tensor of the same dtype and device.
+    """
     if group.group_size == 1:
         return list(zip(shares[0], mine, strict=True))
     # Gathered, not summed: adding zeros would change the sign of a zero.

@@ -1,6 +1,6 @@
-"""One rank among its counterparts in other clouds: what a strategy builds its exchange from,
-whether replicas are equal, and parameters that they change apart and bring together from time to
-time. No rounds. The inner optimizer is the trainer's.
+"""One rank among its counterparts in other clouds (Replicas): what a strategy builds its exchange
+from, and whether replicas are equal. And parameters that replicas change apart and bring together
+from time to time (OuterParameters), with their optimizer. The inner optimizer is the trainer's.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is average
 
 @dataclass(frozen=True)
 class Replicas:
-    """Every rank builds its exchange at the same time.
+    """The replicas of a run as one rank sees them. Every rank builds its exchange at the same
+    time.
 
-    links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
-        hold the same stages. stages: of this rank. choose: the compressor of each tensor.
-    last_step: of training. max_work: by replica, the most that it can train on in an update: all
-        of its samples, which follow from the settings, each of the largest weight.
-    privacy: of what leaves this cloud. watch: see Terms.
+    links: to this rank's counterparts in the other replicas.
+    group: the ranks of this replica that hold the same stages.
+    stages: of this rank.
+    choose: the compressor of each tensor.
+    last_step: of training.
+    max_work: by replica, the most that it can train on in an update: all of its samples, which
+        follow from the settings, each of the largest weight.
+    privacy: of what leaves this cloud.
+    watch: see Terms.
     """
 
     links: ReplicaLinks
@@ -61,7 +66,7 @@ class Replicas:
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Trained parameters, as "stage.name"."""
+        """The trained parameters, as "stage.name"."""
         return {
             f"{stage}.{name}": parameter
             for stage, module in sorted(self.stages.items())
@@ -70,39 +75,68 @@ class Replicas:
         }
 
     def codec(
-        self, shapes: Shapes, feedback: bool, stream: Sequence[str | int],
+        self,
+        shapes: Shapes,
+        feedback: bool,
+        stream: Sequence[str | int],
         plain: Collection[str] = (),
-    ) -> TensorCodec:  # fmt: skip
-        """stream: of random numbers. plain: names of tensors that go as they are."""
+    ) -> TensorCodec:
+        """Return a codec of tensors with these shapes.
+
+        feedback: what a lossy compressor leaves out is added to the next message.
+        stream: tells its random numbers from those of others.
+        plain: names of tensors that go as they are.
+        """
         every = (p for module in self.stages.values() for p in module.parameters())
         first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
         name, *number = stream
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
-            shapes, lambda name, shape: Chain() if name in plain else self.choose(name, shape),
-            identity, feedback, first.dtype, first.device, self.links.replica,
-        )  # fmt: skip
+            shapes,
+            lambda name, shape: Chain() if name in plain else self.choose(name, shape),
+            identity=identity,
+            feedback=feedback,
+            dtype=first.dtype,
+            device=first.device,
+            replica=self.links.replica,
+        )
 
     def averager(
-        self, shapes: Shapes, terms: Terms, feedback: bool, *stream: str | int,
-        plain: Collection[str] = (), num_fragments: int = 1,
-    ) -> Averager:  # fmt: skip
-        """Of the tensors that this rank carries across; see `codec` and `guarded`."""
+        self,
+        shapes: Shapes,
+        terms: Terms,
+        feedback: bool,
+        *stream: str | int,
+        plain: Collection[str] = (),
+        num_fragments: int = 1,
+    ) -> Averager:
+        """Return an averager of the tensors that this rank carries across; see `codec` and
+        `guarded`.
+        """
         made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
-        guarded = self.guarded(terms, shapes, plain, num_fragments)
-        return averager_for(self.links, shapes, made, guarded)
+        guarded = self.guarded(terms, shapes, plain=plain, num_fragments=num_fragments)
+        return averager_for(self.links, shapes, new_codec=made, terms=guarded)
 
     def guarded(
-        self, terms: Terms, names: Collection[str], plain: Collection[str] = (),
+        self,
+        terms: Terms,
+        names: Collection[str],
+        plain: Collection[str] = (),
         num_fragments: int = 1,
-    ) -> Terms:  # fmt: skip
-        """With what watches and protects this cloud, under whose privacy nothing plain is sent.
-        num_fragments: averagings of a rank that together are one contribution."""
+    ) -> Terms:
+        """Return the terms with what watches and protects this cloud.
+
+        num_fragments: averagings of a rank that together are one contribution.
+        Under a cloud's privacy nothing plain is sent.
+        """
         terms = replace(terms, watch=self.watch)
         if self.privacy is None or self.privacy.unit != "cloud":
             return terms
         num_parts = self.links.num_parts * num_fragments
-        return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
+        return replace(
+            terms,
+            protect=private_contribution(names, self.privacy, num_parts=num_parts, silent=plain),
+        )
 
     def open(self, averagers: Sequence[Averager], wait_s: float = 0.0, under_way: int = 1) -> None:
         """Make room for their messages; see ReplicaLinks.open."""
@@ -110,13 +144,15 @@ class Replicas:
         self.links.open(longest, wait_s, under_way)
 
     def compare(self, step: int, alike: RankGroup) -> None:
-        """Whether all ranks that train the same parameters hold them, bit for bit, after update
-        `step`; 0 = before the first, where frozen parameters are compared too. Every one of them
-        makes the same calls. alike: the ranks of this cloud that hold the same values.
+        """Check that all ranks which train the same parameters hold the same bits after update
+        `step`.
 
-        Raises ReplicasDiffer naming stage and rank.
+        step: 0 = before the first update, where frozen parameters are compared too.
+        alike: the ranks of this cloud that hold the same values.
+        Every one of these ranks makes the same calls. Raises ReplicasDiffer naming stage and rank.
         """
-        links, stages = self.links, sorted(self.stages)
+        links = self.links
+        stages = sorted(self.stages)
         parameters = (self.stages[stage].parameters() for stage in stages)
         compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
         mine = torch.stack([digest(some) for some in compared])
@@ -124,12 +160,14 @@ class Replicas:
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
         # The others are compared inside their cloud only.
         if self.group.group_rank < links.num_shares:
-            key = MessageKey(Kind.AVERAGING, step, _CHECK)
+            key = MessageKey(Kind.AVERAGING, step, micro_batch=_CHECK)
             for replica in links.others:
-                links.send(replica, key, (mine,), ("digests of parameters",), 0)
+                links.send(
+                    replica, key, parts=(mine,), carries=("digests of parameters",), raw_bytes=0
+                )
             for replica in links.others:
                 name = str(links.peers[replica])
-                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), name)
+                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), sender=name)
                 theirs[name] = found.cpu()
         for name, found in theirs.items():
             for stage, own, other in zip(stages, mine, found, strict=True):
@@ -169,6 +207,7 @@ class OuterOptimizer:
 
     @property
     def label(self) -> str:
+        """The optimizer in a few words."""
         if not self.momentum:
             return "mean" if self.learning_rate == 1 else f"sgd({self.learning_rate:g})"
         name = "nesterov" if self.nesterov else "momentum"
@@ -177,7 +216,7 @@ class OuterOptimizer:
     def step(
         self, outer: Sequence[Tensor], velocities: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Changes outer parameters and velocities in place, tensor by tensor."""
+        """Change outer parameters and velocities in place, tensor by tensor."""
         for parameter, velocity, gradient in zip(outer, velocities, gradients, strict=True):
             # Multiplications and additions apart: a fused one rounds once, and replicas on
             # different processors would drift apart.
@@ -189,64 +228,78 @@ class OuterOptimizer:
 
 
 class OuterParameters:
-    """parameters: by name, the same values in every rank of `group` and in all replicas. shares:
-    whole ones of these that each of its first ranks carries across. outer: the values of this
-    rank's share after the last merge, the same bits in all replicas; velocity: of the outer
-    optimizer.
+    """The parameters that replicas change apart, with their values after the last merge.
+
+    parameters: by name, the same values in every rank of `group` and in all replicas.
+    shares: whole ones of these that each of its first ranks carries across.
+    outer: the values of this rank's share after the last merge, the same bits in all replicas.
+    velocity: of the outer optimizer.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], shares: Sequence[Sequence[Piece]],
-        group: RankGroup, optimizer: OuterOptimizer,
-    ) -> None:  # fmt: skip
-        self._parameters, self._shares = list(parameters.values()), shares
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shares: Sequence[Sequence[Piece]],
+        group: RankGroup,
+        optimizer: OuterOptimizer,
+    ) -> None:
+        self._parameters = list(parameters.values())
+        self._shares = shares
         self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
         self._own = [self._parameters[piece.index] for piece in self._mine]
-        self._group, self._optimizer = group, optimizer
+        self._group = group
+        self._optimizer = optimizer
         self.outer = [p.detach().clone() for p in self._own]
         has_momentum = bool(optimizer.momentum)
         self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
 
     @property
     def are_finite(self) -> bool:
-        """The parameters of now, those of other shares too: the same in all ranks of `group`."""
+        """True if the current parameters are finite, those of other shares too."""
         return are_finite(p.detach() for p in self._parameters)
 
     def gradient(self) -> list[Tensor]:
-        """How far this replica has moved away: outer - values."""
+        """Return how far this replica has moved away: outer - values."""
         return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
 
     def move(self, gradients: Sequence[Tensor]) -> bool:
-        """Make the outer optimizer's step, unless a gradient is not finite; the parameters stay.
-        Return whether it was made."""
+        """Make the outer optimizer's step, unless a gradient is not finite. Return whether it was
+        made.
+
+        The parameters stay as they are.
+        """
         is_made = are_finite(gradients)
         if is_made:
             self._optimizer.step(self.outer, self.velocity, gradients)
         return is_made
 
     def take(self, mix: float = 0.0) -> None:
-        """Parameters become mix * own + (1 - mix) * outer."""
+        """Set the parameters to mix * own + (1 - mix) * outer."""
         if not mix:
             return self._write(self.outer)
         pairs = zip(self._own, self.outer, strict=True)
         self._write([own.detach() * mix + outer * (1 - mix) for own, outer in pairs])
 
     def keep(self, gradients: Sequence[Tensor]) -> None:
-        """Parameters become the outer ones, and on top what this replica has done by itself."""
+        """Set the parameters to the outer ones, plus what this replica has done by itself."""
         self._write([a - g for a, g in zip(self.outer, gradients, strict=True)])
 
     def flat(self) -> Parts:
-        """Outer parameters and velocity as one vector each, for another replica's `replace`."""
+        """Return outer parameters and velocity as one vector each, for another replica's
+        `replace`.
+        """
         return tuple(
             torch.cat([tensor.reshape(-1) for tensor in tensors])
             for tensors in (self.outer, self.velocity)
         )
 
     def replace(self, values: Parts) -> None:
-        """Raises FrameError for those of other settings."""
+        """Take another replica's `flat`. Raises FrameError for values of other settings."""
         found, expected = ([flat.shape for flat in some] for some in (values, self.flat()))
         if found != expected:
-            raise FrameError(f"the hub sent values and velocity of {found}, expected {expected}")
+            raise FrameError(
+                f"the averaging server sent values and velocity of {found}, expected {expected}"
+            )
         for tensors, flat in zip((self.outer, self.velocity), values, strict=True):
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, piece in zip(tensors, torch.split(flat, sizes), strict=True):
@@ -256,7 +309,7 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        fill(self._places, state, "local updates")
+        fill(self._places, state, owner="local updates")
 
     @property
     def _places(self) -> dict[str, Tensor]:
@@ -268,7 +321,10 @@ class OuterParameters:
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
-        """values: of this rank's share; every rank of the group gets those of all others."""
+        """Write the values of this rank's share into the parameters; every rank of the group gets
+        those
+        of all others.
+        """
         like = self._parameters[0]
-        for piece, value in gather_shares(self._group, self._shares, values, like):
+        for piece, value in gather_shares(self._group, self._shares, mine=values, like=like):
             self._parameters[piece.index].copy_(value)

@@ -100,7 +100,8 @@ class MultilingualElectra:
         tokenizer = self._tokenizer(context)
         report = context.report if context.group_rank == 0 else lambda line: None
         tables = {
-            part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
+            part: text.table(part, tokenizer, cache_dir=context.cache_dir, report=report)
+            for part in settings.parts
         }
         # The ranks of a cloud share one order; clouds with the same language draw different ones.
         seed = seed_of(context.seed, "texts", context.cloud)
@@ -108,14 +109,18 @@ class MultilingualElectra:
         how = (text.language_power, seed, settings.batch_size, *ranks)
         stream = TextStream(tables, tokenizer.token_ids, *how)
         report(f"texts: {stream.describe()}")
-        encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
+        encoder = self._encoder(
+            settings.backbone, "generator", tokenizer=tokenizer, context=context
+        )
         packing = self._packing(tokenizer)
         return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
         settings = self.discriminator
         tokenizer = self._tokenizer(context)
-        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
+        encoder = self._encoder(
+            settings.backbone, "discriminator", tokenizer=tokenizer, context=context
+        )
         if (used := encoder.config.activation) != "gelu":
             said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
             raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
@@ -125,11 +130,11 @@ class MultilingualElectra:
         return DiscriminatorRank(network, settings, self._packing(tokenizer), tokenizer, context)
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
-        """Task settings that use the exported encoder and its tokenizer."""
+        """Return task settings that use the exported encoder and its tokenizer."""
         return {"task.tokenizer.name_or_path": str(run_dir / MODEL_DIR / DISCRIMINATOR_DIR)}
 
     def next_command(self, run_dir: Path) -> str:
-        """Command to fine-tune the discriminator; the user supplies inference pairs."""
+        """Return the command to fine-tune the discriminator; the user supplies inference pairs."""
         encoder = shlex.join(as_override(*one) for one in self.leaves(run_dir).items())
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
         return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
@@ -142,20 +147,29 @@ class MultilingualElectra:
         return tokenizer
 
     def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:
-        """tokenizer: None before it is known."""
+        """Return the packing of ids.
+
+        tokenizer: None before it is known.
+        """
         choice = self.text.tokenizer
         most = max(g.batch_size for g in self.generators.values())
         size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
         known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
-        return IdPacking(known[0], most, self.text.max_length - 2, known[1], self.coding)
+        return IdPacking(
+            known[0],
+            most,
+            max_length=self.text.max_length - 2,
+            digest=known[1],
+            coding=self.coding,
+        )
 
     def _encoder(
         self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
     ) -> Encoder:
-        """The encoder with its initial weights, equal in all ranks of its cloud."""
+        """Return the encoder with its initial weights, equal in all ranks of its cloud."""
 
         def report(line: str) -> None:
-            """Report a line without names of folders: it may be shown in another cloud."""
+            """Report a line without folder names: it may be shown in another cloud."""
             if backbone.is_checkpoint:
                 line = line.replace(backbone.describe(), Path(backbone.describe()).name)
             context.report(line.replace(f"{context.cache_dir}/", ""))
@@ -163,10 +177,12 @@ class MultilingualElectra:
         generates = name == "generator"
         place = {one.name: getattr(context, one.name) for one in fields(BuildPlace)}
         build = BuildContext(
-            **{**place, "report": report}, vocabularies={name: tokenizer.token_ids},
-            sentences=lambda field: (), max_length=self.text.max_length,
+            **{**place, "report": report},
+            vocabularies={name: tokenizer.token_ids},
+            sentences=lambda field: (),
+            max_length=self.text.max_length,
             setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
-        )  # fmt: skip
+        )
         weights = backbone.weights(name, build)
         assert weights.tensors is not None
         if generates and not weights.have_head:

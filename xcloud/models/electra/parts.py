@@ -117,13 +117,15 @@ def corrupt(
     temperature: float,
     draw: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Mask these rows, sample replacements from the generator: ids [R], and the mean cross-entropy
-    of the masked tokens, with graph. draw: on the CPU, so that no random number depends on the
-    device."""
+    """Mask these rows and sample replacements from the generator.
+
+    draw: on the CPU, so that no random number depends on the device.
+    Returns ids [R], and the mean cross-entropy of the masked tokens, with graph.
+    """
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
-    words_M = sample_words(scores_MV.detach(), special, temperature, draw)
+    words_M = sample_words(scores_MV.detach(), special, temperature=temperature, draw=draw)
     return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
 
 
@@ -150,8 +152,9 @@ def sample_words(
 
 
 class Discriminator(nn.Module):
-    """Encoder without a masked-language head, and a score per token, w . gelu(dense(x)) + b;
-    positive means replaced."""
+    """An encoder without a masked-language head, and a score per token, w . gelu(dense(x)) + b;
+    positive means replaced.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -170,12 +173,13 @@ class Discriminator(nn.Module):
 def detect_replaced(
     discriminator: Discriminator, texts: CorruptedTexts, special: TokenIds
 ) -> tuple[Tensor, list[int]]:
-    """Return the summed loss of received tokens, with its graph, and true positives, false
-    positives and false negatives.
+    """Score received tokens, whose outer bos and eos are added back.
 
-    Outer bos and eos are added back. A token counts as detected if its score is positive."""
+    Returns the loss, summed, with graph, and true positives, false positives and false negatives.
+    A token counts as detected if its score is positive.
+    """
     ids_C, counts_B, replaced_C = texts
-    ids_R, inner_C = with_ends(ids_C, counts_B, special)
+    ids_R, inner_C = with_ends(ids_C, counts_B, special=special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
     found_C = scores_C.detach() > 0
@@ -184,7 +188,10 @@ def detect_replaced(
 
 
 def inner_rows(counts_B: Tensor) -> Tensor:
-    """Rows that are neither first nor last in their sample, int64 [C]. counts_B: with bos, eos."""
+    """Return the rows that are neither first nor last in their sample, int64 [C].
+
+    counts_B: with bos and eos.
+    """
     ends = counts_B.cumsum(0)
     is_inner = torch.ones(int(ends[-1]), dtype=torch.bool, device=counts_B.device)
     is_inner[ends - 1] = False
@@ -214,7 +221,8 @@ class _Learner(StatefulTree):
     def __post_init__(self) -> None:
         is_trained = not getattr(self.settings, "frozen", False)
         self.network.to(self.context.device).train(is_trained).requires_grad_(is_trained)
-        self._num_steps, self._device = self.context.num_steps, self.context.device
+        self._num_steps = self.context.num_steps
+        self._device = self.context.device
         self._autocast = autocast_for(self.settings.precision, self._device)
         rule = self.settings.optimizer
         parameters = self.network.parameters()
@@ -240,6 +248,8 @@ class _Learner(StatefulTree):
 
 @dataclass
 class GeneratorRank(_Learner):
+    """One rank of a generator: it masks, fills, trains and packs."""
+
     network: Encoder
     settings: Generator
     stream: TextStream = field(kw_only=True)
@@ -262,21 +272,30 @@ class GeneratorRank(_Learner):
         return None if self.settings.frozen else self.network
 
     def produce(self, number: int) -> Fed:
-        """Texts, masks, ids and dropout depend on seed, cloud, group rank and number alone."""
+        """Make a batch. Texts, masks, ids and dropout depend on seed, cloud, group rank and number
+        alone.
+        """
         settings = self.settings
         special = self.tokenizer.token_ids
         ids_R, counts_B = self.stream.batch(number)
         draw = torch.Generator().manual_seed(self._random("masks", number))
-        masked_M = choose_masked(ids_R, special, settings.mask_share, draw, self._starts_V)
+        masked_M = choose_masked(
+            ids_R, special, share=settings.mask_share, draw=draw, starts_V=self._starts_V
+        )
         with (
             seeded_on(self._device, self._random("dropout", number)),
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
             made_R, loss = corrupt(
-                self.network, ids_R.to(self._device), Packing(counts_B.to(self._device)),
-                masked_M.to(self._device), special, settings.temperature, draw,
-            )  # fmt: skip
+                self.network,
+                ids_R.to(self._device),
+                packing=Packing(counts_B.to(self._device)),
+                masked_M=masked_M.to(self._device),
+                special=special,
+                temperature=settings.temperature,
+                draw=draw,
+            )
         if not settings.frozen:
             torch.autograd.backward(loss)
         if not loss.isfinite():
@@ -286,8 +305,12 @@ class GeneratorRank(_Learner):
             )
         inner_C = inner_rows(counts_B)
         made_R = made_R.cpu()  # a token that is drawn as it was is not replaced
-        texts = CorruptedTexts(made_R[inner_C], counts_B - 2, (made_R != ids_R)[inner_C])
-        return Fed(self.packing.pack(texts), len(counts_B), len(inner_C), loss.item())
+        texts = CorruptedTexts(
+            made_R[inner_C], counts_B - 2, replaced_R=(made_R != ids_R)[inner_C]
+        )
+        return Fed(
+            self.packing.pack(texts), len(counts_B), num_tokens=len(inner_C), loss=loss.item()
+        )
 
     def replan(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -300,7 +323,7 @@ class GeneratorRank(_Learner):
         if self.settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self.context.cloud}"
-        export(self.network, folder, self.tokenizer.token_ids.pad)
+        export(self.network, folder, pad=self.tokenizer.token_ids.pad)
         self.tokenizer.save_pretrained(folder, self.network.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
@@ -310,6 +333,8 @@ class GeneratorRank(_Learner):
 
 @dataclass
 class DiscriminatorRank(_Learner):
+    """One rank of the discriminator: it unpacks, trains, counts and exports."""
+
     network: Discriminator
     settings: DiscriminatorSettings
 
@@ -337,7 +362,9 @@ class DiscriminatorRank(_Learner):
             dropout = seed_of(self.context.seed, "discriminator dropout", content)
             there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
             with seeded_on(self._device, dropout), self._autocast():
-                loss, counts = detect_replaced(self.network, there, self.tokenizer.token_ids)
+                loss, counts = detect_replaced(
+                    self.network, there, special=self.tokenizer.token_ids
+                )
             torch.autograd.backward(loss)
             tokens = len(texts.ids_R)
             found = (float(loss.detach()), tokens, len(texts.counts_B), tokens, *counts)
@@ -374,12 +401,14 @@ class DiscriminatorRank(_Learner):
         network = self.network
         pad = self.tokenizer.token_ids.pad
         heads = {"dense": network.dense, "dense_prediction": network.score}
-        export(network.encoder, folder, pad, **heads)
+        export(network.encoder, folder, pad=pad, **heads)
         self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:
-        """Replaced-token detection over this rank's batches of the last steps: percent, and
-        nats per token. Errors are over these batches."""
+        """Return replaced-token detection over this rank's batches of the last steps: percent, and
+        nats
+        per token. Errors are over these batches.
+        """
         of = dict(zip(SUMS, self._recent_sums().T, strict=True))
         hits = of["true_positives"]
         detected = hits + of["false_positives"]
