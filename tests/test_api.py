@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,14 @@ def test_a_run_gives_the_figures_of_its_summary_and_can_be_loaded_again(tmp_path
     assert xcloud.load(result.folder) == result
 
 
+def test_no_room_of_the_package_hides_a_function_of_its_face() -> None:
+    """`import xcloud.sweep` would put a module where the function was."""
+    for name in xcloud.__all__:
+        assert importlib.util.find_spec(f"xcloud.{name}") is None, name
+
+
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_gives_the_result_of_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def test_caches_of_earlier_releases_are_found(
     class Asked(Exception):
         pass
 
-    def asked(name: str, *others: object) -> None:
+    def asked(name: str, *others: object, **named: object) -> None:
         raise Asked(name)
 
     monkeypatch.setattr(backbone, "made_once", asked)

@@ -75,6 +75,7 @@ def test_a_row_of_any_settings_equals_its_reference(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_that_is_sharded_over_ranks_equals_its_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

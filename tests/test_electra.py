@@ -392,7 +392,7 @@ def test_a_masked_token_that_is_drawn_as_it_was_is_not_replaced(
         ids_R: torch.Tensor,
         packing: object,
         masked_M: torch.Tensor,
-        *of: object,
+        **named: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wrong_M = masked_M[::2]
         drawn["wrong"], drawn["masked"] = wrong_M, masked_M

@@ -76,11 +76,11 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     generator = use.Generator.__new__(use.Generator)
     last = SimpleNamespace(architecture={"config": {"max_position_embeddings": 99}})
     generator.text, generator.stages = _Letters(), [last]
-    monkeypatch.setattr(use, "following", lambda *given: iter("dé!".encode() + b"\0rest"))
+    monkeypatch.setattr(use, "following", lambda *given, **named: iter("dé!".encode() + b"\0rest"))
 
     assert list(generator.pieces("a", 50, Choice())) == ["d", "é", "!", ""]
     assert list(generator.pieces("a", 2, Choice())) == ["d", "\ufffd"], "cut by the limit"
-    monkeypatch.setattr(use, "following", lambda *given: iter(b"so\1rest"))
+    monkeypatch.setattr(use, "following", lambda *given, **named: iter(b"so\1rest"))
     assert list(generator.pieces("a", 50, Choice())) == ["s", "o", ""], "by the other end, too"
 
 

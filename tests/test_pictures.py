@@ -192,7 +192,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
 def test_pictures_that_cannot_be_drawn_are_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **named: object) -> None:
         raise OSError("no font at all")
 
     monkeypatch.setattr("xcloud.show.pictures.write_loss", fail)

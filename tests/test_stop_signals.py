@@ -22,7 +22,7 @@ def run(
     """A run without ranks that gets so many signals while its record is written."""
 
     class Record:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, **named: object) -> None: ...
 
         def start(self) -> None: ...
 
@@ -40,7 +40,7 @@ def run(
         nonlocal num_signals
         num_signals = signals
 
-        def train(*_: object) -> None:
+        def train(*_: object, **named: object) -> None:
             if error is not None:
                 raise error
 

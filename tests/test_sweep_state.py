@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have their own tests, and take most of the time."""
-    monkeypatch.setattr("xcloud.study.pictures.write_pictures", lambda *arguments: [])
+    monkeypatch.setattr("xcloud.study.pictures.write_pictures", lambda *arguments, **named: [])
 
 
 def test_a_wrong_point_refuses_the_sweep_with_its_reason(

@@ -151,7 +151,7 @@ def sweep(
     chosen = LauncherSettings(parallel=parallel, also=also)
     folder = Path("multirun", name or f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}").absolute()
     points = with_also(grid([f"+exp={experiment}", *settings]), also or {})
-    one = Sweep(folder.name, folder, chosen, Processes(parallel))
+    one = Sweep(folder.name, folder, settings=chosen, processes=Processes(parallel))
     code = one.run(points, lambda overrides: composed(overrides, conf_dir()))
     if code == REFUSED:
         raise ConfigError("the sweep is refused; the reasons stand above")
@@ -170,7 +170,7 @@ def compressions() -> list[str]:
 def compression(name: str) -> CompressionPlan:
     """Return the compression of that name: what acts on activations, on their gradients and on
     what replicas average. Raises ConfigError if there is none."""
-    plan = option("compression", name, conf_dir())
+    plan = option("compression", name, conf_dir=conf_dir())
     assert isinstance(plan, CompressionPlan)
     return plan
 

@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> None:
         from xcloud.job.given import explained
 
         overrides = [word for word in others if not word.startswith("-")]
-        for line in explained(error, overrides, conf_dir(), is_sweep=bool(flags)):
+        for line in explained(error, overrides, conf_dir=conf_dir(), is_sweep=bool(flags)):
             say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
@@ -147,8 +147,10 @@ def resume(words: Sequence[str]) -> None:
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
     run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
-    config, has_more = resumed(run_dir, overrides, conf_dir())
-    carry_out(config, run_dir, partial(check_can_go_on, anew=ANEW in words), has_more)
+    config, has_more = resumed(run_dir, overrides, conf_dir=conf_dir())
+    carry_out(
+        config, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
+    )
 
 
 def carry_out(
@@ -165,12 +167,12 @@ def carry_out(
     if config.get("follow_up"):
         from xcloud.job.given import compose_follow_up
 
-        following = compose_follow_up(config, conf_dir(), run_dir, own=resumes is None)
+        following = compose_follow_up(config, conf_dir(), run_dir=run_dir, own=resumes is None)
     if has_more:
-        run(config, run_dir, resumes, more_follows=following is not None)
+        run(config, run_dir, resumes=resumes, more_follows=following is not None)
     elif following is None:
         raise ConfigError(
             f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
         )
     if following is not None:
-        run(following, run_dir / "follow_up", resumes)
+        run(following, run_dir / "follow_up", resumes=resumes)

@@ -131,7 +131,8 @@ class Layout(ABC):
 
     def wan_between(self, rank: int, peer: int) -> Wan | None:
         """Return the line between two ranks; None if they are in one cloud."""
-        here, there = self.cloud_of(rank), self.cloud_of(peer)
+        here = self.cloud_of(rank)
+        there = self.cloud_of(peer)
         return None if here == there or not self.crosses_clouds else self.wan_of(here, there)
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:

@@ -202,7 +202,7 @@ class Generator(TrainedRun):
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {longest} positions"
             )
-        tokens = following(self.stages, self.carry, given, choice, cached)
+        tokens = following(self.stages, self.carry, ids=given, choice=choice, cached=cached)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
             if token in ends:
                 break
@@ -296,9 +296,9 @@ def generate(words: Sequence[str]) -> None:
     parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
     arguments = parser.parse_args(words)
-    check("--max-new-tokens", arguments.max_new_tokens, Positive)
-    check("--temperature", arguments.temperature, NotNegativeFloat)
-    check("--top-p", arguments.top_p, Rate)
+    check("--max-new-tokens", arguments.max_new_tokens, annotation=Positive)
+    check("--temperature", arguments.temperature, annotation=NotNegativeFloat)
+    check("--top-p", arguments.top_p, annotation=Rate)
     if bool(arguments.text) == (arguments.chats is not None):
         raise ConfigError("generate needs either texts to go on from or --chats FILE")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
@@ -308,7 +308,7 @@ def generate(words: Sequence[str]) -> None:
     _ = generator.stages  # what is said while they are read stands before the text
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
-        choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+        choice = Choice(arguments.temperature, arguments.top_p, seed=arguments.seed)
         say(shown, end="\n" if is_chat else "")
         cached = not arguments.no_cache
         for piece in generator.after(given, arguments.max_new_tokens, choice, cached):

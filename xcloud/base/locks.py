@@ -30,7 +30,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[int]:
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        _acquire(file, path, wait_s)
+        _acquire(file, path, wait_s=wait_s)
         yield file
     finally:
         os.close(file)

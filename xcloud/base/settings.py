@@ -81,9 +81,9 @@ def settings(
             try:
                 build(self, *args, **kwargs)
             except ValidationError as error:
-                raise worded(error, type(self), path) from None
+                raise worded(error, type(self), path=path) from None
             for field in dataclasses.fields(self):
-                _check_width(getattr(self, field.name), path, field.name)
+                _check_width(getattr(self, field.name), path, name=field.name)
 
         made.__init__ = init
         return cast(type[T], made)

@@ -114,7 +114,7 @@ def _one(annotation: Any) -> str:
     if annotation is int:
         return _whole(limits.get("ge"), limits.get("le"))
     if annotation is float:
-        return _number(limits.get("gt"), limits.get("ge"), limits.get("le"))
+        return _number(limits.get("gt"), limits.get("ge"), maximum=limits.get("le"))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):

@@ -268,7 +268,7 @@ class SendChannel(_Channel):
                 encoded: Parts = (tensor,)
                 if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
-                    encoded = self._encoded(key, field, tensor, rows)
+                    encoded = self._encoded(key, field, tensor=tensor, rows=rows)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
@@ -301,7 +301,7 @@ class ReceiveChannel(_Channel):
         with self.clock.during("wait"):
             parts = list(self.link.recv(key, self.overdue_s))
         try:
-            return self._decoded(key, parts, samples, known)
+            return self._decoded(key, parts, samples=samples, known=known)
         except FrameError as error:
             raise FrameError(f"{key} from rank {self.identity.sender}: {error}") from error
 
@@ -315,7 +315,8 @@ class ReceiveChannel(_Channel):
                 spec = field.spec(field.num_rows(samples, counts))
                 codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
                 wire = codec.compressor.wire_specs(spec)
-                taken, parts = parts[: len(wire)], parts[len(wire) :]
+                taken = parts[: len(wire)]
+                parts = parts[len(wire) :]
                 found = tuple(TensorSpec.of(part) for part in taken)
                 if found != wire:
                     raise FrameError(

@@ -121,7 +121,7 @@ class Compression(CompressionPlan):
     def __post_init__(self) -> None:
         for direction in ("forward", "backward"):
             compressor: Compressor = getattr(self, direction)
-            check_memory(compressor, getattr(self, f"{direction}_memory"), direction)
+            check_memory(compressor, getattr(self, f"{direction}_memory"), direction=direction)
 
     @property
     def averaged(self) -> Compression:

@@ -118,7 +118,8 @@ class Draws(Compressor):
     _stream = 0
 
     def use_stream(self, stream: int) -> None:
-        self._stream, self.num_calls = stream, 0
+        self._stream = stream
+        self.num_calls = 0
 
     def _next_seed(self) -> int:
         self.num_calls += 1
@@ -202,7 +203,8 @@ class Chain(Compressor):
             decoded = []
             for part_spec in before:
                 size = len(member.wire_specs(part_spec)) if part_spec.is_floating else 1
-                taken, remaining = tuple(remaining[:size]), remaining[size:]
+                taken = tuple(remaining[:size])
+                remaining = remaining[size:]
                 decoded.append(
                     member.decompress(taken, part_spec) if part_spec.is_floating else taken[0]
                 )

@@ -42,8 +42,10 @@ from xcloud.comm.precision import pack, packed_bytes, unpack
 Ints = npt.NDArray[np.int64]
 
 VERSION = 1
-FIXED, RANKED = 0, 1
-BITMAP, GAPS = 0, 1
+FIXED = 0
+RANKED = 1
+BITMAP = 0
+GAPS = 1
 # version, coding of ids, coding of flags, bits of a length, shortest length, vocabulary size,
 # vocabulary digest, samples, tokens, replaced tokens
 HEADER = struct.Struct("<BBBBIIIIII")
@@ -88,7 +90,8 @@ class IdPacking:
     def pack(self, texts: CorruptedTexts) -> Tensor:
         """uint8 [N] on the CPU. Raises ValueError for texts outside these settings."""
         ids_R, counts_B, replaced_R = (tensor.cpu() for tensor in texts)
-        num_tokens, num_samples = len(ids_R), len(counts_B)
+        num_tokens = len(ids_R)
+        num_samples = len(counts_B)
         if not 1 <= num_samples <= self.max_samples or int(counts_B.max()) > self.max_length:
             raise ValueError(
                 f"{num_samples} samples of {counts_B.tolist()} tokens; allowed are "
@@ -101,15 +104,19 @@ class IdPacking:
         shortest, longest = (int(n) for n in torch.stack(counts_B.aminmax()))
         length_bits = (longest - shortest).bit_length()
         lengths = pack((counts_B - shortest).int(), length_bits)
-        id_coding, ids = FIXED, pack(ids_R.int(), self.bits)
+        id_coding = FIXED
+        ids = pack(ids_R.int(), self.bits)
         if self.coding == "smallest" and num_tokens:
             ranked = encode_ids(ids_R.numpy(), self.vocab_size)
             if len(ranked) < len(ids):
-                id_coding, ids = RANKED, ranked
+                id_coding = RANKED
+                ids = ranked
         places = replaced_R.numpy().nonzero()[0]
-        flag_coding, flags = GAPS, encode_ascending(places, num_tokens)
+        flag_coding = GAPS
+        flags = encode_ascending(places, num_tokens)
         if len(flags) >= packed_bytes(num_tokens, 1):
-            flag_coding, flags = BITMAP, pack(replaced_R.to(torch.uint8), 1)
+            flag_coding = BITMAP
+            flags = pack(replaced_R.to(torch.uint8), 1)
         head = HEADER.pack(
             VERSION, id_coding, flag_coding, length_bits, shortest, self.vocab_size, self.digest,
             num_samples, num_tokens, len(places),
@@ -147,13 +154,13 @@ class IdPacking:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")
 
         if id_coding == RANKED:
-            ids_R = torch.from_numpy(decode_ids(rest, num_tokens, self.vocab_size))
+            ids_R = torch.from_numpy(decode_ids(rest, num_tokens, vocab_size=self.vocab_size))
         else:
             ids_R = rest.codes(self.bits, num_tokens).long()
             if num_tokens and int(ids_R.max()) >= self.vocab_size:
                 raise FrameError(f"id {int(ids_R.max())} is not below {self.vocab_size}")
         if flag_coding == GAPS:
-            places = decode_ascending(rest, num_replaced, max(1, num_tokens))
+            places = decode_ascending(rest, num_replaced, below=max(1, num_tokens))
             replaced_R = torch.zeros(num_tokens, dtype=torch.bool)
             replaced_R[torch.from_numpy(places)] = True
         else:
@@ -162,7 +169,7 @@ class IdPacking:
                 raise FrameError(f"{int(replaced_R.sum())} flags set, expected {num_replaced}")
         if len(rest.data):
             raise FrameError(f"{len(rest.data)} unexpected bytes after the token ids")
-        return CorruptedTexts(ids_R, counts_B, replaced_R)
+        return CorruptedTexts(ids_R, counts_B, replaced_R=replaced_R)
 
 
 @dataclass
@@ -176,12 +183,13 @@ class Reader:
             raise FrameError(
                 f"token ids are cut short: {len(self.data)} bytes left, expected {num_bytes}"
             )
-        taken, self.data = self.data[:num_bytes], self.data[num_bytes:]
+        taken = self.data[:num_bytes]
+        self.data = self.data[num_bytes:]
         return taken
 
     def codes(self, bits: int, count: int) -> Tensor:
         """See `unpack`."""
-        return unpack(self.take(packed_bytes(count, bits)), bits, count)
+        return unpack(self.take(packed_bytes(count, bits)), bits, num_codes=count)
 
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
@@ -228,8 +236,9 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     symbol_T = _inflate(data.take(num_bytes), num_tokens)
     ids_D = np.empty(size, dtype=np.int64)
     for first, stop in _class_ranges(size):
-        ids_D[first:stop] = decode_ascending(data, stop - first, vocab_size)
-    rare_T, class_T = symbol_T // RARE, (symbol_T % RARE).astype(np.int64)
+        ids_D[first:stop] = decode_ascending(data, stop - first, below=vocab_size)
+    rare_T = symbol_T // RARE
+    class_T = (symbol_T % RARE).astype(np.int64)
     if int(rare_T.max(initial=0)) > 1:
         raise FrameError(f"unknown classes of tokens: {int(symbol_T.max())}")
     value_T = read_bits(data.take(bits_bytes(class_T)), class_T) + (np.int64(1) << class_T) - 1

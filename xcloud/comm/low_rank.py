@@ -146,7 +146,7 @@ class Svd(WarmFactors):
             basis_Dr = torch.linalg.eigh(matrix_RD.T @ matrix_RD).eigenvectors[:, -rank:]
             products_Rr = matrix_RD @ basis_Dr
         else:
-            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns, rank)
+            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns, rank=rank)
         values_r = torch.linalg.vector_norm(products_Rr, dim=0)
         safe_r = torch.where(values_r > 0, values_r, 1)
         return products_Rr.div_(safe_r), (basis_Dr * safe_r).T
@@ -232,14 +232,16 @@ class PowerSgd(WarmFactors):
 
 def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
     """left @ right, [R, D], summed over r one column after the other: the same bits everywhere."""
-    num_rows, num_features = len(left_Rr), right_rD.shape[1]
+    num_rows = len(left_Rr)
+    num_features = right_rD.shape[1]
     total_RD = left_Rr.new_zeros(num_rows, num_features)
     if not total_RD.numel() or not len(right_rD):
         return total_RD
     rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
     term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
     for first in range(0, num_rows, rows):
-        total_CD, left_Cr = total_RD[first : first + rows], left_Rr[first : first + rows]
+        total_CD = total_RD[first : first + rows]
+        left_Cr = left_Rr[first : first + rows]
         term = term_CD[: len(total_CD)]
         torch.mul(left_Cr[:, :1], right_rD[:1], out=total_CD)
         for column in range(1, len(right_rD)):

@@ -76,7 +76,8 @@ class _PerSample(Memory):
         self._before: dict[int, Tensor | None] = {}  # of what changed since the last `settle`
 
     def settle(self, was_used: bool) -> None:
-        before, self._before = self._before, {}
+        before = self._before
+        self._before = {}
         for sample, tensor in () if was_used else before.items():
             self._tensors.pop(sample, None)
             if tensor is not None:
@@ -98,7 +99,8 @@ class _PerSample(Memory):
         self._before.setdefault(sample, self._tensors.get(sample))
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
-        kept_of, total = self._pop if pop else self._get, tensor.clone()
+        kept_of = self._pop if pop else self._get
+        total = tensor.clone()
         for sample, span in rows.spans():
             if (kept := kept_of(sample, total[span])) is not None:
                 total[span].add_(kept, alpha=factor)
@@ -129,7 +131,8 @@ class _PerSample(Memory):
         }
 
     def take(self, own: State) -> None:
-        self._tensors, self._before = {}, {}
+        self._tensors = {}
+        self._before = {}
         if own:
             ids, counts, rows = (torch.as_tensor(own[name]) for name in self.own_names)
             spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()

@@ -173,7 +173,7 @@ class BlockInt(Draws):
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         packed, scales = parts
-        codes_N = unpack(packed, self.bits, spec.numel)
+        codes_N = unpack(packed, self.bits, num_codes=spec.numel)
         scales_M = scales.view(torch.bfloat16).float()
         values = torch.empty(len(scales) * self.block, device=packed.device)
         values_N = values[: spec.numel]
@@ -197,7 +197,8 @@ class BlockInt(Draws):
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
         half = self._offset
-        low_M, high_M = blocks_MK.amin(1), blocks_MK.amax(1)
+        low_M = blocks_MK.amin(1)
+        high_M = blocks_MK.amax(1)
         scales_M = _cut(torch.where(high_M > -low_M, high_M, low_M).div_(-half))
         exact_MK = blocks_MK * _inverse(scales_M)[:, None]
         if self.bits not in _TIGHTER:
@@ -255,7 +256,8 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     for width, shift in _planes(bits):
         is_whole = bits == width
         plane = codes_N if is_whole else (codes_N >> shift).bitwise_and_((1 << width) - 1)
-        plane, size = plane.to(torch.uint8), _plane_bytes(num_codes, width)
+        plane = plane.to(torch.uint8)
+        size = _plane_bytes(num_codes, width)
         target = packed[start : start + size]
         target.copy_(plane[:size])
         for offset, first in _rows(width, size):
@@ -272,7 +274,7 @@ def unpack(packed: Tensor, bits: int, num_codes: int) -> Tensor:
     start = 0
     for width, shift in _planes(bits):
         size = _plane_bytes(num_codes, width)
-        plane = _unpack_plane(packed[start : start + size], width, num_codes)
+        plane = _unpack_plane(packed[start : start + size], width, num_codes=num_codes)
         if bits == width:
             return plane
         codes_N.bitwise_or_(plane.to(dtype) << shift)
@@ -284,7 +286,8 @@ def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
     if width == 8:
         return source.clone()
     plane = torch.empty(num_codes, dtype=torch.uint8, device=source.device)
-    size, mask = len(source), (1 << width) - 1
+    size = len(source)
+    mask = (1 << width) - 1
     torch.bitwise_and(source, mask, out=plane[:size])
     for offset, first in _rows(width, size):
         row = plane[first : first + size]
@@ -297,7 +300,8 @@ def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
 @cache
 def _planes(bits: int) -> tuple[tuple[int, int], ...]:
     """(width, shift) of each plane, widest first and highest bits first."""
-    planes, shift = [], bits
+    planes = []
+    shift = bits
     while shift:
         width = next(width for width in (8, 4, 2, 1) if width <= shift)
         shift -= width

@@ -61,7 +61,8 @@ class SnapshotBuffer:
             pages[first : first + _PIECE_PAGES] = 0
 
     def _copy(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        like, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+        like = tensors[0]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         end = self._used + num_bytes
         if end > len(self._memory):
             place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)

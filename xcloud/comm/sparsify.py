@@ -68,7 +68,7 @@ class _Sparse(Compressor):
         parts: list[Tensor] = []
         if isinstance(self, Draws):
             seed = self._next_seed()
-            sent = items.index_select(0, _drawn(num_seen, shape[0], seed).to(tensor.device))
+            sent = items.index_select(0, _drawn(num_seen, shape[0], seed=seed).to(tensor.device))
             parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
         if self._sends_largest:
             positions = _largest(self._magnitudes(sent), num_kept)
@@ -86,7 +86,7 @@ class _Sparse(Compressor):
         if self._sends_largest:
             positions = _SortedPositions(num_kept, num_seen).decode(places[0])
         if isinstance(self, Draws):
-            drawn = _drawn(num_seen, shape[0], int(places[-1])).to(values.device)
+            drawn = _drawn(num_seen, shape[0], seed=int(places[-1])).to(values.device)
             positions = drawn.index_select(0, positions) if self._sends_largest else drawn
         dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
@@ -214,7 +214,8 @@ class _SortedPositions:
     """
 
     def __init__(self, num_kept: int, numel: int) -> None:
-        self.num_kept, self.numel = num_kept, numel
+        self.num_kept = num_kept
+        self.numel = numel
         bitmap_bytes = packed_bytes(numel, 1)
         coded_bytes, self.low_bits = min((self._size(bits), bits) for bits in range(32))
         self.is_bitmap = bitmap_bytes <= coded_bytes
@@ -239,10 +240,12 @@ class _SortedPositions:
         """Raises FrameError for anything but num_kept positions below numel: on a GPU an index out
         of range would end the process."""
         if self.is_bitmap:
-            return self._counted(_marked(unpack(packed, 1, self.numel)))
+            return self._counted(_marked(unpack(packed, 1, num_codes=self.numel)))
         start = packed_bytes(self.num_kept, self.low_bits)
-        lower = unpack(packed[:start], self.low_bits, self.num_kept)
-        upper = self._counted(_marked(unpack(packed[start:], 1, self._num_unary(self.low_bits))))
+        lower = unpack(packed[:start], self.low_bits, num_codes=self.num_kept)
+        upper = self._counted(
+            _marked(unpack(packed[start:], 1, num_codes=self._num_unary(self.low_bits)))
+        )
         upper.sub_(torch.arange(self.num_kept, device=packed.device))
         positions = upper.bitwise_left_shift_(self.low_bits).bitwise_or_(lower)
         if self.num_kept and (last := int(positions.amax())) >= self.numel:
@@ -296,15 +299,17 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
         candidates = _few_marked(bits_N >= bound)
         if len(candidates) >= num_kept:
             found = bits_N.index_select(0, candidates)
-            return candidates.index_select(0, _exactly(found, found, num_kept, num_kept))
+            return candidates.index_select(
+                0, _exactly(found, found, num_kept=num_kept, num_of_some=num_kept)
+            )
     if len(bits_N) <= 1 << 14:  # counting 32,768 bins would take longer than the search
-        return _exactly(bits_N, bits_N, num_kept, num_kept)
+        return _exactly(bits_N, bits_N, num_kept=num_kept, num_of_some=num_kept)
     bins_N = bits_N >> 16
     num_from = torch.bincount(bins_N, minlength=1 << 15).flip(0).cumsum(0)  # from the top down
     last = int(torch.searchsorted(num_from, num_kept))
     num_above = int(num_from[last - 1]) if last else 0
     in_bin = bits_N[bins_N == (1 << 15) - 1 - last]
-    return _exactly(bits_N, in_bin, num_kept, num_kept - num_above)
+    return _exactly(bits_N, in_bin, num_kept=num_kept, num_of_some=num_kept - num_above)
 
 
 def _exactly(bits_N: Tensor, some: Tensor, num_kept: int, num_of_some: int) -> Tensor:

@@ -38,7 +38,7 @@ class Place(NamedTuple):
     micro_batch: int
 
 
-NOWHERE = Place("", -1, -1)
+NOWHERE = Place("", -1, micro_batch=-1)
 
 
 class Span(NamedTuple):
@@ -72,12 +72,14 @@ class StepClock:
         self.recorded: list[RecordedStep] = []
         self.messages = MessageLog(record_from) if record_from is not None else None
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
-        self._step, self._started_at_s = 0, 0.0
+        self._step = 0
+        self._started_at_s = 0.0
         self._ended_at_s: float | None = None  # the step before, and what was paused since
         self._open: _During | None = None  # the innermost block that counts now
 
     def begin_step(self, step: int) -> None:
-        self._step, self._started_at_s = step, self._ended_at_s or time.monotonic()
+        self._step = step
+        self._started_at_s = self._ended_at_s or time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
@@ -92,7 +94,9 @@ class StepClock:
         self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
-                RecordedStep(self._step, self._started_at_s, ended_at_s, self._spans)
+                RecordedStep(
+                    self._step, self._started_at_s, ended_at_s=ended_at_s, spans=self._spans
+                )
             )
             self._spans = None
         return ended_at_s - self._started_at_s
@@ -133,7 +137,8 @@ class _During:
     __slots__ = ("_clock", "_outer", "_started_at", "_what")
 
     def __init__(self, clock: StepClock, what: What) -> None:
-        self._clock, self._what = clock, what
+        self._clock = clock
+        self._what = what
 
     def __enter__(self) -> None:
         clock = self._clock
@@ -154,4 +159,4 @@ class _During:
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
             clock.settle()
             time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))
-        clock.count(Span(self._what, self._started_at, clock.now(), clock.place))
+        clock.count(Span(self._what, self._started_at, ended_at_s=clock.now(), place=clock.place))

@@ -72,7 +72,8 @@ class _Coded(StatefulTree):
             parts = self.compressor.compress(matrix)
             seen = self.compressor.decompress(parts, self.spec)
             return parts, _apart(seen, matrix).view(self.shape)
-        before, self.residual = self.residual, None
+        before = self.residual
+        self.residual = None
         meant = matrix.to(wide(self.spec.dtype), copy=before is None)
         if before is not None:
             meant = before + meant
@@ -116,7 +117,7 @@ class _Coded(StatefulTree):
             places = {key: self._zeros() for key in own if "." in key}
             if "residual" in own or not num_sent:
                 places["residual"] = self._zeros()
-        fill(places, own, repr(self.name))
+        fill(places, own, owner=repr(self.name))
         self.residual = places.get("residual")
         self._sent = deque(
             _Sent(places.get(f"before.{number}"), places.get(f"after.{number}"))
@@ -160,7 +161,16 @@ class TensorCodec(StatefulTree):
                     "compressor that needs none (docs/strategies.md lists them)"
                 )
             is_kept = feedback and compressor.feedback in ("useful", "needed")
-            self._coded.append(_Coded(name, shape, spec, compressor, is_kept, self.device))
+            self._coded.append(
+                _Coded(
+                    name,
+                    shape,
+                    spec=spec,
+                    compressor=compressor,
+                    has_feedback=is_kept,
+                    device=self.device,
+                )
+            )
             chain = compressor.members if isinstance(compressor, Chain) else {"": compressor}
             for member_name, member in chain.items():
                 whose = "all" if member.family == "sparse" else replica

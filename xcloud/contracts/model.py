@@ -58,7 +58,8 @@ class Stage(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.architecture: Architecture = dict(architecture or {})
-        self._handed_over, self._frozen = handed_over, frozen
+        self._handed_over = handed_over
+        self._frozen = frozen
 
     def train(self, mode: bool = True) -> Self:
         return super().train(mode and not self._frozen)

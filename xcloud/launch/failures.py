@@ -174,7 +174,7 @@ def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
     """Restart the clouds that lost a rank at least after_s seconds ago."""
     ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
     codes = {rank: code for rank, code in ended.items() if code}
-    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, codes):
+    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, codes=codes):
         if ranks.for_s(cloud) < after_s:
             continue
         del ranks.since_s[cloud]

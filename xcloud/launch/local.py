@@ -53,8 +53,10 @@ def run(
     """
     job = _checked_job(config)
     with owned(run_dir):
-        _check_folder(job, config, run_dir, resumes)
-        return _run(job, config, run_dir, resumes is not None, more_follows)
+        _check_folder(job, config, run_dir=run_dir, resumes=resumes)
+        return _run(
+            job, config, run_dir=run_dir, resumes=resumes is not None, more_follows=more_follows
+        )
 
 
 def _run(
@@ -67,15 +69,20 @@ def _run(
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
-    monitor = Monitor(job, configs.flatten(config), run_dir)
-    ranks = _ranks(job, run_dir, asked)
+    monitor = Monitor(job, configs.flatten(config), run_dir=run_dir)
+    ranks = _ranks(job, run_dir, file=asked)
 
     cause: str | None = None
     signals = StopSignals(ranks.ask_to_stop)
     with signals.handled():
         try:
             monitor.start()
-            _train(ranks, monitor, job, lambda: _follow(ranks, monitor, config, file))
+            _train(
+                ranks,
+                monitor,
+                experiment=job,
+                follow=lambda: _follow(ranks, monitor, config=config, file=file),
+            )
         except BaseException as error:
             cause = _cause(error, run_dir)
             if isinstance(error, RunStopped):

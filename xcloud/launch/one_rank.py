@@ -131,16 +131,16 @@ def run_rank(
         intake = Intake(
             events,
             layout.cloud_of,
-            job.max_steps,
-            job.roster.may_report,
+            max_steps=job.max_steps,
+            may_report=job.roster.may_report,
             clouds=tuple(layout.clouds),
         )
     # The role is there before anything is reported.
     reporter = Reporter(
         rank,
         layout.cloud_of(rank),
-        events.append if events else lambda lines: role.report(lines),
-        process.state,
+        sink=events.append if events else lambda lines: role.report(lines),
+        state=process.state,
         is_abroad=process.crosses_owners and layout.cloud_of(rank) != layout.cloud_of(0),
     )
     context = RankContext(
@@ -161,8 +161,13 @@ def run_rank(
 
     def write_audit() -> None:
         write_rank_audit(
-            run_dir, rank, layout, role.records, reporter.contents, role.received
-        )  # fmt: skip
+            run_dir,
+            rank,
+            layout=layout,
+            records=role.records,
+            report_contents=reporter.contents,
+            received=role.received,
+        )
 
     def final_report() -> None:  # if rank 0 still listens
         with contextlib.suppress(LinkError):
@@ -172,7 +177,7 @@ def run_rank(
 
     try:
         with process.taking_part(role, final_report):
-            _play(role, verdict, reporter)
+            _play(role, verdict, reporter=reporter)
         return role.is_stopped
     except BaseException:
         final_report()  # the threads end with this process

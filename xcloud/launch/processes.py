@@ -121,7 +121,7 @@ class LocalRanks:
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "LOCAL_RANK": str(rank),
         }
-        return start_process(command, environment, self.log(rank))
+        return start_process(command, environment, log=self.log(rank))
 
     def ask_to_stop(self) -> None:
         """Have all ranks save the step under way and end; those that do not train yet just end."""
@@ -176,7 +176,9 @@ class LocalRanks:
         failed = self.failed
         ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
         if failed.keys() - (ready - self.essential) or (failed and not has_met):
-            cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
+            cause = first_cause(
+                self.run_dir, self.clouds, failed=lambda: self.failed, suspended=self._suspended
+            )
             until_s = time.monotonic() + (_FINAL_REPORTS_S if has_met else 0.0)
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
                 time.sleep(POLL_EVERY_S)

@@ -42,7 +42,7 @@ class RankProcess(Process):
         run_dir.mkdir(parents=True, exist_ok=True)
         for stale in ("error", "wire"):  # of an earlier run in this folder
             (run_dir / f"rank{rank}.{stale}.json").unlink(missing_ok=True)
-        state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
+        state = RankState(run_dir, rank, torchrun=type(self) is not RankProcess, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
@@ -73,7 +73,7 @@ class RankProcess(Process):
         table = table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
         rendezvous, verdict = join(
-            job, table, self.rank, self.run_dir, meet=lambda: self.meet(job)
+            job, table, rank=self.rank, run_dir=self.run_dir, meet=lambda: self.meet(job)
         )
         return self.play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
 
@@ -82,11 +82,18 @@ class RankProcess(Process):
     ) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""
         if job.cluster.num_processes < job.cluster.num_ranks:
-            return run_in_threads(job, table, self.run_dir, asked=self.asked, state=self.state)
+            return run_in_threads(
+                job, table, run_dir=self.run_dir, asked=self.asked, state=self.state
+            )
         carrier = job.cluster.carrier
         transport = GlooTransport(rendezvous) if carrier is None else carrier.transport(rendezvous)
         return run_rank(
-            job, self.run_dir, table["setting"], verdict=verdict, process=self, transport=transport
+            job,
+            self.run_dir,
+            settings=table["setting"],
+            verdict=verdict,
+            process=self,
+            transport=transport,
         )
 
     def read(self) -> tuple[Any, Job]:
@@ -101,7 +108,7 @@ class RankProcess(Process):
 
     def fail(self, error: BaseException) -> int:
         """Record why this rank has failed. Return the exit code."""
-        return write_failure(self.run_dir, self.rank, error)
+        return write_failure(self.run_dir, self.rank, error=error)
 
 
 def tie_to_parent(parent: int) -> None:

@@ -21,11 +21,13 @@ def run_in_threads(
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
         own = RankState(run_dir, rank) if rank else state
-        _, verdict = join(job, table, rank, run_dir, meet=lambda: transport.rendezvous)
+        _, verdict = join(
+            job, table, rank=rank, run_dir=run_dir, meet=lambda: transport.rendezvous
+        )
         is_stopped = run_rank(
             job,
             run_dir,
-            table["setting"],
+            settings=table["setting"],
             verdict=verdict,
             process=Process(asked, own),
             transport=transport,

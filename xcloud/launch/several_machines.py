@@ -61,7 +61,7 @@ class TorchrunProcess(RankProcess):
 
     def read(self) -> tuple[Any, Job]:
         config, job = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
-        _check_cloud(job, self.rank, self._cloud, configs.this_clouds_policy().me)
+        _check_cloud(job, self.rank, cloud=self._cloud, me=configs.this_clouds_policy().me)
         return config, job
 
     def meet(self, job: Job) -> Rendezvous:
@@ -74,7 +74,7 @@ class TorchrunProcess(RankProcess):
             needs=needs,
         )
         return rendezvous_under_torchrun(
-            job, self.rank, self.run_dir, detector=self._detector, say=self._say
+            job, self.rank, run_dir=self.run_dir, detector=self._detector, say=self._say
         )
 
     def _say(self, text: str) -> None:
@@ -102,7 +102,7 @@ class TorchrunProcess(RankProcess):
         _check_started(job)
         _check_unfinished(job, self.run_dir)
         if self.is_first_here:
-            keep_experiment(self.file, config, self.run_dir)
+            keep_experiment(self.file, config, run_dir=self.run_dir)
             say(job.headline)
         if verdict.from_step:
             self._say(f"goes on from step {verdict.from_step}")
@@ -142,7 +142,7 @@ class TorchrunProcess(RankProcess):
 
     def _end_alone(self, error: LinkError) -> None:
         """End the process from another thread: the main one may wait in torch for a lost rank."""
-        code = write_failure(self.run_dir, self.rank, error)
+        code = write_failure(self.run_dir, self.rank, error=error)
         self.state.close(failed(error))
         self._await_table()
         self._say_how_to_go_on()
@@ -253,6 +253,8 @@ def run_under_torchrun(
         elif "TORCHELASTIC_RUN_ID" in os.environ:  # the first one is torchrun's child as well
             check_owned_by_parent(run_dir)
         rank = int(os.environ["RANK"])
-        process = TorchrunProcess(file, run_dir, rank, cloud, is_first_here)
+        process = TorchrunProcess(
+            file, run_dir, rank=rank, cloud=cloud, is_first_here=is_first_here
+        )
         process.roll_back = roll_back
         process.main()

@@ -84,14 +84,14 @@ class Machines(RendezvousHandler):
 
     def _open(self) -> TCPStore:
         if self._number != 0:
-            waiting = Waiting(f"for {self._host}:{self._port}", self._within_s, self._say)
+            waiting = Waiting(f"for {self._host}:{self._port}", self._within_s, say=self._say)
             while (why := why_unreachable(self._host, self._port)) is not None:
                 waiting.go_on(why, _LOOK_EVERY_S)
         return store_at(self._host, self._port, serves=self._number == 0, within_s=self._within_s)
 
     def _await_all(self, store: TCPStore) -> None:
         store.set(f"machine.{self._number}", "here")
-        waiting = Waiting("for all machines", self._within_s, self._say)
+        waiting = Waiting("for all machines", self._within_s, say=self._say)
         while not store.check(["machines"]):
             missing = [n for n in range(self._num_machines) if not store.check([f"machine.{n}"])]
             if self._number == 0 and not missing:
@@ -203,7 +203,7 @@ def torchrun(words: Sequence[str]) -> int:
             say(f"xcloud: rendezvous failed at {place}: {why}. {advice}", error=True)
             return 1
         if code and is_ours and given.node_rank:  # the store ends with the first machine
-            _tell(place, {**killed, **_endings()}, code)
+            _tell(place, {**killed, **_endings()}, code=code)
     return code
 
 
@@ -231,7 +231,7 @@ def _endings() -> dict[int, Ending]:
 def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
     """Leave word for rank 0 that this machine's ranks come no more."""
     host, port = _host_and_port(place)
-    if why_unreachable(host, port, _TELL_WITHIN_S) is not None:
+    if why_unreachable(host, port, within_s=_TELL_WITHIN_S) is not None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):
         store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)

@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> None:
     file = given / EXPERIMENT_FILE if given.is_dir() else given
     run_dir = (arguments.run_dir or file.parent).resolve()
     if arguments.rank is not None:
-        RankProcess(file, run_dir, arguments.rank).main()
+        RankProcess(file, run_dir, rank=arguments.rank).main()
     if "RANK" not in os.environ:
         parser.error("start me with torchrun, or use run.py")
     if arguments.run_dir is None and not given.is_dir():
@@ -39,4 +39,4 @@ def main(words: Sequence[str] | None = None) -> None:
             f"give --run-dir: the run is written there and may read there, and {file} may lie in "
             "any folder"
         )
-    run_under_torchrun(file, run_dir, arguments.cloud, roll_back=arguments.roll_back)
+    run_under_torchrun(file, run_dir, cloud=arguments.cloud, roll_back=arguments.roll_back)

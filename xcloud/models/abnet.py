@@ -124,7 +124,7 @@ class AbNet(EncoderDecoder):
 
     def __post_init__(self) -> None:
         if self.decoder.hidden is not None:  # else it is checked when loaded
-            check_heads(HEADS, self.cross_attention_heads, self.decoder.hidden)
+            check_heads(HEADS, self.cross_attention_heads, whole=self.decoder.hidden)
 
     def describe(self) -> str:
         return (
@@ -159,7 +159,7 @@ class AbNet(EncoderDecoder):
         parts = range(config.num_layers)
         width = 0
         if is_last:
-            check_heads(HEADS, self.cross_attention_heads, hidden)
+            check_heads(HEADS, self.cross_attention_heads, whole=hidden)
             width = about["source_hidden"] if about else self.encoder.width()
         else:
             parts = self.encoder_layers(config.num_layers, stage, num_stages)
@@ -173,8 +173,8 @@ class AbNet(EncoderDecoder):
             # One random stream per layer: initial weights do not depend on the layout.
             with seeded(context.seed, f"{side} adapter", i):
                 heads = self.cross_attention_heads
-                cross = CrossAttention(hidden, width, heads) if is_last else None
-                adapter = Adapter(hidden, self.adapter_size, self.dropout, cross)
+                cross = CrossAttention(hidden, width, num_heads=heads) if is_last else None
+                adapter = Adapter(hidden, self.adapter_size, dropout=self.dropout, cross=cross)
             layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
         bases = dict(weights.bases if about is None else about[BASES])
         made: dict[str, Any] = {"backbone": asdict(weights.config), BASES: bases}
@@ -184,8 +184,12 @@ class AbNet(EncoderDecoder):
             if self.word_adapters and embeddings is not None:
                 embeddings.adapt_words()
             ids = context.vocabularies.get(SOURCE)
-            return RowsStage(made, embeddings, layers, SOURCE, ids.pad if ids else 0)
+            return RowsStage(
+                made, embeddings, layers=layers, field=SOURCE, pad=ids.pad if ids else 0
+            )
         head.requires_grad_(self.train_head or not weights.have_head)
         last = AdaptedHead(head, embeddings.words.weight) if self.word_adapters else head
         made["source_hidden"] = width
-        return TargetStage(embeddings, layers, last, self, context, made)
+        return TargetStage(
+            embeddings, layers, head=last, settings=self, context=context, architecture=made
+        )

@@ -131,7 +131,7 @@ class OwnSizes(Source):
     dropout: Fraction = 0.1
 
     def __post_init__(self) -> None:
-        check_heads(f"{type(self).__name__}.num_heads", self.num_heads, self.hidden)
+        check_heads(f"{type(self).__name__}.num_heads", self.num_heads, whole=self.hidden)
 
     def width(self) -> int:
         return self.hidden
@@ -184,7 +184,15 @@ class OwnBackbone(OwnSizes):
                 encoder = Encoder(config).to(context.device)
             setting = f"{context.setting}.pretraining"
             with same_arithmetic():
-                score = pretrain(encoder, sentences, ids, settings, report, unfinished, setting)
+                score = pretrain(
+                    encoder,
+                    sentences,
+                    ids=ids,
+                    settings=settings,
+                    report=report,
+                    unfinished=unfinished,
+                    setting=setting,
+                )
             tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
             save_file(tensors, path, {k: str(v) for k, v in asdict(score).items()})
 
@@ -193,7 +201,7 @@ class OwnBackbone(OwnSizes):
             del given["max_epochs"]
         described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
         key = key_of(described | {"pretraining": given}, bytes_of(sentences))
-        path, made = made_once(f"backbones/{key}.safetensors", context, build)
+        path, made = made_once(f"backbones/{key}.safetensors", context, build=build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
                 score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
@@ -201,7 +209,7 @@ class OwnBackbone(OwnSizes):
         tensors = load_file(path)
         values = (tensors[key].numpy().tobytes() for key in sorted(tensors))
         # Not of the file: safetensors writes its metadata in any order.
-        return Weights(config, tensors, {f"backbone for {name!r}": key_of({}, values)})
+        return Weights(config, tensors, bases={f"backbone for {name!r}": key_of({}, values)})
 
 
 @settings("SeededBackbone")
@@ -302,7 +310,9 @@ class PretrainedBackbone(Source):
                 f"PretrainedBackbone.hidden is {self.hidden}, but {self.name_or_path!r} has "
                 f"{config.hidden}; set it to that, or leave it out"
             )
-        ids, pad = context.vocabularies.get(name), theirs.pad_token_id  # middle layers have none
+        # middle layers have none
+        ids = context.vocabularies.get(name)
+        pad = theirs.pad_token_id
         if ids and (ids.size > config.vocab_size or pad not in (None, ids.pad)):
             raise ConfigError(
                 f"{self.name_or_path!r} has {config.vocab_size} token ids and pads with {pad}, "
@@ -320,7 +330,7 @@ class PretrainedBackbone(Source):
         files, (_, theirs) = WeightFiles(resolve(self.name_or_path)), self._read()
         if not any(there.endswith("pooler.dense.weight") for there in files):
             return None
-        return {k: _tensor(files, f"pooler.dense.{k}", theirs) for k in ("weight", "bias")}
+        return {k: _tensor(files, f"pooler.dense.{k}", theirs=theirs) for k in ("weight", "bias")}
 
     def _read(self) -> tuple[EncoderConfig, Any]:
         return read_config(resolve(self.name_or_path))
@@ -366,7 +376,7 @@ def read_weights(name_or_path: str) -> Weights:
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
 
     def read(name: str) -> Tensor:
-        return _tensor(files, name, theirs)
+        return _tensor(files, name, theirs=theirs)
 
     names = _names(config.num_layers, next(heads, None))
     weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}

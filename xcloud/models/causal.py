@@ -149,7 +149,7 @@ class CausalLM(TextModel):
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
-            BoundaryField("places", (), torch.int16, "counted", most=max_length - 1),
+            BoundaryField("places", (), dtype=torch.int16, rows="counted", most=max_length - 1),
             whole=whole,
             gradient_returns=trains,
             start=self.split.start_specs(whole, max_length) if stage == 0 else (),
@@ -166,7 +166,9 @@ class CausalLM(TextModel):
                 config = config_of(about["config"])
                 part = self._parts(config, num_stages)[stage]
                 network = network_of(config, part)
-                return self._stage(network, part, stage, "", about[BASES], context)
+                return self._stage(
+                    network, part, stage=stage, name="", bases=about[BASES], context=context
+                )
         # Checked before anything is made.
         self._parts(self._config(context.max_length), num_stages)
         name = self._base(context)
@@ -181,14 +183,14 @@ class CausalLM(TextModel):
             )
         part = self._parts(config, num_stages)[stage]
         network = laid_out(config, part)
-        built = self._stage(network, part, stage, name, {}, context)
+        built = self._stage(network, part, stage=stage, name=name, bases={}, context=context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
                 self.lora.draw(prefix, block, context.seed)
             context.deal(block)
 
-        load_weights(network, name, end_block)
+        load_weights(network, name, end_block=end_block)
         built.architecture[BASES].update(self._digests(name, context))
         return built
 
@@ -238,7 +240,7 @@ class CausalLM(TextModel):
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
         if self.lora is None:
-            network = network_of(config, Part(range(config.num_hidden_layers), True, True))
+            network = network_of(config, Part(range(config.num_hidden_layers), True, is_last=True))
             # Of a tied pair one will do.
             if missing := {name for name, _ in network.named_parameters()} - set(tensors):
                 raise DataError(f"no part of the model holds {sorted(missing)[0]}")
@@ -260,9 +262,11 @@ class CausalLM(TextModel):
 
     def _lower(self, name: str) -> Stage:
         config = read_config(name)
-        part = Part(range(self.split.block + 1), True, False)
+        part = Part(range(self.split.block + 1), True, is_last=False)
         load_weights(network := laid_out(config, part), name)
-        return CausalStage(network, part, self.vocabulary_chunk, {"lora": False})
+        return CausalStage(
+            network, part, chunk=self.vocabulary_chunk, architecture={"lora": False}
+        )
 
     def _stage(
         self,
@@ -281,7 +285,9 @@ class CausalLM(TextModel):
         config = network.config
         sizes = (config.vocab_size, config.hidden_size)
         lower = partial(self._lower, name)
-        cut, handed = projection_at(self.split, stage, sizes, lower, self._public_text, context)
+        cut, handed = projection_at(
+            self.split, stage, sizes=sizes, lower=lower, public=self._public_text, context=context
+        )
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
             head = getattr(network, HEAD)
@@ -304,7 +310,16 @@ class CausalLM(TextModel):
         is_tied = self.embeddings == "tie" and part.is_first != part.is_last
         frozen = stage == 0 and self.split.freeze_bottom
         chunk = self.vocabulary_chunk
-        return CausalStage(network, part, chunk, about, cut, handed, frozen, is_tied)
+        return CausalStage(
+            network,
+            part,
+            chunk=chunk,
+            architecture=about,
+            cut=cut,
+            handed_over=handed,
+            frozen=frozen,
+            is_tied=is_tied,
+        )
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
@@ -351,7 +366,10 @@ class CausalLM(TextModel):
         else:
             starts = [*accumulate(counts, initial=0), num_blocks]
         last = num_stages - 1
-        return [Part(range(*ends), n == 0, n == last) for n, ends in enumerate(pairwise(starts))]
+        return [
+            Part(range(*ends), n == 0, is_last=n == last)
+            for n, ends in enumerate(pairwise(starts))
+        ]
 
     def num_blocks(self, max_length: int) -> int:
         is_free = self.split.layer is None

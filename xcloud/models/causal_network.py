@@ -49,8 +49,10 @@ class Kind:
 LLAMAS = ("llama", "mistral", "gemma", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(LLAMAS, Kind()),
-    "gpt2": Kind("wte", "h", "ln_f", ("wpe", "drop")),
-    "gpt_neox": Kind("embed_in", "layers", "final_layer_norm", ("emb_dropout",), "embed_out"),
+    "gpt2": Kind("wte", "h", norm="ln_f", first=("wpe", "drop")),
+    "gpt_neox": Kind(
+        "embed_in", "layers", norm="final_layer_norm", first=("emb_dropout",), old_head="embed_out"
+    ),
 }
 
 
@@ -174,7 +176,7 @@ def run(
         past.length += places_BS.shape[1]
         cache = past.keys_and_values
         seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
-    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
+    masks = attention_masks(network.config, seen_BS, num_new=places_BS.shape[1])
     output = network.base_model(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
         past_key_values=cache, use_cache=cache is not None,
@@ -294,7 +296,7 @@ class Lora:
         """Raise ConfigError for a matrix or a block that the model has not."""
         from transformers.pytorch_utils import Conv1D
 
-        _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
+        _, block = next(blocks_of(laid_out(config, Part(range(1), False, is_last=False))))
         linears = (n for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
         matrices = sorted({name.rsplit(".", 1)[-1] for name in linears})
         if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
@@ -303,7 +305,7 @@ class Lora:
                 f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
-            check("model.lora.layers", layer, between(0, config.num_hidden_layers - 1))
+            check("model.lora.layers", layer, annotation=between(0, config.num_hidden_layers - 1))
 
     def targets_in(self, config: Any) -> list[str]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

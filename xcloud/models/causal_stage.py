@@ -129,7 +129,7 @@ class CausalStage(Stage):
         """past: of the tokens before those of the batch, which it takes in."""
         packing, rows = self._rows(received, batch, past)
         if self._part.is_last:
-            return StageOutput(loss=self._losses(rows, packing, batch)[0].sum())
+            return StageOutput(loss=self._losses(rows, packing, batch=batch)[0].sum())
         counts = packing.counts.to(torch.int16)
         places = packing.positions.to(torch.int16)
         return StageOutput({"counts": counts, "places": places, "hidden": rows.float()})
@@ -139,7 +139,7 @@ class CausalStage(Stage):
         """Return for each sample [millionths of a nat, tokens guessed] of one document after the
         other."""
         packing, rows = self._rows(received, batch)
-        losses, guessed = self._losses(rows, packing, batch)
+        losses, guessed = self._losses(rows, packing, batch=batch)
         starts_R = packing.positions == 0
         num_documents = int(starts_R.sum())
         owners = starts_R.cumsum(0)[guessed] - 1
@@ -158,7 +158,7 @@ class CausalStage(Stage):
         """Logits [B, V] of what follows each sample."""
         packing, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
-        return _logits(last_BH, self._head.weight, self._softcap)
+        return _logits(last_BH, self._head.weight, softcap=self._softcap)
 
     def _rows(
         self, received: Message | None, batch: Batch, past: Past | None = None
@@ -177,7 +177,9 @@ class CausalStage(Stage):
             hidden = received["hidden"]
             rows_BSH = packing.unpack(hidden if self.cut is None else self.cut(hidden, packing))
         places_BS = packing.unpack(packing.positions)
-        rows = packing.pack(run(self.network, places_BS, ids_BS, rows_BSH, past))
+        rows = packing.pack(
+            run(self.network, places_BS, ids_BS=ids_BS, rows_BSH=rows_BSH, past=past)
+        )
         if self.cut is not None and self._part.is_first:
             rows = self.cut(rows, packing)
         return packing, rows
@@ -187,7 +189,11 @@ class CausalStage(Stage):
         labels_R = packing.pack(batch[LABEL])
         guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
         losses = chunked_cross_entropy(
-            rows[guessed], self._head.weight, labels_R[guessed], self._chunk, self._softcap
+            rows[guessed],
+            self._head.weight,
+            labels_R=labels_R[guessed],
+            chunk=self._chunk,
+            softcap=self._softcap,
         )
         return losses, guessed
 
@@ -247,8 +253,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         norms = []
         right_R = torch.zeros(labels_R.shape, device=rows_RH.device)
-        for words_CH, rows, places, _ in _pieces(words_VH, labels_R, chunk):
-            logits_RC = _logits(rows_RH, words_CH, softcap)
+        for words_CH, rows, places, _ in _pieces(words_VH, labels_R, chunk=chunk):
+            logits_RC = _logits(rows_RH, words_CH, softcap=softcap)
             norms.append(logits_RC.logsumexp(1))
             right_R[rows] = logits_RC[rows, places]
         norm_R = torch.stack(norms).logsumexp(0)
@@ -264,8 +270,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
-        for words_CH, rows, places, piece in _pieces(words_VH, labels_R, ctx.chunk):
-            logits_RC = _logits(rows_RH, words_CH, ctx.softcap)
+        for words_CH, rows, places, piece in _pieces(words_VH, labels_R, chunk=ctx.chunk):
+            logits_RC = _logits(rows_RH, words_CH, softcap=ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
             slope_RC[rows, places] -= 1
             slope_RC *= gradients[0][:, None]
@@ -363,15 +369,20 @@ class OwnCausal:
     pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
 
     def __post_init__(self) -> None:
-        check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
-        check_heads("OwnCausal.num_kv_heads", self.num_kv_heads or 1, self.num_heads, "num_heads")
+        check_heads("OwnCausal.num_heads", self.num_heads, whole=self.hidden)
+        check_heads(
+            "OwnCausal.num_kv_heads",
+            self.num_kv_heads or 1,
+            whole=self.num_heads,
+            what="num_heads",
+        )
 
     def describe(self) -> str:
         return f"own {self.kind} {self.num_layers} x {self.hidden}"
 
     def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
         """ids None: of one token, enough for the shapes of blocks."""
-        ids = ids or TokenIds(1, 0, 0, 0, 0)
+        ids = ids or TokenIds(1, 0, bos=0, eos=0, mask=0)
         described = {
             "model_type": self.kind,
             "vocab_size": ids.size,
@@ -398,10 +409,10 @@ class OwnCausal:
             whose = f"{self.describe()}: pretraining on {len(texts):,} public texts, "
             shorter = "model.own.pretraining.steps=N makes it shorter"
             context.report(f"{whose}{self.pretraining.steps} steps; {shorter}")
-            part = Part(range(self.num_layers), True, True)
+            part = Part(range(self.num_layers), True, is_last=True)
             network = network_of(config, part)
             draw_weights(network, self.pretraining.seed)
-            stage = CausalStage(network, part, 8192, {"lora": False})
+            stage = CausalStage(network, part, chunk=8192, architecture={"lora": False})
             with same_arithmetic():  # and on the CPU, where every cloud can compute the same
                 loss = self.pretraining.train(
                     stage, texts, ids, lambda line: context.report(whose + line), unfinished
@@ -416,4 +427,4 @@ class OwnCausal:
             "positions": config.max_position_embeddings,
             "ids": asdict(ids),
         }
-        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build)[0]
+        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build=build)[0]

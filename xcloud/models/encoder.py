@@ -147,7 +147,7 @@ class CrossAttention(nn.Module):
     def open(self, source_RH: Tensor, packing: Packing, decodes: bool) -> Cache:
         grid = packing.unpack(self.key_value(source_RH))
         heads = torch.unflatten(grid, 2, (2, self.num_heads, -1))
-        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask, decodes)
+        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask, decodes=decodes)
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache) -> Tensor:
         """packing: of the target rows. In a decoding step hypotheses are their positions."""
@@ -181,7 +181,7 @@ class Layer(nn.Module):
         self.attention = SelfAttention(hidden, num_heads)
         if crosses:
             self.cross_norm = nn.LayerNorm(hidden)
-            self.cross = CrossAttention(hidden, hidden, num_heads)
+            self.cross = CrossAttention(hidden, hidden, num_heads=num_heads)
         self.feed_norm = nn.LayerNorm(hidden)
         up = nn.Linear(hidden, feed_forward)
         down = nn.Linear(feed_forward, hidden)
@@ -219,7 +219,7 @@ class EncoderConfig:
     type_vocab_size: Positive = 1
 
     def __post_init__(self) -> None:
-        check_heads("EncoderConfig.num_heads", self.num_heads, self.hidden)
+        check_heads("EncoderConfig.num_heads", self.num_heads, whole=self.hidden)
 
 
 def check_heads(name: str, num_heads: int, whole: int, what: str = "the hidden size") -> None:
@@ -261,7 +261,9 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.attention = SelfAttention(config.hidden, config.num_heads, config.attention_dropout)
+        self.attention = SelfAttention(
+            config.hidden, config.num_heads, dropout=config.attention_dropout
+        )
         self.attention_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
         self.up = nn.Linear(config.hidden, config.feed_forward)
         self.down = nn.Linear(config.feed_forward, config.hidden)
@@ -270,7 +272,7 @@ class EncoderLayer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
-        return self.feed(self.attend(rows_RH, packing, cache))
+        return self.feed(self.attend(rows_RH, packing, cache=cache))
 
     def attend(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         attended = self.attention(rows_RH, packing, cache)

@@ -105,7 +105,9 @@ class LowRankSplit(TextModel):
             )
         width = split.head_rank or whole
         if self.output == "sample":
-            return Boundary((BoundaryField("pooled", (width,), torch.float32, replaces=whole),), 1)
+            return Boundary(
+                (BoundaryField("pooled", (width,), dtype=torch.float32, replaces=whole),), 1
+            )
         return rows_boundary(width, max_length, whole=whole)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
@@ -119,12 +121,14 @@ class LowRankSplit(TextModel):
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
-            widen = way_to_head(hidden, split.head_rank, context.seed)[1]
+            widen = way_to_head(hidden, split.head_rank, seed=context.seed)[1]
             answer = self._answer(hidden, context)
             about[BASES] = {} if given is None else given[BASES]
             if given is None and self.backbone.is_checkpoint and self.output == "sample":
                 about[BASES] = self.backbone.digests(TEXT, context)  # its pooler is in the head
-            return UpperStage(about | {"hidden": hidden}, {}, None, widen, answer)
+            return UpperStage(
+                about | {"hidden": hidden}, {}, pooling=None, way=widen, answer=answer
+            )
         if given is not None:
             weights = Weights(EncoderConfig(**given["backbone"]), None)
         else:
@@ -136,18 +140,20 @@ class LowRankSplit(TextModel):
         split.check(num_blocks, hidden)
         about["backbone"] = asdict(config)
         blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
-        encoder = self._part(weights, blocks, stage == 0)
+        encoder = self._part(weights, blocks, is_bottom=stage == 0)
         layers = dict(encoder.layers)
         cut_block = encoder.layer(split.block)
         if stage or split.is_inside:
             del layers[str(split.block)]  # the stage below or the cut has it
         handed: tuple[Tensor, ...] = ()
         if split.is_inside:
-            cut: nn.Module | None = cut_inside(split, stage, cut_block)
+            cut: nn.Module | None = cut_inside(split, stage, block=cut_block)
         else:
             sizes = (config.vocab_size, hidden)
             lower = partial(self.lower, weights)
-            cut, handed = projection_at(split, stage, sizes, lower, self.public_text, context)
+            cut, handed = projection_at(
+                split, stage, sizes=sizes, lower=lower, public=self.public_text, context=context
+            )
             about[BASES] |= {} if cut is None else cut.measured_on
         ends = {} if cut is None else {"cut": cut}
         if stage == 0:
@@ -156,22 +162,33 @@ class LowRankSplit(TextModel):
             pad = context.vocabularies[TEXT].pad
             words = encoder.embeddings
             frozen = split.freeze_bottom
-            return RowsStage(about, words, layers | ends, TEXT, pad, has_types, handed, frozen)
-        way, widen = way_to_head(hidden, split.head_rank, context.seed)
+            return RowsStage(
+                about,
+                words,
+                layers=layers | ends,
+                field=TEXT,
+                pad=pad,
+                has_types=has_types,
+                handed_over=handed,
+                frozen=frozen,
+            )
+        way, widen = way_to_head(hidden, split.head_rank, seed=context.seed)
         end: TextHead | None = None
         if num_stages == 2:
             way = nn.Sequential(way, widen)
             end = self._answer(hidden, context)
         pooling = self.pooling if self.output == "sample" else None
-        return UpperStage(about, ends | layers, pooling, way, end)
+        return UpperStage(about, ends | layers, pooling=pooling, way=way, answer=end)
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
-        encoder = self._part(weights, range(self.split.block + 1), True)
+        encoder = self._part(weights, range(self.split.block + 1), is_bottom=True)
         about = {"backbone": asdict(weights.config)}
         has_types = weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)
-        return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
+        return RowsStage(
+            about, encoder.embeddings, layers=layers, field=TEXT, pad=NO_TOKEN, has_types=has_types
+        )
 
     def _part(self, weights: Weights, blocks: range, is_bottom: bool) -> Encoder:
         drops = (self.dropout, self.attention_dropout)
@@ -196,9 +213,9 @@ class LowRankSplit(TextModel):
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
         if head.kind == "span":
-            return SpanHead(hidden, self.max_answer_tokens, context.seed)
+            return SpanHead(hidden, self.max_answer_tokens, seed=context.seed)
         pooler = self.backbone.pooler() if context.architecture is None else None
-        return SampleHead(hidden, head, self.dropout, context.seed, pooler)
+        return SampleHead(hidden, head, dropout=self.dropout, seed=context.seed, pooler=pooler)
 
 
 def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:
@@ -224,7 +241,7 @@ def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
     assert split.rank is not None
     in_attention = split.linear == "attention_output"
     if stage:
-        return SvdTop(block, split.rank, in_attention)
+        return SvdTop(block, split.rank, in_attention=in_attention)
     if not in_attention:
         return FeedForwardBottom(block, split.rank)
     block.attention.output = filled(factors(block.attention.output.weight, split.rank)[2])

@@ -115,7 +115,7 @@ class Descent:
         folder = CheckpointFolder(unfinished)
         first = next((step for step in folder.steps() if folder.ranks(step)), 0)
         if first:
-            load_states(parts, folder.read(first, 0), "an unfinished backbone")
+            load_states(parts, folder.read(first, 0), owner="an unfinished backbone")
             report(f"resumed after step {first} of {self.steps}, where it was interrupted")
         batches = islice(batches, first, None)
         began_at_s = saved_at_s = time.monotonic()
@@ -268,8 +268,11 @@ def pretrain(
 
     score = partial(evaluate, encoder, held_out, ids, settings)
     modes = _evenly(settings.causal_share)
-    several = _batches(train, settings.batch_tokens, draw)
-    batches = (_guesses(texts, ids, settings.mask_share, draw, next(modes)) for texts in several)
+    several = _batches(train, settings.batch_tokens, draw=draw)
+    batches = (
+        _guesses(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
+        for texts in several
+    )
     best = None if settings.max_epochs is None else _Best(encoder)
     with seeded_on(device, seed_of(settings.seed, "dropout")):
         steps = settings.descend(
@@ -300,7 +303,13 @@ def evaluate(
     right = 0
     num = 0
     for start in range(0, len(texts), 64):
-        guesses = _guesses(texts[start : start + 64], ids, settings.mask_share, draw, causal)
+        guesses = _guesses(
+            texts[start : start + 64],
+            ids,
+            mask_share=settings.mask_share,
+            draw=draw,
+            causal=causal,
+        )
         loss, hits = _loss(encoder, guesses)
         masked = len(guesses.truth_M)
         total += float(loss) * masked
@@ -359,11 +368,11 @@ def _guesses(
     truth_R = torch.cat(list(texts))
     lengths = torch.tensor([len(text) for text in texts])
     if not causal:
-        seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
-        return _Guesses(seen_R, lengths, from_M, truth_R[from_M], False)
+        seen_R, from_M = mask_tokens(truth_R, ids, mask_share=mask_share, draw=draw)
+        return _Guesses(seen_R, lengths, from_M=from_M, truth_M=truth_R[from_M], causal=False)
     has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
     from_M = has_next_R.nonzero()[:, 0]
-    return _Guesses(truth_R, lengths, from_M, truth_R[from_M + 1], True)
+    return _Guesses(truth_R, lengths, from_M=from_M, truth_M=truth_R[from_M + 1], causal=True)
 
 
 def _loss(encoder: Encoder, batch: _Guesses) -> tuple[Tensor, Tensor]:
@@ -380,7 +389,7 @@ def mask_tokens(
     truth_R: Tensor, ids: TokenIds, mask_share: float, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Network input [R] and the rows to predict [M]: at least one, never bos or eos."""
-    masked_M = choose_masked(truth_R, ids, mask_share, draw)
+    masked_M = choose_masked(truth_R, ids, share=mask_share, draw=draw)
     fate = torch.rand(len(masked_M), generator=draw)
     words = torch.randint(ids.size, (len(masked_M),), generator=draw)
     replaced = torch.where(fate < 0.8, torch.full_like(words, ids.mask), words)

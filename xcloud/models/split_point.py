@@ -252,7 +252,7 @@ def projection_at(
         return None, ()
     hidden = sizes[1]
     max_length = context.max_length
-    cut = Projection(split, bool(stage), hidden, max_length)
+    cut = Projection(split, bool(stage), hidden=hidden, max_length=max_length)
     specs = split.start_specs(hidden, max_length)
     if stage and specs:
         cut.start(*(torch.zeros(spec.shape) for spec in specs))
@@ -260,12 +260,12 @@ def projection_at(
         return cut, ()
     if split.is_measured:
         text = public if split.needs_public_text else None
-        basis, digest = measured_basis(split, lower(), sizes, text, context)
+        basis, digest = measured_basis(split, lower(), sizes=sizes, public=text, context=context)
         if text is not None:
             cut.measured_on = {"public text of the cut, and blocks below it": digest}
     else:
         encode = orthonormal_rows(split.width(hidden), hidden, context.seed, "cut", split.block)
-        basis = Basis(encode.T.contiguous(), torch.zeros(0, hidden), encode)
+        basis = Basis(encode.T.contiguous(), torch.zeros(0, hidden), encode=encode)
     cut.start(*basis)
     return cut, (basis.decode, basis.anchor) if specs else ()
 
@@ -293,7 +293,7 @@ def measured_basis(
         )
     if public is not None:
         whose = public.describe()
-        batch = _public_batch(split, public, ids, context)
+        batch = _public_batch(split, public, ids=ids, context=context)
     else:
         whose = "the owner's"
         batch = dict(context.samples(split.calibration_texts))
@@ -317,7 +317,7 @@ def measured_basis(
     def make(part: Path) -> None:
         cut = f"cut in block {split.block}"
         context.report(f"{cut}: measuring a basis on {len(batch[TEXT])} texts ({whose})")
-        moments = _Moments(lower.to(context.device).eval(), hidden, batch, context)
+        moments = _Moments(lower.to(context.device).eval(), hidden, batch=batch, context=context)
         anchor = moments.anchor(split.num_places(context.max_length))
         rank = split.width(hidden)
         if split.method == "identity":

@@ -126,7 +126,7 @@ class UpperStage(RowsStage):
             return self.way(received["pooled"]), None
         rows, packing = self._rows(received, batch)
         if self._pooling is not None:
-            rows = pool(rows, packing, self._pooling)
+            rows = pool(rows, packing, how=self._pooling)
         return self.way(rows), packing
 
 
@@ -174,8 +174,8 @@ class SampleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.is_value = head.kind == "value"
-        self.dense = fresh_linear(hidden, hidden, seed, "pooler")
-        self.classifier = fresh_linear(hidden, head.num_outputs, seed, "classifier")
+        self.dense = fresh_linear(hidden, hidden, seed=seed, name="pooler")
+        self.classifier = fresh_linear(hidden, head.num_outputs, seed=seed, name="classifier")
         if pooler is not None:
             self.dense.load_state_dict(dict(pooler))
         self.dropout = nn.Dropout(dropout)
@@ -207,7 +207,7 @@ class SpanHead(nn.Module):
     def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
         super().__init__()
         self.max_answer_tokens = max_answer_tokens
-        self.classifier = fresh_linear(hidden, 2, seed, "classifier")
+        self.classifier = fresh_linear(hidden, 2, seed=seed, name="classifier")
 
     def forward(self, rows_RH: Tensor) -> Tensor:
         scores: Tensor = self.classifier(rows_RH)
@@ -271,10 +271,12 @@ def rows_boundary(
 
     between: fields that stand between them. whole: features of the uncut model's rows.
     """
-    counts = BoundaryField("counts", (), torch.int16)
-    hidden = BoundaryField("hidden", (width,), torch.float32, rows="counted", replaces=whole)
+    counts = BoundaryField("counts", (), dtype=torch.int16)
+    hidden = BoundaryField("hidden", (width,), dtype=torch.float32, rows="counted", replaces=whole)
     fields = (counts, *between, hidden)
-    return Boundary(fields, max_length, gradient_returns, start, is_constant)
+    return Boundary(
+        fields, max_length, gradient_returns=gradient_returns, start=start, is_constant=is_constant
+    )
 
 
 def seed_of(seed: int, *names: str | int) -> int:

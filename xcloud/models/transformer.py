@@ -235,7 +235,7 @@ class TargetStage(Stage):
         assert int(target_BS[0, 0]) == self._ids.bos, "a target must start with bos"
         # eos is not an input, bos not an output: one row fewer than tokens.
         packing = Packing((target_BS != self._ids.pad).sum(1) - 1)
-        scores = self.scores(packing.pack(target_BS), packing, self.open(received))
+        scores = self.scores(packing.pack(target_BS), packing, caches=self.open(received))
         loss = F.cross_entropy(
             scores.float(),
             packing.pack(target_BS[:, 1:]),
@@ -395,7 +395,14 @@ class Transformer(EncoderDecoder):
                 embeddings = ScaledEmbeddings(*shape, self.dropout)
                 pad = ids.pad
         if embeddings is not None and is_last:
-            return TargetStage(embeddings, layers, TiedHead(self.hidden), self, context, {})
+            return TargetStage(
+                embeddings,
+                layers,
+                head=TiedHead(self.hidden),
+                settings=self,
+                context=context,
+                architecture={},
+            )
         if stage == num_stages - 2:
             layers["norm"] = LastNorm(self.hidden)
-        return RowsStage({}, embeddings, layers, SOURCE, pad)
+        return RowsStage({}, embeddings, layers=layers, field=SOURCE, pad=pad)

@@ -231,7 +231,7 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
             raise FrameError(f"a frame from {sender} promises {payload} bytes and holds others")
         if not math.isfinite(deliver_at):
             raise ValueError(f"its time is {deliver_at}")
-        key = MessageKey(Kind(kind), step, micro_batch)
+        key = MessageKey(Kind(kind), step, micro_batch=micro_batch)
     except (struct.error, IndexError, ValueError) as error:
         raise FrameError(f"the header of a frame from {sender} is damaged: {error}") from error
     struct.pack_into("<I", view, _CRC_OFFSET, 0)
@@ -245,4 +245,4 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         message_buffer(len(piece)).copy_(piece).view(spec.dtype).view(spec.shape)
         for piece, spec in zip(pieces, specs, strict=True)
     )
-    return Frame(key, parts, sequence, deliver_at, end)
+    return Frame(key, parts, sequence=sequence, deliver_at_s=deliver_at, num_bytes=end)

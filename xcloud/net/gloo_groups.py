@@ -132,9 +132,11 @@ class OpenGroups:
             return None
         if key not in self._parts:
             own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", rendezvous.store)
-            self._parts[key] = of_this_attempt(own, rendezvous.rank, ranks, rendezvous.within_s)
+            self._parts[key] = of_this_attempt(
+                own, rendezvous.rank, ranks=ranks, within_s=rendezvous.within_s
+            )
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        return GroupCollectives.met_in(store, rendezvous.rank, ranks)
+        return GroupCollectives.met_in(store, rendezvous.rank, ranks=ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""

@@ -61,7 +61,12 @@ class GlooOutLink(SendingEnd):
         with self._sending:
             self._send_goodbyes()
             self._put(None)
-        await_peer(self._has_ended, self._settings, timeout_s, "did not take the last messages")
+        await_peer(
+            self._has_ended,
+            self._settings,
+            timeout_s=timeout_s,
+            failing="did not take the last messages",
+        )
         if self._failure is not None:
             raise self._failure
 
@@ -202,10 +207,10 @@ class GlooTransport(Transport):
             )
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(self._pair(line, self.rank, peer), settings)
+        return GlooOutLink(self._pair(line, self.rank, receiver=peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(self._pair(line, peer, self.rank), settings)
+        return GlooInLink(self._pair(line, peer, receiver=self.rank), settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         if self._open is not None:
@@ -222,4 +227,6 @@ class GlooTransport(Transport):
         ranks = f"{sender}-{receiver}"
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
-        return Pair.claimed(self.rendezvous.store, line, ranks, int(self.rank == receiver))
+        return Pair.claimed(
+            self.rendezvous.store, line, ranks=ranks, place=int(self.rank == receiver)
+        )

@@ -42,7 +42,7 @@ class LinkName(NamedTuple):
     receiver: int
 
 
-_UNNAMED = LinkName(CONTROL, 0, 0)
+_UNNAMED = LinkName(CONTROL, 0, receiver=0)
 
 
 class Reservation(NamedTuple):
@@ -165,7 +165,7 @@ class LinkRecord:
         key = (kind, tuple(carries), dtypes, tuple(part.dim() for part in parts))
         if (entry := self._entries.get(key)) is None:
             sizes = [[(size, size) for size in part.shape] for part in parts]
-            entry = _Entry(carries or ("unnamed",) * len(parts), dtypes, sizes)
+            entry = _Entry(carries or ("unnamed",) * len(parts), dtypes, sizes=sizes)
             self._entries[key] = entry
         entry.num_messages += 1
         entry.num_bytes += num_bytes
@@ -191,7 +191,9 @@ class LinkRecord:
 
     def received(self, frame: Frame) -> None:
         if self.log is not None and self.log.wants(frame.key):
-            found = ReceivedMessage(self.link, frame.key, frame.sequence, time.monotonic())
+            found = ReceivedMessage(
+                self.link, frame.key, sequence=frame.sequence, received_at_s=time.monotonic()
+            )
             self.log.received.append(found)
 
     def described(self) -> list[dict[str, Any]]:
@@ -324,7 +326,7 @@ class LinkClock:
                 self._state[:] = _STATE.pack(origin, sent, arrival, messages + 1)
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-        return Reservation(start, sent, arrival)
+        return Reservation(start, sent, deliver_at_s=arrival)
 
     def latency_at(self, moment_s: float) -> float:
         """Return the latency one way, at a moment of the monotonic clock."""

@@ -335,7 +335,7 @@ class SendingEnd(ABC):
 
     def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
         settings = self._settings
-        frame = encode_frame(key, parts, self._sequence)
+        frame = encode_frame(key, parts, sequence=self._sequence)
         if frame.numel() > settings.capacity_bytes:
             raise FrameError(
                 f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
@@ -343,7 +343,7 @@ class SendingEnd(ABC):
             )
         queued_at_s = time.monotonic()
         self.record.note(key.kind, parts, carries, frame.numel())
-        self._put(Outgoing(key, self._sequence, frame, queued_at_s))
+        self._put(Outgoing(key, self._sequence, frame=frame, queued_at_s=queued_at_s))
         self._sequence += 1
 
     def _send_goodbyes(self) -> None:
@@ -392,11 +392,13 @@ class ReceivingEnd:
         if isinstance(found, LinkError):
             self._inbox.put(found, 0)  # whoever asks next shall hear it too
             raise found
-        return expect(found, key, self.peer_name).parts
+        return expect(found, key, sender=self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
         """Wait until the peer has closed the link, as long as it sends heartbeats."""
-        await_peer(self._over.wait, self._settings, timeout_s, "did not close its link")
+        await_peer(
+            self._over.wait, self._settings, timeout_s=timeout_s, failing="did not close its link"
+        )
 
     def _open(self, buffer: Tensor) -> Frame:
         """Return the frame in a buffer, checked. Raises FrameError."""

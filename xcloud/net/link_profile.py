@@ -68,7 +68,8 @@ class FreeWan(Wan):
         return "no limit"
 
 
-REAL, FREE = Wan(), FreeWan()
+REAL = Wan()
+FREE = FreeWan()
 
 
 @settings("wan")

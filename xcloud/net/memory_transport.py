@@ -68,7 +68,7 @@ class MemoryTransport(Transport):
     """The transport of a rank that shares its process with all others."""
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        super().__init__(Rendezvous(rank, world.num_ranks, world.store))
+        super().__init__(Rendezvous(rank, world.num_ranks, store=world.store))
         self._world = world
         self.computing = world.computing
         self._num_groups = 0
@@ -86,7 +86,7 @@ class MemoryTransport(Transport):
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         store = PrefixStore(f"group {self._num_groups}", self.rendezvous.store)
-        return GroupCollectives.met_in(store, self.rank, ranks, PATIENCE)
+        return GroupCollectives.met_in(store, self.rank, ranks=ranks, timeout=PATIENCE)
 
 
 class _MemoryLine:

@@ -133,7 +133,7 @@ def of_this_attempt(
     names: dict[int, str] = {}
     mine = uuid.uuid4().hex
     until_s = time.monotonic() + within_s
-    waiting = Waiting("for the other ranks", float("inf"), say)
+    waiting = Waiting("for the other ranks", float("inf"), say=say)
     taken_s = None  # since when another process has this rank in the attempt that this one joined
     part = ""
     state = f"{name_of(first)} has not begun"
@@ -149,7 +149,7 @@ def of_this_attempt(
             for other in [r for r in missing if store.check([f"{part}.{r}"])]:
                 missing.remove(other)
                 names[other] = value_of(store, f"{part}.{other}")
-                watch(other, _line(store, part, names[other]))
+                watch(other, _line(store, part, name=names[other]))
             if not missing:
                 store.set(f"{part}.all", ",".join(names.values()))
                 return PrefixStore(part, store)
@@ -177,7 +177,7 @@ def of_this_attempt(
                 part = current
                 taken_s = None
                 store.set(f"{part}.{rank}", mine)
-                watch(first, _line(store, part, mine))
+                watch(first, _line(store, part, name=mine))
                 state = "not all ranks have come"
         waiting.go_on(state)
     who = ", ".join(map(str, missing))

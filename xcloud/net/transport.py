@@ -70,7 +70,7 @@ class Rendezvous:
         return words_of(
             self.store,
             self.rank,
-            self.num_ranks,
+            num_ranks=self.num_ranks,
             within_s=self.within_s,
             beginning=self.beginning if self.is_open else None,
         )

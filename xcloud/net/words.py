@@ -54,10 +54,12 @@ def words_of(
     beginning: how often this rank has begun, where ranks may begin at any time; else None.
     """
     if isinstance(store, HashStore):
-        return WordsInOneProcess(store, rank, within_s)
+        return WordsInOneProcess(store, rank, within_s=within_s)
     if rank != 0:
-        return WordsToFirst(line_of(store, rank, beginning or 1, is_first=False), rank, within_s)
-    return WordsOfFirst(store, num_ranks, within_s, is_open=beginning is not None)
+        return WordsToFirst(
+            line_of(store, rank, beginning=beginning or 1, is_first=False), rank, within_s=within_s
+        )
+    return WordsOfFirst(store, num_ranks, within_s=within_s, is_open=beginning is not None)
 
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool) -> Pair:
@@ -66,7 +68,7 @@ def line_of(store: Store, rank: int, beginning: int, is_first: bool) -> Pair:
     is_first: whether it is rank 0's end.
     """
     own = PrefixStore(f"words {rank}.{beginning}", store)
-    return Pair(own, "life", f"0-{rank}", 0 if is_first else 1)
+    return Pair(own, "life", ranks=f"0-{rank}", place=0 if is_first else 1)
 
 
 class WordKind(IntEnum):
@@ -117,7 +119,7 @@ def decode(buffer: torch.Tensor, sender: str) -> Message:
         raise FrameError(f"{sender} sent a word that is no UTF-8") from None
     if not name.isprintable():
         raise FrameError(f"{sender} sent a word by a name that cannot be printed")
-    return Message(WordKind(kind), name, text)
+    return Message(WordKind(kind), name, text=text)
 
 
 class _JoinedLine:
@@ -149,7 +151,7 @@ class WordsToFirst:
 
     def tell(self, name: str, text: str) -> None:
         self._own[name] = text
-        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text)), name)
+        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text=text)), name)
 
     def hear(self, name: str, rank: int) -> str:
         if rank == self._rank:
@@ -168,7 +170,7 @@ class WordsToFirst:
     def _carried(self, call: Callable[[_JoinedLine], str | None], name: str) -> str:
         try:
             if self._line is None:
-                self._line = _JoinedLine(self._pair, 0, self._within_s)
+                self._line = _JoinedLine(self._pair, 0, within_s=self._within_s)
             return call(self._line) or ""
         except RuntimeError as error:
             if _is_late(error):
@@ -236,7 +238,9 @@ class WordsOfFirst:
         def join() -> None:
             try:
                 line = _JoinedLine(
-                    line_of(self._store, rank, beginning, is_first=True), rank, within_s
+                    line_of(self._store, rank, beginning=beginning, is_first=True),
+                    rank,
+                    within_s=within_s,
                 )
             except RuntimeError as error:
                 if not self._is_open:
@@ -260,7 +264,7 @@ class WordsOfFirst:
                 if message.kind is WordKind.TELL:
                     self._keep(rank, message)
                 elif message.kind is WordKind.ASK:
-                    line.send(Message(WordKind.ANSWER, message.name, self._own(message.name)))
+                    line.send(Message(WordKind.ANSWER, message.name, text=self._own(message.name)))
                 else:
                     raise FrameError(f"rank {rank} answers what nobody asked")
         except LinkError as error:
@@ -297,7 +301,7 @@ class WordsInOneProcess:
         self._within_s = within_s
 
     def tell(self, name: str, text: str) -> None:
-        encode(Message(WordKind.TELL, name, text))  # as bounded as over a line
+        encode(Message(WordKind.TELL, name, text=text))  # as bounded as over a line
         self._store.set(f"word {self._rank} {name}", text)
 
     def hear(self, name: str, rank: int) -> str:

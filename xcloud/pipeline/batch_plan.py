@@ -21,7 +21,9 @@ class BatchPlan:
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
         self._epochs: dict[int, Tensor] = {}
 
     def ids(self, step: int) -> Tensor:
@@ -61,7 +63,7 @@ def replica_samples(
     counts = [0] * num_replicas
     for number, piece in enumerate(cut(torch.arange(batch_size), num_passes * num_micro_batches)):
         for replica in range(num_replicas):
-            if is_of_replica(number, num_micro_batches, replica, num_replicas):
+            if is_of_replica(number, num_micro_batches, replica=replica, of=num_replicas):
                 counts[replica] += len(piece)
     return counts
 

@@ -85,7 +85,7 @@ class StageSums:
         collected = dict(values)
         for leader in others:
             received = self.incoming[leader].recv(key, self.overdue_s)
-            of_stages = check_norms(received, num_stages, leader)
+            of_stages = check_norms(received, num_stages, leader=leader)
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
             collected.update({stage: of_stages[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,

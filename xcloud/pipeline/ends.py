@@ -99,7 +99,7 @@ class Ends:
         joined = self.transport.group(ranks, device)
         if self.rank not in ranks:
             return None
-        return RankGroup(self.rank, tuple(ranks), joined, self.lives)
+        return RankGroup(self.rank, tuple(ranks), group=joined, lives=self.lives)
 
     def out(
         self,
@@ -117,7 +117,7 @@ class Ends:
         may_be_late: the receiver says how long it waits, whatever else is on its way.
         blocked: see OutSettings.
         """
-        record = self._record(LinkName(boundary, self.rank, peer))
+        record = self._record(LinkName(boundary, self.rank, receiver=peer))
         if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
@@ -154,7 +154,7 @@ class Ends:
             peer_name=self._name(peer),
             capacity_bytes=capacity_bytes,
             window=window,
-            record=self._record(LinkName(boundary, peer, self.rank)),
+            record=self._record(LinkName(boundary, peer, receiver=self.rank)),
             life=self.lives[peer],
             progress=None if may_be_late else self._progress,
             queued=self.queued,
@@ -191,7 +191,9 @@ class Ends:
 
     def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
         """Return a link's window; both ends give the same arguments. See LinkWindow.covering."""
-        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes, ahead)
+        return LinkWindow.covering(
+            under_way, frame_bytes, budget_bytes=self.layout.link_budget_bytes, num_ahead=ahead
+        )
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
         """Deliver everything, and wait for every peer to close, as long as it sends heartbeats.
@@ -214,7 +216,7 @@ class Ends:
         """Build a link's record. Inside a cloud it notes nothing but the number of messages."""
         if self.layout.wan_between(name.sender, name.receiver) is None:
             return LinkRecord(name)
-        return LinkRecord(name, self.layout.cloud_of(name.receiver), self._messages)
+        return LinkRecord(name, self.layout.cloud_of(name.receiver), log=self._messages)
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
@@ -225,7 +227,8 @@ class Ends:
         wan = self.layout.wan_between(self.rank, peer)
         if wan is None or not wan.emulated or wan.profile is None:
             return None
-        here, there = self.layout.cloud_of(self.rank), self.layout.cloud_of(peer)
+        here = self.layout.cloud_of(self.rank)
+        there = self.layout.cloud_of(peer)
         if there not in self._clocks:
             name = f"link-{here}-to-{there}.{self._run_number}.clock"
             self._clocks[there] = LinkClock(wan.profile, self._run_dir / name)

@@ -50,11 +50,11 @@ class OneForwardOneBackward(Schedule):
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         warm_up = self._warm_up(stage, num_stages)
-        actions = [Action("forward", stage, i) for i in range(warm_up)]
+        actions = [Action("forward", stage, micro_batch=i) for i in range(warm_up)]
         for i in range(self.num_micro_batches):
-            actions.append(Action("backward", stage, i))
+            actions.append(Action("backward", stage, micro_batch=i))
             if warm_up + i < self.num_micro_batches:
-                actions.append(Action("forward", stage, warm_up + i))
+                actions.append(Action("forward", stage, micro_batch=warm_up + i))
         return actions
 
     def for_lanes(self, num_stages: int, num_lanes: int) -> Schedule:
@@ -64,7 +64,7 @@ class OneForwardOneBackward(Schedule):
 
     def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
         """Return it with other numbers in flight, its own first."""
-        counts = _counts_in_flight(num_stages, num_lanes, self.num_micro_batches)
+        counts = _counts_in_flight(num_stages, num_lanes, num_micro_batches=self.num_micro_batches)
         return [self, *(replace(self, num_in_flight=k) for k in counts)]
 
     def _warm_up(self, stage: int, num_stages: int) -> int:
@@ -109,20 +109,20 @@ class ZeroBubble(OneForwardOneBackward):
             else:  # in the cool-down, while the gradient is on its way
                 makes_room = bool(actions) and actions[-1].kind == "backward"
             if makes_room:
-                actions.append(Action("weights", stage, num_weights))
+                actions.append(Action("weights", stage, micro_batch=num_weights))
                 num_weights += 1
                 num_late -= 1
             num_late += action.kind == "backward"
             actions.append(action)
         late = range(num_weights, self.num_micro_batches)
-        return actions + [Action("weights", stage, i) for i in late]
+        return actions + [Action("weights", stage, micro_batch=i) for i in late]
 
     def splits(self, stage: nn.Module) -> Callable[[], DeferredWeights]:
         return partial(DeferredWeights, can_wait(stage))
 
     def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
         m = self.num_micro_batches
-        counts = [*_counts_in_flight(num_stages, num_lanes, m), m]
+        counts = [*_counts_in_flight(num_stages, num_lanes, num_micro_batches=m), m]
         return [self, *(replace(self, num_in_flight=k, num_in_memory=k) for k in counts)]
 
 
@@ -133,7 +133,8 @@ def most_kept(
     activations: bytes of a micro-batch; waiting: of what remains when its weights are put off."""
     actions = list(actions)
     late = put_off(actions)
-    kept, most = [0.0] * num_ranks, 0.0
+    kept = [0.0] * num_ranks
+    most = 0.0
     for kind, stage, i in actions:
         waits = waiting if (stage, i) in late else 0.0
         change = {"forward": activations, "backward": waits - activations, "weights": -waits}
@@ -220,7 +221,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: Any, kept: list[Tensor]) -> Tensor:
-        ctx.layer, ctx.kept = layer, kept
+        ctx.layer = layer
+        ctx.kept = kept
         ctx.save_for_backward(rows)
         # Not cast by autocast, which would keep a copy without a graph for later calls.
         weight_OI = _weight_OI(layer, rows.dtype)
@@ -255,7 +257,8 @@ class _Weight(torch.autograd.Function):
         is_transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows, gradient)
-        ctx.is_transposed, ctx.dtype = is_transposed, weight.dtype
+        ctx.is_transposed = is_transposed
+        ctx.dtype = weight.dtype
         return rows.new_zeros(())
 
     @staticmethod

@@ -81,7 +81,7 @@ class OverlappedSums(Hook):
         end = len(buffer.gradients)
         for run in runs:
             first = end - sum(p.numel() for p in run)
-            bucket = _Bucket(stage, buffer.gradients[first:end], len(run))
+            bucket = _Bucket(stage, buffer.gradients[first:end], num_parameters=len(run))
             for parameter in run:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._hook(bucket)
@@ -137,4 +137,4 @@ def overlapped_sums(trainer: Trainer, groups: Mapping[int, RankGroup]) -> Overla
             for stage, (first, period) in trainer.pipeline.turns.items()
         }
 
-    return OverlappedSums(trainer.buffers, groups, num_backwards)
+    return OverlappedSums(trainer.buffers, groups, num_backwards=num_backwards)

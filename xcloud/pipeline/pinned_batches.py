@@ -40,7 +40,7 @@ class PinnedBatchPlan(BatchPlan):
         self._samples = torch.split(torch.randperm(num_samples, generator=generator), shares)
         self._plans = [
             # Unrelated orders, or samples of two groups would meet again in every epoch.
-            BatchPlan(share, len(group), (seed * 4099 + number) % 2**32)
+            BatchPlan(share, len(group), seed=(seed * 4099 + number) % 2**32)
             for number, (share, group) in enumerate(zip(shares, self._places, strict=True), 1)
         ]
 

@@ -61,10 +61,12 @@ class Pass:
     def key(self, action: Action) -> MessageKey:
         """Return the key of the messages that the action receives and sends."""
         kind = Kind.GRADIENT if action.kind == "backward" else self.kind
-        return MessageKey(kind, self.step, self.first_micro_batch + action.micro_batch)
+        return MessageKey(kind, self.step, micro_batch=self.first_micro_batch + action.micro_batch)
 
     def place(self, action: Action) -> Place:
-        return Place(action.kind, action.stage, self.first_micro_batch + action.micro_batch)
+        return Place(
+            action.kind, action.stage, micro_batch=self.first_micro_batch + action.micro_batch
+        )
 
 
 @dataclass
@@ -143,12 +145,14 @@ class Pipeline:
             if action.kind == "forward":
                 batch = batches[action.micro_batch]
                 received = self._receive(action, batch, now)
-                work = self._forward(action, batch, received, now, deferred.get(place))
+                work = self._forward(
+                    action, batch, received=received, now=now, weights=deferred.get(place)
+                )
                 in_flight[place] = work
                 if work.loss is not None:
                     loss += work.loss.detach() / weight
             elif action.kind == "backward":
-                self._backward(action, in_flight.pop(place), now, weight)
+                self._backward(action, in_flight.pop(place), now=now, weight=weight)
             else:
                 with self.clock.during("weights"):
                     deferred.pop(place).compute()
@@ -176,7 +180,7 @@ class Pipeline:
             batch = fetch(pieces[action.micro_batch // num_replicas])
             received = self._receive(action, batch, now)
             if action.stage < self.num_stages - 1:
-                self._forward(action, batch, received, now)
+                self._forward(action, batch, received=received, now=now)
                 continue
             with self.clock.during("forward"), self.autocast():
                 found = self.stages[action.stage].predict(received, batch)
@@ -189,7 +193,9 @@ class Pipeline:
         """Return this rank's actions, and what splits their backwards."""
         if schedule not in self._plans:
             fitted = schedule.for_lanes(self.num_stages, self.layout.num_lanes)
-            actions = rank_actions(fitted, sorted(self.stages), self.num_stages, self.turns)
+            actions = rank_actions(
+                fitted, sorted(self.stages), num_stages=self.num_stages, turn_of=self.turns
+            )
             late = put_off(actions)
             splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
             self._plans[schedule] = actions, {place: splits[place[0]] for place in late}
@@ -220,16 +226,16 @@ class Pipeline:
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, action.micro_batch)
             sent = self.ports[action.stage].forward_out[peer].send(now.key(action), sent, batch)
-        return InFlight(batch, received, sent, output.loss, weights)
+        return InFlight(batch, received, send=sent, loss=output.loss, weights=weights)
 
     def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:
             with self.clock.during("backward"):
                 work.backward([work.loss / weight], None)
-        elif not self._receive_gradient(action, work, now):
+        elif not self._receive_gradient(action, work, now=now):
             return
         if work.received is not None:
-            self._send_gradient(action, work.received, work.batch, now)
+            self._send_gradient(action, work.received, batch=work.batch, now=now)
 
     def _receive(self, action: Action, batch: Batch, now: Pass) -> Message | None:
         if action.stage == 0:

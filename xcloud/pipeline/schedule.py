@@ -86,8 +86,8 @@ class GPipe(Schedule):
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         order = range(self.num_micro_batches)
-        return [Action("forward", stage, i) for i in order] + [
-            Action("backward", stage, i) for i in order
+        return [Action("forward", stage, micro_batch=i) for i in order] + [
+            Action("backward", stage, micro_batch=i) for i in order
         ]
 
 
@@ -147,7 +147,9 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
     done: set[Action] = set()
     ticks: list[list[Action]] = []
     while any(queues):
-        tick = [queue[0] for queue in queues if queue and _has_input(queue[0], num_stages, done)]
+        tick = [
+            queue[0] for queue in queues if queue and _has_input(queue[0], num_stages, done=done)
+        ]
         if not tick:
             raise ValueError(
                 f"{schedule.label} with {num_stages} stages waits for itself for ever"
@@ -179,7 +181,10 @@ def check_in_step(
     turns: of each rank, by stage; see ClusterLayout.turn.
     what: the setting of their cloud, for the message.
     """
-    orders = [rank_actions(schedule, sorted(own), num_stages, dict(own)) for own in turns]
+    orders = [
+        rank_actions(schedule, sorted(own), num_stages=num_stages, turn_of=dict(own))
+        for own in turns
+    ]
     if any(map(put_off, orders)):
         raise ConfigError(
             f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "

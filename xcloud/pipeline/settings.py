@@ -65,7 +65,8 @@ class Optimizer:
         if self.decay == "inverse_sqrt":
             return self.learning_rate * math.sqrt(warmup / step)
         if self.decay == "linear":
-            left, whole = max_steps - step + 1, max_steps - warmup + 1
+            left = max_steps - step + 1
+            whole = max_steps - warmup + 1
             return self.learning_rate * (left / whole) if left > 0 else 0.0
         return self.learning_rate
 
@@ -148,7 +149,8 @@ class Training(Updates):
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """fp32 or bf16."""
-    cuda, cpu = torch.cuda.is_bf16_supported, torch.cpu._is_amx_tile_supported
+    cuda = torch.cuda.is_bf16_supported
+    cpu = torch.cpu._is_amx_tile_supported
     auto = "bf16" if (cuda if device.type == "cuda" else cpu)() else "fp32"
     return auto if precision == "auto" else precision
 

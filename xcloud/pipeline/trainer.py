@@ -54,7 +54,8 @@ class DivergenceGuard(StatefulTree):
     own_names = ("num_in_a_row", "last_step")
 
     def __init__(self, on_divergence: OnDivergence = "stop", max_skips_in_a_row: int = 10) -> None:
-        self._on_divergence, self._most = on_divergence, max_skips_in_a_row
+        self._on_divergence = on_divergence
+        self._most = max_skips_in_a_row
         self.num_in_a_row = self.last_step = 0
 
     def skip_update(self, step: int, what: str) -> str:
@@ -67,7 +68,8 @@ class DivergenceGuard(StatefulTree):
         if num_in_a_row > self._most:
             what = f"{what} is not finite, after {self._most} skipped updates in a row"
             raise diverged(what, f"training.max_skips_in_a_row is {self._most}")
-        self.num_in_a_row, self.last_step = num_in_a_row, step
+        self.num_in_a_row = num_in_a_row
+        self.last_step = step
         return (
             f"{what} is not finite: update skipped, parameters are as before "
             f"({num_in_a_row} in a row, at most {self._most})"
@@ -123,9 +125,9 @@ class TrainedModule:
                 "the frozen parameters are not those that this was trained with: a checkpoint or "
                 "a kept backbone has changed since. Put the old one back, or start a new run"
             )
-        parts = split_state(rest, ("values", "moments"), "a trained module")
+        parts = split_state(rest, ("values", "moments"), owner="a trained module")
         own = {name: local_part(value) for name, value in self._values.items()}
-        fill(own, parts["values"], "a trained module")
+        fill(own, parts["values"], owner="a trained module")
         self._load_moments(parts["moments"])
 
     def _load_moments(self, state: State) -> None:
@@ -224,21 +226,21 @@ class Trainer(StatefulTree):
             trained = buffer.parameters
             optimizer = settings.optimizer.build(trained) if trained else None
             self.stages[stage] = TrainedStage(
-                TrainedModule(module, optimizer), buffer, groups[stage]
+                TrainedModule(module, optimizer), buffer, group=groups[stage]
             )
 
     def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
         """Make one update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
-        report = StepReport(step, 0.0, clock, self._learning_rate(step))
+        report = StepReport(step, 0.0, clock=clock, learning_rate=self._learning_rate(step))
         work = Work()
         if self.exchange.is_idle(step):
             signal = hooks.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
             loss = self._compute_gradients(step, hooks)
-            total_loss = self._exchange_gradients(step, loss, hooks)
+            total_loss = self._exchange_gradients(step, loss, hooks=hooks)
             reply = self._agree(step, hooks)
             if not math.isfinite(reply.total):
                 what = f"the loss or gradient of step {step}"

@@ -160,8 +160,8 @@ def wire(
         ends,
         groups,
         control=control,
-        sums=_join_sums(job, ends, control),
-        boundaries=Boundaries(job, ends, clock, device, make_receiver),
+        sums=_join_sums(job, ends, control=control),
+        boundaries=Boundaries(job, ends, clock=clock, device=device, make_receiver=make_receiver),
         is_elastic=is_elastic,
         rejoin=rejoin,
     )
@@ -172,9 +172,11 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
     any job. on_report: see wire."""
     everyone = range(ends.layout.num_ranks)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
-    control = Control(ends.rank, {}, {}, ends.overdue_s(peers), ends.lives)
+    control = Control(
+        ends.rank, {}, incoming={}, overdue_s=ends.overdue_s(peers), lives=ends.lives
+    )
     for peer in peers:
-        _join_peer(control, ends, on_report, peer)
+        _join_peer(control, ends, on_report=on_report, peer=peer)
     return control
 
 
@@ -271,7 +273,7 @@ class Boundaries:
         job = self._job
         layout = job.cluster
         rank = self._ends.rank
-        pairs = rank_pairs(layout, stage, layout.placement(rank).replica)
+        pairs = rank_pairs(layout, stage, replica=layout.placement(rank).replica)
         if not any(rank in pair for pair in pairs):
             return
         all_pairs = _pair_of_each_micro_batch(layout, stage)
@@ -285,9 +287,11 @@ class Boundaries:
         for a, b in sorted(pair for pair in pairs if rank in pair):
             # What waits for nothing from behind may be blocked, and is in flight one at a time.
             under_way = in_flight[a, b] if boundary.gradient_fields else 1
-            self._join_one_way(stage, "forward", a, b, under_way)
+            self._join_one_way(stage, "forward", sender=a, receiver=b, under_way=under_way)
             if boundary.gradient_fields:
-                self._join_one_way(stage, "backward", b, a, in_flight[a, b])
+                self._join_one_way(
+                    stage, "backward", sender=b, receiver=a, under_way=in_flight[a, b]
+                )
 
     def _join_one_way(
         self, stage: int, direction: str, sender: int, receiver: int, under_way: int
@@ -310,14 +314,16 @@ class Boundaries:
             return
         compression = Compression() if wan is None else job.compression.at_boundary(stage)
         codecs = partial(self._codecs, compression, direction)
-        frame, capacity = self._frame_bytes(boundary, fields, codecs())
+        frame, capacity = self._frame_bytes(boundary, fields, codecs=codecs())
         if direction == "forward":
             start = sum(spec.num_bytes for spec in boundary.start)
             capacity = max(capacity, start + FRAME_SLACK_BYTES)
         ahead = _FORWARD_AHEAD if direction == "forward" else 0
         window = ends.window(under_way, frame, ahead)
         line = f"{stage}.{direction}"
-        identity = ChannelId(job.seed, stage, direction, sender, receiver)
+        identity = ChannelId(
+            job.seed, stage, direction=direction, sender=sender, receiver=receiver
+        )
         if sender == ends.rank:
             link = ends.out(
                 line,
@@ -327,7 +333,9 @@ class Boundaries:
                 boundary=stage,
                 blocked=partial(self._clock.during, "wait"),
             )
-            channel = SendChannel(link, fields, codecs, self._clock, identity)
+            channel = SendChannel(
+                link, fields, new_codecs=codecs, clock=self._clock, identity=identity
+            )
             self.channels[str(identity)] = outs[receiver] = channel
             if wan is not None:
                 self.wan_sends.append(channel)

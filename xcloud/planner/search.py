@@ -349,13 +349,15 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                     sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
                     latency_s = max(latency_s, line.latency_s)
         tt = sum(sent_s) / max(1, len(sent_s))
-        whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s=latency_s)
+        whole_s = formulas.step_of_overlapped_transfers(
+            p, own_m, tf=tf, tb=tb, tt=tt, latency_s=latency_s
+        )
         work_s = own_m * (tf + tb)
         entries.append(
             AtCount(
                 micro_batches=m, step_s=pricer.step_s(at_m), bubble_ratio=step.bubble_ratio,
                 free=formulas.bubble_of_a_free_link(p, own_m),
-                blocking=formulas.bubble_of_blocking_transfers(p, own_m, tf, tb, tt),
+                blocking=formulas.bubble_of_blocking_transfers(p, own_m, tf=tf, tb=tb, tt=tt),
                 overlapped=whole_s / work_s - 1,
             )
         )  # fmt: skip

@@ -197,7 +197,7 @@ def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: s
 
 
 def decode_facts(text: str, peer: int) -> dict[str, str]:
-    return _decoded(_FACTS, text, f"rank {peer} sent no names and values of facts")
+    return _decoded(_FACTS, text, what=f"rank {peer} sent no names and values of facts")
 
 
 def compare_facts(
@@ -336,11 +336,11 @@ def encode_table(table: Table) -> str:
 def decode_table(text: str, sender: str) -> Table:
     """Return the table that `sender` sent. Raises FrameError for anything but what encode_table
     makes."""
-    return _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
+    return _decoded(_TABLE, text, what=f"{sender} sent no table of settings and digests")
 
 
 def decode_verdict(text: str) -> Verdict:
-    return _decoded(_VERDICT, text, "rank 0 sent no verdict on what the ranks run")
+    return _decoded(_VERDICT, text, what="rank 0 sent no verdict on what the ranks run")
 
 
 def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:

@@ -197,7 +197,7 @@ class FailureDetector:
                     self._unreached[peer] = why
                     self._lose(HeartbeatCode.ENDED, peer)
                 return
-            line = HeartbeatLine(store, int(self._rank != 0), self._lost_after_s)
+            line = HeartbeatLine(store, int(self._rank != 0), timeout_s=self._lost_after_s)
             self._joined(peer, anew)
             self._hear(peer)
             if self._rank == 0:
@@ -325,7 +325,7 @@ class HeartbeatLine:
     """
 
     def __init__(self, store: Store, place: int, timeout_s: float) -> None:
-        self._pair = Pair(store, "life", "", place)
+        self._pair = Pair(store, "life", ranks="", place=place)
         self._pair.join(timedelta(seconds=timeout_s))
 
     def send(self, code: HeartbeatCode, rank: int) -> None:

@@ -93,12 +93,12 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
              m.key.micro_batch, m.num_bytes, us(m.queued_at_s), us(m.line_from_s),
              None if m.line_until_s is None else us(m.line_until_s)]
             for m in list(messages.sent)
-            if _belongs(m.key, m.queued_at_s, step)
+            if _belongs(m.key, m.queued_at_s, step=step)
         ],
         "received": [
             [m.link.boundary, m.link.sender, m.sequence, us(m.received_at_s)]
             for m in list(messages.received)
-            if _belongs(m.key, m.received_at_s, step)
+            if _belongs(m.key, m.received_at_s, step=step)
         ],
     }  # fmt: skip
     head = {
@@ -227,7 +227,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(whole, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
-        kept = _Kept(tensor, self, storage.data_ptr(), storage.nbytes())
+        kept = _Kept(tensor, self, address=storage.data_ptr(), num_bytes=storage.nbytes())
         self._add(kept.address, 1, kept.num_bytes)
         return kept
 
@@ -296,7 +296,8 @@ class GpuClock(StepClock):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         if self.slowdown == 1:
-            self._began, self._began_at_s = _event(), time.monotonic()
+            self._began = _event()
+            self._began_at_s = time.monotonic()
 
     def end_step(self) -> float:
         step_s = super().end_step()
@@ -310,7 +311,7 @@ class GpuClock(StepClock):
         spans = self._unread
         self._unread = []
         for what, start, end, place in spans:
-            super().count(Span(what, self._s(start), self._s(end), place))
+            super().count(Span(what, self._s(start), ended_at_s=self._s(end), place=place))
 
     def now(self) -> Any:
         return time.monotonic() if self._began is None else _event()

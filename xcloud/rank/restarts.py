@@ -76,7 +76,11 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     host = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "0"))
     port += "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves at that port itself
-    store = rendezvous_store(run_dir) if host is None else server_store(rank, host, port, within_s)
+    store = (
+        rendezvous_store(run_dir)
+        if host is None
+        else server_store(rank, host, port=port, within_s=within_s)
+    )
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return Rendezvous(
         rank,
@@ -108,8 +112,8 @@ def rendezvous_under_torchrun(
     port = int(os.environ["MASTER_PORT"])
     address = choose_interface(host)
     if job.roster.is_elastic:
-        rendezvous = rendezvous_at_any_time(job, rank, run_dir)
-        watch(rendezvous, detector, job.cluster)
+        rendezvous = rendezvous_at_any_time(job, rank, run_dir=run_dir)
+        watch(rendezvous, detector, layout=job.cluster)
         return rendezvous
     num_ranks = int(os.environ["WORLD_SIZE"])
     within_s = job.cluster.liveness.join_within_s
@@ -117,7 +121,7 @@ def rendezvous_under_torchrun(
 
     def connect(timeout_s: float) -> Store:
         store = store_at(host, port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
-        detector.why_not = Doorbell(store, rank, address, f"{host}:{port}").why_not
+        detector.why_not = Doorbell(store, rank, address=address, place=f"{host}:{port}").why_not
         detector.ask(store)
         return store
 
@@ -125,7 +129,7 @@ def rendezvous_under_torchrun(
     store = attempt_of(
         connect,
         rank,
-        num_ranks,
+        num_ranks=num_ranks,
         watch=detector.watch,
         within_s=within_s,
         name_of=name_of,
@@ -160,11 +164,11 @@ class Doorbell:
             host, _, port = value_of(self._store, f"address.{peer}").rpartition(" ")
             if not host or not port.isdecimal():
                 return None  # it does not say
-            why = why_unreachable(host, int(port), _RING_WITHIN_S)
+            why = why_unreachable(host, int(port), within_s=_RING_WITHIN_S)
             if why is None:
                 return None
             if "refused" not in why or time.monotonic() > until_s:
-                return unreachable(why, self._place, self._address, f"{host}:{port}")
+                return unreachable(why, self._place, here=self._address, there=f"{host}:{port}")
             time.sleep(_LOOK_EVERY_S)
 
 
@@ -199,7 +203,7 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
     """
     store = rendezvous.store.clone()  # type: ignore[attr-defined]
     if rendezvous.rank != 0:
-        return detector.watch(0, life_of(store, rendezvous.rank, rendezvous.beginning))
+        return detector.watch(0, life_of(store, rendezvous.rank, beginning=rendezvous.beginning))
     greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
 
     def greet() -> None:
@@ -208,7 +212,7 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
                 beginning = count_of(store, f"beginnings.{rank}")
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
-                    life = life_of(store.clone(), rank, beginning)
+                    life = life_of(store.clone(), rank, beginning=beginning)
                     cloud = layout.ranks_in(layout.cloud_of(rank))
                     detector.watch(rank, life, anew=cloud, at_once=False)
 
@@ -239,7 +243,13 @@ def attempt_of(
         left_s = max(1.0, until_s - time.monotonic())
         try:
             return of_this_attempt(
-                connect(left_s), rank, range(num_ranks), left_s, watch, name_of=name_of, say=say
+                connect(left_s),
+                rank,
+                ranks=range(num_ranks),
+                within_s=left_s,
+                watch=watch,
+                name_of=name_of,
+                say=say,
             )
         except DistNetworkError:
             if rank == 0 or time.monotonic() > until_s:

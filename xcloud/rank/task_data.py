@@ -225,12 +225,12 @@ class Evaluator(Hook):
         predictions = gather_predictions(predictions, group)
         if group.leads:
             scores = data.score(split, predictions)
-            self._write_samples(split, step, scores)
+            self._write_samples(split, step, scores=scores)
             reporter = self.context.reporter
             report_scores(
                 reporter,
                 split,
-                step,
+                step=step,
                 scores=scores,
                 signature=data.signature(),
                 started_s=started,

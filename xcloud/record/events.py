@@ -65,7 +65,8 @@ class EventReader:
     def __init__(self, path: str | Path, warn: bool = True) -> None:
         self.path = Path(path)
         self._warn = warn
-        self._segment, self._offset = 1, 0
+        self._segment = 1
+        self._offset = 0
         self._lines: deque[bytes] = deque()
         self._unfinished = b""
 
@@ -79,9 +80,10 @@ class EventReader:
         is_finished = True
         while is_finished and not self._lines:
             try:
-                new, is_finished = files.read(self.path, self._segment, self._offset)
+                new, is_finished = files.read(self.path, self._segment, offset=self._offset)
             except files.DAMAGED as error:
-                new, is_finished = b"", True
+                new = b""
+                is_finished = True
                 if self._warn:
                     log.warning(
                         "segment %d of %s is damaged, its events are left out: %r",
@@ -89,7 +91,8 @@ class EventReader:
                     )
             self._offset += len(new)
             if is_finished and len(new) < files.SEGMENT_BYTES:
-                self._segment, self._offset = self._segment + 1, 0
+                self._segment = self._segment + 1
+                self._offset = 0
                 new += b"\n"  # a segment ends with a whole line, unless the machine died
             # Split bytes, not text: the data read may end inside a UTF-8 character.
             *lines, self._unfinished = (self._unfinished + new).split(b"\n")
@@ -136,7 +139,8 @@ class StepTotals:
         spans = [(r["t"], r.get("step_s", 0.0)) for r in reports.values()]
         totals = cls(step)
         if spans:
-            totals.step_s, totals.ended_s = update_s(spans), max(at_s for at_s, _ in spans)
+            totals.step_s = update_s(spans)
+            totals.ended_s = max(at_s for at_s, _ in spans)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         totals.loss = _mean_loss(report for _, report in sorted(reports.items()))
@@ -152,7 +156,8 @@ class StepTotals:
         return {cloud: value / ranks[cloud] for cloud, value in self.sums(kind).items()}
 
     def _add(self, report: Event) -> None:
-        cloud, found = report["cloud"], dict[Key, float]()
+        cloud = report["cloud"]
+        found = dict[Key, float]()
         found["num_ranks", cloud] = 1
         found |= {(kind, cloud): report.get(kind, 0.0) for kind in (*TIMES, OWN)}
         for name in ("sent", "raw", *(FEED & report.keys())):
@@ -176,7 +181,8 @@ def _mean_loss(reports: Iterable[Event]) -> float | None:
     for report in reports:
         if report.get("loss") is None:
             continue
-        loss, learned = float(report["loss"]), float(report.get("learned", 0))
+        loss = float(report["loss"])
+        learned = float(report.get("learned", 0))
         if mean is not None and weight + learned:
             loss = (mean * weight + loss * learned) / (weight + learned)
         mean = loss

@@ -148,8 +148,11 @@ class Intake:
         clock: Callable[[], float] = time.monotonic,
         clouds: Collection[str] = (),
     ) -> None:
-        self._events, self._cloud_of, self._max_steps = events, cloud_of, max_steps
-        self._may_report, self._clock = may_report, clock
+        self._events = events
+        self._cloud_of = cloud_of
+        self._max_steps = max_steps
+        self._may_report = may_report
+        self._clock = clock
         self._names = {*TRAFFIC, AVERAGING, *clouds}
         self._chosen: set[str] = set()  # names in "values"
         self._lock = threading.Lock()
@@ -161,7 +164,8 @@ class Intake:
         """Lines of rank `peer`, by whose link they came. Raises FrameError for what is no text."""
         if len(frame.parts) != 1 or frame.parts[0].dtype != torch.uint8:
             raise FrameError(f"a report of rank {peer} must be one vector of bytes")
-        data, accepted = frame.parts[0].numpy().tobytes(), b""
+        data = frame.parts[0].numpy().tobytes()
+        accepted = b""
         if not self._has_room(peer, len(data)):
             return self._refuse(peer, f"more than {BYTES_PER_S:,} bytes a second")
         most = BYTES_IN_ALL + BYTES_A_STEP * self._max_steps
@@ -197,7 +201,9 @@ class Intake:
         if not isinstance(event, dict) or "event" not in event:
             raise Refused("no event")
         check(event, self._max_steps)
-        kind, now_s, at_s = event["event"], round(time.time(), 3), event.get("t")
+        kind = event["event"]
+        now_s = round(time.time(), 3)
+        at_s = event.get("t")
         has_loss = kind == "step" and (event.get("learned") or event.keys() & {*SCORED})
         for name in (kind, "loss") if has_loss else (kind,):
             if peer not in self._may_report.get(name, {peer}):

@@ -48,7 +48,8 @@ class EventFile:
         self._lock = threading.Lock()
         self._path = path
         self._file = open(path, "ab", buffering=0, opener=files.no_link)
-        self._num_bytes, self._finish_at = self._file.tell(), files.SEGMENT_BYTES
+        self._num_bytes = self._file.tell()
+        self._finish_at = files.SEGMENT_BYTES
         self._is_torn = _ends_inside_a_line(path)
         self._finishing = threading.Thread()
         self.lost: segments.LostLines | None = None
@@ -91,7 +92,8 @@ class EventFile:
             with self._lock:
                 if self._is_torn:
                     return
-                old, self._file = self._file, segments.finish(self._path)
+                old = self._file
+                self._file = segments.finish(self._path)
                 self._num_bytes = 0
                 old.close()
             segments.compress(self._path)
@@ -118,7 +120,9 @@ class RankState:
         self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
     ) -> None:
         self.lives: Mapping[int, PeerLife] = {}
-        self._path, self._rank, self.says = state_file(run_dir, rank), rank, says
+        self._path = state_file(run_dir, rank)
+        self._rank = rank
+        self.says = says
         self._facts: dict[str, Any] = {"torchrun": torchrun}
         self.may_leave = False  # the run can do without this rank, which may come back
         self.listener: Callable[[str, Mapping[str, Any]], object] = lambda event, fields: None
@@ -186,7 +190,10 @@ class Reporter:
         state: RankState | None = None,
         is_abroad: bool = False,
     ) -> None:
-        self._rank, self._cloud, self._sink, self.state = rank, cloud, sink, state
+        self._rank = rank
+        self._cloud = cloud
+        self._sink = sink
+        self.state = state
         self._is_abroad = is_abroad
         self._pending: list[bytes] = []
         self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields

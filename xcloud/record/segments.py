@@ -42,7 +42,9 @@ def compress(path: Path) -> None:
         plain = segment(path, number)
         if not plain.exists():
             continue
-        write_whole(plain.with_name(f"{plain.name}.gz"), 0, [gzip.compress(plain.read_bytes(), 6)])
+        write_whole(
+            plain.with_name(f"{plain.name}.gz"), 0, pieces=[gzip.compress(plain.read_bytes(), 6)]
+        )
         plain.unlink()
 
 
@@ -53,7 +55,9 @@ def _numbers(path: Path) -> set[int]:
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
-    draft, digest, num_bytes = draft_of(path, rank), hashlib.sha256(), 0
+    draft = draft_of(path, rank)
+    digest = hashlib.sha256()
+    num_bytes = 0
     try:
         with open(draft, "wb", buffering=0) as file:
             for piece in pieces:
@@ -90,7 +94,8 @@ class LostLines:
     "finish"."""
 
     def __init__(self, log_file: Path, error: Exception) -> None:
-        self.num, self._finished_ranks = 0, list[int]()
+        self.num = 0
+        self._finished_ranks = list[int]()
         log.warning(
             "cannot write to %s (%s); the run continues, its lines are lost until this is "
             "repaired: is there space on that disk?", log_file, error

@@ -152,7 +152,8 @@ class RunStatistics:
         return len(self.events("skipped_update"))
 
     def _of_steps(self) -> Summary:
-        steps, first = self.steps, num_warmup_steps(self.num_steps)
+        steps = self.steps
+        first = num_warmup_steps(self.num_steps)
         seconds = {kind: self.seconds(kind, first) for kind in TIMES}
         ranks = steps.sums("num_ranks", first=first)
         total_s = {kind: sum(parts.values()) for kind, parts in seconds.items()}
@@ -187,7 +188,8 @@ class RunStatistics:
 
     def _traffic(self, timed_s: float, first: int) -> Summary:
         """Bytes of all steps; use of links in those from the place `first`, which took timed_s."""
-        sent, raw = self.steps.sums("sent"), self.steps.sums("raw")
+        sent = self.steps.sums("sent")
+        raw = self.steps.sums("raw")
         per_step: dict[str, int | None] = dict.fromkeys([*TRAFFIC, *sent])
         if self.num_steps:
             per_step = {kind: round(sent.get(kind, 0) / self.num_steps) for kind in per_step}
@@ -208,7 +210,8 @@ class RunStatistics:
         }
 
     def _of_attempts(self) -> Summary:
-        since_s, until_s = self._started_at_s, self._last_event_at_s
+        since_s = self._started_at_s
+        until_s = self._last_event_at_s
         elapsed_s = 0.0 if since_s is None or until_s is None else until_s - since_s
         lost_s = sum(one["lost_s"] for one in self.resumes)
         started = None if since_s is None else datetime.fromtimestamp(since_s, UTC)

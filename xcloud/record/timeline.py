@@ -125,7 +125,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     steps = {head["step"] for head in heads.values()}
     assert len(steps) == 1, f"the ranks report different steps: {sorted(steps)}"
     sent, received = _messages(parts)
-    offsets = _offsets(heads, sent, received)
+    offsets = _offsets(heads, sent, received=received)
     at = {r: one["started_us"] + offsets.shift_us[one["machine"]] for r, one in heads.items()}
     begin = {rank: at_us - min(at.values()) for rank, at_us in at.items()}
     lanes = tuple(_lane(parts[rank], begin[rank]) for rank in heads)
@@ -134,7 +134,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     for key, message in sent.items():
         if key[2] not in heads:  # the receiver reported nothing: the run was cut off
             continue
-        flight = _flight(key, message, received.get(key), begin)
+        flight = _flight(key, message, received_us=received.get(key), begin=begin)
         # Leave out reports that overlap only the previous or the next step.
         if flight.kind != "report" or (flight.until_us > 0 and flight.from_us < until_us):
             direction = heads[key[1]]["cloud"], heads[key[2]]["cloud"]
@@ -142,17 +142,30 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     ordered = {
         way: tuple(sorted(some, key=lambda f: f.from_us)) for way, some in sorted(flights.items())
     }
-    return Timeline(steps.pop(), lanes, ordered, _describe(offsets))
+    return Timeline(steps.pop(), lanes, flights=ordered, clocks=_describe(offsets))
 
 
 def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
     boxes = tuple(
-        Box(what, direction, stage, number, begin_us + start, begin_us + end)
+        Box(
+            what,
+            direction,
+            stage=stage,
+            micro_batch=number,
+            from_us=begin_us + start,
+            until_us=begin_us + end,
+        )
         for part in parts
         for what, direction, stage, number, start, end in part["spans"]
     )
     head = parts[0]
-    return Lane(head["rank"], head["cloud"], begin_us, begin_us + head["step_us"], boxes)
+    return Lane(
+        head["rank"],
+        head["cloud"],
+        from_us=begin_us,
+        until_us=begin_us + head["step_us"],
+        boxes=boxes,
+    )
 
 
 _Key = tuple[int, int, int, int]  # boundary, sender, receiver, number on that link
@@ -160,7 +173,8 @@ _Key = tuple[int, int, int, int]  # boundary, sender, receiver, number on that l
 
 def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], dict[_Key, int]]:
     """Return what every rank sent, and when every rank received it, under the same keys."""
-    sent, received = {}, {}
+    sent = {}
+    received = {}
     for rank, events in parts.items():
         for event in events:
             for boundary, receiver, sequence, *message in event["sent"]:
@@ -175,11 +189,14 @@ def _offsets(
 ) -> Offsets:
     passages = []
     for key in sent.keys() & received.keys():
-        here, there = heads[key[1]], heads[key[2]]
+        here = heads[key[1]]
+        there = heads[key[2]]
         if here["machine"] != there["machine"]:
             left_us = here["started_us"] + sent[key][4]
             came_us = there["started_us"] + received[key]
-            passages.append(Passage(here["machine"], there["machine"], left_us, came_us))
+            passages.append(
+                Passage(here["machine"], there["machine"], sent_us=left_us, received_us=came_us)
+            )
     unix_us = {head["machine"]: head["unix_us"] for head in reversed(list(heads.values()))}
     first = next(iter(heads.values()))["machine"]
     return clock_offsets({first: unix_us.pop(first), **unix_us}, passages)
@@ -194,9 +211,18 @@ def _flight(
     came_us = start_us if received_us is None else begin[receiver] + received_us
     # An error in the joined clocks can make a message arrive before it was sent.
     until_us = max(start_us, came_us if end is None else begin[sender] + end)
-    queued_us, arrived_us = begin[sender] + queued, max(until_us, came_us)
+    queued_us = begin[sender] + queued
+    arrived_us = max(until_us, came_us)
     return Flight(
-        sender, receiver, kind, number, num_bytes, queued_us, start_us, until_us, arrived_us
+        sender,
+        receiver,
+        kind=kind,
+        micro_batch=number,
+        num_bytes=num_bytes,
+        queued_us=queued_us,
+        from_us=start_us,
+        until_us=until_us,
+        arrived_us=arrived_us,
     )
 
 
@@ -285,7 +311,7 @@ def write_predicted(run_dir: Path, timeline: Timeline, strategy: str) -> None:
     """The step of a plan, as a trace that holds the timeline itself as well."""
     flights = [[*between, some] for between, some in timeline.flights.items()]
     own = {"lanes": [asdict(lane) for lane in timeline.lanes], "flights": flights}
-    write_trace(run_dir / PREDICTED_FILE, timeline, {"plan": strategy, "timeline": own})
+    write_trace(run_dir / PREDICTED_FILE, timeline, facts={"plan": strategy, "timeline": own})
 
 
 def read_predicted(run_dir: Path) -> Timeline | None:
@@ -301,7 +327,7 @@ def read_predicted(run_dir: Path) -> Timeline | None:
         (here, there): tuple(Flight(*one) for one in some)
         for here, there, some in about["timeline"]["flights"]
     }
-    return Timeline(about["step"], tuple(lanes), flights, about["clocks"])
+    return Timeline(about["step"], tuple(lanes), flights=flights, clocks=about["clocks"])
 
 
 def predicted_of(run_dir: Path) -> dict[str, Any]:
@@ -343,7 +369,8 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Of
     """
     fastest: dict[tuple[str, str], int] = {}
     for p in passages:
-        pair, took_us = (p.sender, p.receiver), p.received_us - p.sent_us
+        pair = (p.sender, p.receiver)
+        took_us = p.received_us - p.sent_us
         fastest[pair] = min(fastest.get(pair, took_us), took_us)
     first, *others = unix_us
     shift = {first: 0}

@@ -61,7 +61,9 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
         for text in _texts(value) if key in marks or is_foreign else ():
             to = marks[key].to if key in marks else _guessed(text)
             if to not in (None, "inside") and key != "_target_":
-                yield Lead(path, to, text, revision if isinstance(revision, str) else None)
+                yield Lead(
+                    path, to, value=text, revision=revision if isinstance(revision, str) else None
+                )
         if key not in marks:
             yield from leads_of(value, path, is_foreign=is_foreign)
 

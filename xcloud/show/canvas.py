@@ -40,7 +40,8 @@ PARTS = {
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
-INK, FAINT = "#222222", "#8A8A8A"
+INK = "#222222"
+FAINT = "#8A8A8A"
 TITLE_POINTS = 10
 
 
@@ -81,7 +82,8 @@ def stacked(
 ) -> list[tuple[BarContainer, NDArray[np.float64]]]:
     """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
     what was drawn of each part, and its lengths."""
-    drawn, ends = [], np.zeros(len(labels))
+    drawn = []
+    ends = np.zeros(len(labels))
     edge: dict[str, Any] = {"edgecolor": FAINT, "lw": 0.5}
     for name, lengths, colour in parts:
         bars = axes.barh(range(len(labels)), lengths, 0.7, ends, color=colour, label=name, **edge)
@@ -111,5 +113,6 @@ def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     """Centred mean over `window` values, fewer at the ends."""
-    whole, ones = np.ones(window), np.ones(len(values))
+    whole = np.ones(window)
+    ones = np.ones(len(values))
     return np.convolve(values, whole, "same") / np.convolve(ones, whole, "same")

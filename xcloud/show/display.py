@@ -180,7 +180,7 @@ class ProgressLine:
 def _describe_quality(event: Event) -> str:
     errors = event.get("errors", {})
     values = "  ".join(
-        f"{score_name(name)} {score_with_error(name, value, errors.get(name))}"
+        f"{score_name(name)} {score_with_error(name, value, error=errors.get(name))}"
         for name, value in event["values"].items()
     )
     text = f"{event['split']} at step {event['step']}: {values}"
@@ -197,8 +197,9 @@ def write_record(
 ) -> dict[str, Any]:
     """Returns the summary. facts: status, cause and commit, lost_event_lines; has_step: this
     attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
-    cause, labels = facts["cause"], job.labels
-    pictures = _draw(job, run_dir, run) if run.num_steps else []
+    cause = facts["cause"]
+    labels = job.labels
+    pictures = _draw(job, run_dir, run=run) if run.num_steps else []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
     summary["compression"] = labels.compression
@@ -217,7 +218,8 @@ def write_record(
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-    tracked, texts = summary, [SUMMARY_FILE]
+    tracked = summary
+    texts = [SUMMARY_FILE]
     if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
         tracked = {**summary, "cause": f"see {SUMMARY_FILE} in the run folder: it may quote data"}
         texts = []
@@ -269,18 +271,21 @@ def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> 
 
 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
-    facts, written = facts_of(job), list[Path]()
-    with _may_lack(run_dir, "pictures", run.lost_files):
+    facts = facts_of(job)
+    written = list[Path]()
+    with _may_lack(run_dir, "pictures", lost_files=run.lost_files):
         timeline = timelines.timeline_of(run.events("timeline"))
         if timeline is not None:
-            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
+            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts=facts)
             written.append(run_dir / TRACE_FILE)
         from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
 
         title = f"{job.name} seed {job.seed}, {facts['schedule']}, "
         title += f"link: {facts['link']}, compression: {facts['compression']}"
         predicted = timelines.read_predicted(run_dir)
-        written += write_pictures(run_dir, run, timeline, title, predicted)
+        written += write_pictures(
+            run_dir, run, timeline=timeline, title=title, predicted=predicted
+        )
     return written
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
     config, job = read_shared(file, run_dir)
-    return Monitor(job, flatten(config), run_dir)
+    return Monitor(job, flatten(config), run_dir=run_dir)
 
 
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
             check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
             held.enter_context(owned(run_dir))
         return _monitor(
-            run_dir, arguments.experiment, arguments.parent,
+            run_dir, arguments.experiment, parent=arguments.parent,
             is_again=arguments.again, past=arguments.past,
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ def _monitor(
         sys.exit(f"xcloud: {printable(error)}")
     try:
         parent = os.getppid() if parent is None else parent
-        return _follow(monitor, parent, is_again, 0 if is_again else past)
+        return _follow(monitor, parent, is_again=is_again, past=0 if is_again else past)
     except Exception as error:  # without a summary the run would seem to be running still
         log.exception("the monitor of %s has failed", run_dir)
         failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
@@ -102,7 +102,8 @@ def _monitor(
 def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> int:
     monitor.past = past
     monitor.start(is_again)
-    essential, run_dir = monitor.experiment.roster.essential, monitor.run.run_dir
+    essential = monitor.experiment.roster.essential
+    run_dir = monitor.run.run_dir
     attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
     while os.getppid() == parent and not record.exists():
@@ -119,7 +120,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     if 0 in lost:  # and after it why it ends
         _await(error_file(run_dir, 0), parent)
     ranks = range(monitor.experiment.cluster.num_ranks)
-    cause = first_failure(run_dir, ranks, lost[0]) if lost else None
+    cause = first_failure(run_dir, ranks, lost=lost[0]) if lost else None
     if attempt.is_stopped and cause is None:
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:

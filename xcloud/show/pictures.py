@@ -41,7 +41,9 @@ from xcloud.show.canvas import (
     stacked,
 )
 
-LOSS_PICTURE, STEP_TIME_PICTURE, TIMELINE_PICTURE = "loss.png", "step_time.png", "timeline.png"
+LOSS_PICTURE = "loss.png"
+STEP_TIME_PICTURE = "step_time.png"
+TIMELINE_PICTURE = "timeline.png"
 
 # what -> (colour, name in the legend)
 KINDS = {
@@ -60,7 +62,9 @@ KINDS = {
 FLIGHTS = {"activation": "#8FC1DE", "gradient": "#F6D28F", "averaging": COLOURS["averaging"]}
 OTHER_FLIGHT = "#BDBDBD"
 
-_WIDTH_IN, _LANE_IN, _MARGIN_IN = 13.0, 0.42, 1.75
+_WIDTH_IN = 13.0
+_LANE_IN = 0.42
+_MARGIN_IN = 1.75
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _CHARACTER_IN = 0.075  # at 8 points, generously
 
@@ -75,9 +79,11 @@ def write_pictures(
     """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
     drawn: list[Path | None] = []
     if timeline is not None:
-        drawn.append(write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted))
-    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
-    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
+        drawn.append(
+            write_timeline(run_dir / TIMELINE_PICTURE, timeline, title=title, predicted=predicted)
+        )
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title=title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title=title))
     return [path for path in drawn if path is not None]
 
 
@@ -93,13 +99,15 @@ def dev_quality(run: RunStatistics) -> dict[str, list[tuple[int, float, float]]]
 
 def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     """Loss over steps, raw and smoothed; dev quality below it. None if there is no loss yet."""
-    step, loss = np.asarray(run.steps.step), np.asarray(run.steps["loss"])
+    step = np.asarray(run.steps.step)
+    loss = np.asarray(run.steps["loss"])
     known = np.isfinite(loss)
     if not known.any():
         return None
-    step, loss = step[known], loss[known]
+    step = step[known]
+    loss = loss[known]
     quality = dev_quality(run)
-    figure = canvas(title, 8, 6.4 if quality else 4.2)
+    figure = canvas(title, 8, height_in=6.4 if quality else 4.2)
     panels = column(figure, [2, 1] if quality else [1])
     mean, window = smoothed(loss)
     if window > 1:
@@ -128,16 +136,18 @@ def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
     if not run.num_steps:
         return None
     skip = num_warmup_steps(run.num_steps)
-    step, step_s = np.asarray(run.steps.step)[skip:], np.asarray(run.steps["step_s"])[skip:]
-    figure = canvas(title, 11, 3.2 + 0.4 * len(run.clouds))
+    step = np.asarray(run.steps.step)[skip:]
+    step_s = np.asarray(run.steps["step_s"])[skip:]
+    figure = canvas(title, 11, height_in=3.2 + 0.4 * len(run.clouds))
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     unit, per_s = ("ms", 1e3) if np.median(step_s) < 1 else ("s", 1.0)
-    _draw_parts(left, run, skip, per_s)
+    _draw_parts(left, run, skip=skip, per_s=per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
-    _draw_times(right, step, per_s * step_s, unit)
+    _draw_times(right, step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
     for event in run.events("autopilot"):
-        after, text = event["step"] + 0.5, f" {event['choice']}"
+        after = event["step"] + 0.5
+        text = f" {event['choice']}"
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
         right.text(after, 0.02 * top, text, fontsize=7, rotation=90, va="bottom")
     return save(figure, path)
@@ -174,7 +184,9 @@ def _draw_parts(axes: Axes, run: RunStatistics, skip: int, per_s: float) -> None
     whole = mean(OWN)
     parts = [(label, mean(kind), colour) for kind, (label, colour) in PARTS.items()]
     rest = np.maximum(whole - sum(values for _, values, _ in parts), 0)
-    for bars, values in stacked(axes, run.clouds, [*parts, ("other", rest, COLOURS["other"])]):
+    for bars, values in stacked(
+        axes, run.clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
+    ):
         texts = [short(value) if value > 0.08 * whole.max() else "" for value in values]
         ink = ink_on(to_hex(bars[0].get_facecolor()))
         axes.bar_label(bars, texts, label_type="center", fontsize=8, color=ink)
@@ -199,13 +211,18 @@ def write_timeline(
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
     height_in = _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)
-    figure = canvas(title, _WIDTH_IN, height_in)
+    figure = canvas(title, _WIDTH_IN, height_in=height_in)
     panels = column(figure, [len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
         bars = [bar for y, (_, content) in enumerate(rows) for bar in (
             _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
         )]  # fmt: skip
-        _draw(axes, bars, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
+        _draw(
+            axes,
+            bars,
+            per_us=per_us,
+            inches_per_unit=0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9),
+        )
         axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.45, -0.55)
@@ -278,10 +295,10 @@ class _Bar(NamedTuple):
 
 
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
-    yield _Bar(y, 0.72, lane.from_us, lane.until_us, "white", FAINT)
+    yield _Bar(y, 0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT)
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
     for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
-        bar = _Bar(y, 0.72, box.from_us, box.until_us, KINDS[box.what][0])
+        bar = _Bar(y, 0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0])
         if box.what in ("forward", "backward", "weights"):
             small = str(box.stage).translate(_SUBSCRIPT) if several else ""
             bar = bar._replace(edge="white", text=f"{box.micro_batch}{small}")
@@ -295,19 +312,32 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
     for index, row in enumerate(rows):
         middle = y - 0.3 + height * (index + 0.5)
         for flight in row:
-            colour, text = FLIGHTS.get(flight.kind, OTHER_FLIGHT), ""
+            colour = FLIGHTS.get(flight.kind, OTHER_FLIGHT)
+            text = ""
             if len(rows) <= 2 and flight.kind in FLIGHTS:
                 text = str(flight.micro_batch)
-            yield _Bar(middle, height, flight.from_us, flight.until_us, colour, "white", text)
+            yield _Bar(
+                middle,
+                height,
+                from_us=flight.from_us,
+                until_us=flight.until_us,
+                colour=colour,
+                edge="white",
+                text=text,
+            )
             tail = middle + 0.38 * height
-            yield _Bar(tail, 0.05, flight.until_us, flight.arrived_us, colour)
+            yield _Bar(
+                tail, 0.05, from_us=flight.until_us, until_us=flight.arrived_us, colour=colour
+            )
 
 
 def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: float) -> None:
     """inches_per_unit: scale of the time axis."""
-    rectangles, edges = [], []
+    rectangles = []
+    edges = []
     for bar in bars:
-        left, width = per_us * bar.from_us, per_us * (bar.until_us - bar.from_us)
+        left = per_us * bar.from_us
+        width = per_us * (bar.until_us - bar.from_us)
         rectangles.append(Rectangle((left, bar.y - bar.height / 2), width, bar.height))
         # An edge would hide a very narrow box.
         edges.append("none" if width * inches_per_unit < 0.03 else bar.edge)

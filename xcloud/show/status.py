@@ -143,7 +143,8 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     waits_for = {rank: wait[0] for rank, wait in waited_for(ranks).items() if rank in well}
     waiting: dict[int, list[int]] = {}
     for rank in waits_for:
-        seen, end = {rank}, waits_for[rank]
+        seen = {rank}
+        end = waits_for[rank]
         while end in waits_for and end not in seen:
             seen.add(end)
             end = waits_for[end]
@@ -160,7 +161,7 @@ def facts_of(run_dir: Path) -> dict[str, Any]:
     agreed = CheckpointSteps(run_dir).agreed_steps()
     return {
         "run_dir": str(run_dir),
-        "state": _whole(run_dir, ranks, now),
+        "state": _whole(run_dir, ranks, now=now),
         "ranks": [one.as_json() for one in ranks],
         "waited_for_by": {str(rank): sorted(by) for rank, by in culprits(ranks).items()},
         "checkpoint_step": agreed[0] if agreed else None,
@@ -173,7 +174,7 @@ def describe(run_dir: Path) -> str:
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
     ranks = ranks_of(run_dir, now)
     waits = waited_for(ranks)
-    lines = [f"{run_dir}: {_whole(run_dir, ranks, now)}", ""]
+    lines = [f"{run_dir}: {_whole(run_dir, ranks, now=now)}", ""]
     lines += [one.line(waits.get(one.rank)) for one in ranks]
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
@@ -198,7 +199,7 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
         return f"degraded: {', '.join(ill)}" if ill else "; ".join(["running", *away])
     launcher = read_json(run_dir / LAUNCHER_FILE)
     if launcher and _process(launcher["pid"], launcher["host"]) != "gone":
-        return _between_attempts(run_dir, ranks, launcher, now)
+        return _between_attempts(run_dir, ranks, launcher=launcher, now=now)
     if summary := read_json(run_dir / SUMMARY_FILE):
         cause = summary.get("cause")
         return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")

@@ -105,9 +105,9 @@ def print_report(
     if summary.get("num_resumes") and summary.get("started_at"):
         heading += f", first started {summary['started_at']}"
     console.print()
-    say(console, heading, "bold")
+    say(console, heading, style="bold")
     if summary.get("cause"):
-        say(console, f"cause: {summary['cause']}", "red")
+        say(console, f"cause: {summary['cause']}", style="red")
     if summary["num_steps"]:
         _print_figures(summary, console)
     margin = max(map(len, places), default=0)
@@ -148,14 +148,14 @@ def markdown_of(summary: Mapping[str, Any]) -> str:
 def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
     remark = Column("", right=False, wraps=True, dim=True)
     columns = [Column("", right=False, wraps=True), Column(""), remark]
-    print_table(console, columns, _rows(summary), heads=False)
+    print_table(console, columns, rows=_rows(summary), heads=False)
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
         times = [
             [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
             for cloud in summary["compute_s"]
         ]
-        print_table(console, ["cloud", *KINDS.values()], times, title)
+        print_table(console, ["cloud", *KINDS.values()], rows=times, title=title)
     if memory := summary.get("memory"):
         title = "memory of the fullest rank"
         kinds = (*MEMORY, OTHER_MEMORY)
@@ -167,13 +167,14 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
             [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
             for kind in shown
         ]
-        print_table(console, ["", *(rank["cloud"] for rank in by_rank)], cells, title)
+        print_table(console, ["", *(rank["cloud"] for rank in by_rank)], rows=cells, title=title)
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
     """Describe the predicted steps of a run that keeps frozen rows. epochs: of OverEpochs
     (pricing.py)."""
-    first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
+    first = human_seconds(epochs["first_epoch_s"])
+    later = human_seconds(epochs["later_epochs_s"])
     kept = epochs["kept_share"]
     return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
 
@@ -203,7 +204,7 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         remark = f"test set{at_step}"
         if (started := before.get(name)) is not None:
             remark += f"; {score_text(name, started)} before training"
-        yield score_name(name), score_with_error(name, value, errors.get(name)), remark
+        yield score_name(name), score_with_error(name, value, error=errors.get(name)), remark
     loss = human_number(summary["final_loss"], ".4f")
     yield "final loss", loss, "training loss of the last step"
     if num_skipped := summary.get("num_skipped_updates"):
@@ -215,7 +216,8 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    left_out, median_s = summary.get("num_warmup_steps_left_out"), summary["step_time_s"]["median"]
+    left_out = summary.get("num_warmup_steps_left_out")
+    median_s = summary["step_time_s"]["median"]
     remark = f"times and rates leave out {left_out} first steps" if left_out else ""
     yield "step time, median", human_seconds(median_s), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
@@ -227,7 +229,8 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    sent, use = summary["wan_bytes_per_step"], summary.get("link_utilisation") or {}
+    sent = summary["wan_bytes_per_step"]
+    use = summary.get("link_utilisation") or {}
     remark = ", without the waits of averaging" * ("averaging" in sent)
     if summary["bubble_ratio"] != 0:
         bubble = human_number(summary["bubble_ratio"], ".3f")

@@ -73,7 +73,8 @@ def run_name(about: ResultRow) -> str:
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a summary that rules speak of, by flat names."""
-    sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
+    sent = summary["wan_bytes_per_step"]
+    ratio = summary["compression_ratio"]
     return {
         **summary["quality"],
         **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},

@@ -83,13 +83,15 @@ class Figure:
         The error of one seed is over its test samples; of a difference as if the two were drawn
         apart, which is wider than it is.
         """
-        values, repeats = self.values(rows), repeats_of(rows)
+        values = self.values(rows)
+        repeats = repeats_of(rows)
         if len(values) != 1 or self.over:
             return Estimate.of(values, repeats) if values else None
-        sides, column = [side for side in (self.row, self.minus) if side], f"{self.column}_error"
+        sides = [side for side in (self.row, self.minus) if side]
+        column = f"{self.column}_error"
         errors = [e for s in sides for e in Figure(s, column, where=self.where).values(rows)]
         error = math.hypot(*errors) if len(errors) == len(sides) else None
-        return Estimate(values[0], error, 1, repeats)
+        return Estimate(values[0], error, num=1, repeats=repeats)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """Return the figure of each seed, in their order."""
@@ -102,7 +104,8 @@ class Figure:
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
         """Return the column by seed. A run that came to none, such as the loss of one that
         diverged, has not a number."""
-        wanted, repeats = {"row": name, **self.where}, repeats_of(rows)
+        wanted = {"row": name, **self.where}
+        repeats = repeats_of(rows)
         chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
         found = {row.get(repeats): row[self.column] for row in chosen if self.column in row}
         return pd.Series(found, dtype=float)
@@ -166,7 +169,8 @@ class Quote:
     form: Literal["mean", "each", "deviation", "error", "more"] = "mean"
 
     def filled(self, rows: Sequence[ResultRow]) -> str:
-        values, digits = self.figure.values(rows), f".{self.decimals}f"
+        values = self.figure.values(rows)
+        digits = f".{self.decimals}f"
         mean = statistics.fmean(values)
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         shown = {
@@ -254,7 +258,7 @@ def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     for rule in claim.rules:
         found = rule.figure.of(rows)
         met = "not run" if found is None else rule.judge(found)
-        judged.append(Judged(rule.says, found, met))
+        judged.append(Judged(rule.says, found, met=met))
     return judged
 
 
@@ -289,4 +293,6 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
     try:
         return TypeAdapter(Claim).validate_json(json.dumps({"name": name, **entry}))
     except ValidationError as error:
-        raise ConfigError(f"{FILE}: claim {name!r}: {worded(error, Claim, 'claim')}") from None
+        raise ConfigError(
+            f"{FILE}: claim {name!r}: {worded(error, Claim, path='claim')}"
+        ) from None

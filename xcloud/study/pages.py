@@ -90,12 +90,12 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
     columns = ["cell", "published", "ours", "made better"]
     tables = [
         Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
-              [f"{claim.name}.html" for claim, *_ in lines])
+              links=[f"{claim.name}.html" for claim, *_ in lines])
         for name, lines in _cells(claims, records).items()
     ]  # fmt: skip
     unlike = dict.fromkeys(text for texts in _unlike(claims).values() for text in texts)
     facts = [("What is compared", COMPARED), *(("Unlike", text) for text in unlike)]
-    return Page("paper", "The paper, cell by cell", facts, tables=tables, up="All claims")
+    return Page("paper", "The paper, cell by cell", facts=facts, tables=tables, up="All claims")
 
 
 def _cells(
@@ -138,7 +138,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
-    records, paper = read_records(claims), project_root() / PAPER
+    records = read_records(claims)
+    paper = project_root() / PAPER
     if given.paper:
         paper.write_text(paper_page(claims, records), encoding="utf-8")
         for name, record in records.items():
@@ -172,7 +173,10 @@ def _check(records: Mapping[str, Record]) -> int:
     wrong = []
     for name, record in records.items():
         folder = project_root() / FOLDER / name
-        wrong += [f"{name}: {line}" for line in mismatches(name, record.rows, record.note, folder)]
+        wrong += [
+            f"{name}: {line}"
+            for line in mismatches(name, record.rows, note=record.note, folder=folder)
+        ]
     num_rows = sum(len(record.rows) for record in records.values())
     say("\n".join(wrong) or f"all {num_rows} rows are what their runs came to")
     return int(bool(wrong))
@@ -207,7 +211,15 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
             files = pd.DataFrame(record.data.items(), columns=["file", "sha256"])
             tables.append(Table("Data", files))
     pictures = [Picture(picture, claim.title)] if picture else []
-    return Page(claim.name, claim.title, facts, claim.command, pictures, tables, up="All claims")
+    return Page(
+        claim.name,
+        claim.title,
+        facts=facts,
+        command=claim.command,
+        pictures=pictures,
+        tables=tables,
+        up="All claims",
+    )
 
 
 def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str, Path]) -> Page:
@@ -216,18 +228,21 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
             for name, claim in claims.items()]  # fmt: skip
     cells = pd.DataFrame(rows, columns=["claim", "state", "source", "machine minutes"])
     pictures = [
-        Picture(path, claims[name].title, f"{name}.html")
+        Picture(path, claims[name].title, link=f"{name}.html")
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
-    table = Table("Claims", cells, [f"{name}.html" for name in claims])
+    table = Table("Claims", cells, links=[f"{name}.html" for name in claims])
     counts = Counter(states.values())
     others = [f"{num} {state}" for state, num in counts.items() if state != "reproduced"]
     listed = f": {', '.join(others)}" * bool(others)
     met = f"{counts['reproduced']} of {len(claims)} claims are reproduced"
     facts = [("State", f"{met} by the rule on their page, claims taken back among them{listed}")]
-    paper = Table("The paper", pd.DataFrame({"page": ["every cell, and ours"]}), ["paper.html"])
-    title, tables = "xcloud: what is claimed and measured", [paper, table]
-    return Page("index", title, facts, pictures=pictures, tables=tables)
+    paper = Table(
+        "The paper", pd.DataFrame({"page": ["every cell, and ours"]}), links=["paper.html"]
+    )
+    title = "xcloud: what is claimed and measured"
+    tables = [paper, table]
+    return Page("index", title, facts=facts, pictures=pictures, tables=tables)
 
 
 def site(words: Sequence[str] | None = None) -> int:
@@ -239,10 +254,12 @@ def site(words: Sequence[str] | None = None) -> int:
     records = read_records(claims)
     given.out.mkdir(parents=True, exist_ok=True)
     pictures = {name: given.out / f"{name}.png" for name in records}
-    drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path)}
-    pages = [study_page(one, records.get(name), drawn.get(name)) for name, one in claims.items()]
+    drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path=path)}
+    pages = [
+        study_page(one, records.get(name), picture=drawn.get(name)) for name, one in claims.items()
+    ]
     pages.append(paper_of_site(claims, records))
-    say(write_site(front_page(claims, records, drawn), pages, given.out).absolute())
+    say(write_site(front_page(claims, records, drawn=drawn), pages, folder=given.out).absolute())
     return 0
 
 
@@ -256,14 +273,15 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     panels = [(one, points) for one in shown if (points := _points(one, record))]
     if not panels:
         return False
-    wide, high = min(len(panels), 2), math.ceil(len(panels) / 2)
+    wide = min(len(panels), 2)
+    high = math.ceil(len(panels) / 2)
     tall = 3.6 * max(1.0, max(len(points) for _, points in panels) / 16)  # names in a list
     picture = canvas("", *((7.2, 4.0) if wide == 1 else (9.6, tall * high)))
     places = picture.subplots(high, wide, squeeze=False).flatten()
     for axes in places[len(panels) :]:
         axes.remove()
     for axes, (one, points) in zip(places, panels, strict=False):
-        _panel(axes, one, points)
+        _panel(axes, one, points=points)
     save(picture, path)
     return True
 
@@ -302,7 +320,9 @@ def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> Non
     in_order = sorted(points.items(), key=lambda point: point[1][1].mean)
     for number, (_, (x, y)) in enumerate(in_order, 1):
         axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, fmt="o", color=LINES[1], ms=4)
-        at, beside = (x.mean, y.mean), (4, 3 if number % 2 else -10)  # neighbours apart
+        # neighbours apart
+        at = (x.mean, y.mean)
+        beside = (4, 3 if number % 2 else -10)
         axes.annotate(str(number), at, beside, textcoords="offset points", fontsize=8)
     names = [f"{number}  {name}" for number, (name, _) in enumerate(in_order, 1)]
     axes.legend(

@@ -35,7 +35,8 @@ from xcloud.show.canvas import (
 from xcloud.study.points import UNCOMPRESSED
 from xcloud.study.results import ONE_CLOUD, Result, Results, Swept, plus_minus, spread_text
 
-STEP_TIME, LOSSES = "step_time.png", "losses.png"
+STEP_TIME = "step_time.png"
+LOSSES = "losses.png"
 SWEPT_PICTURE = "quality_over_setting.png"
 SCATTERS = {  # cost -> file, title, axis
     "step_time_s": ("quality_and_step_time.png", "step time", "step time, median (s)"),
@@ -55,14 +56,14 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     written = []
     for cost, (name, what, label) in SCATTERS.items():
         if len(marks := marks_of(results, cost)):
-            figure = canvas(f"{title}: quality and {what}", 8, 5.5 + 0.1 * len(marks))
+            figure = canvas(f"{title}: quality and {what}", 8, height_in=5.5 + 0.1 * len(marks))
             axes = figure.subplots()
-            draw_scatter(axes, marks, cost, results.scores[0])
+            draw_scatter(axes, marks, cost=cost, score=results.scores[0])
             axes.set_xlabel(label)
             figure.legend(ncols=3, **_LEGEND)
             written.append(save(figure, folder / name))
     if _clouds(results.rows):
-        written.append(_write_step_time(folder / STEP_TIME, results, title))
+        written.append(_write_step_time(folder / STEP_TIME, results, title=title))
     return written
 
 
@@ -79,7 +80,8 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     if not results.scores or results.rows.empty:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
-    several, places = len(results.sweeps) > 1, np.arange(len(marks))
+    several = len(results.sweeps) > 1
+    places = np.arange(len(marks))
     labels = results.labels[marks.index]
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
@@ -139,13 +141,13 @@ def _write_step_time(path: Path, results: Results, title: str) -> Path:
     rows = results.rows.assign(label=results.labels).sort_values("step_time_s", kind="stable")
     bars = [(row, cloud) for _, row in rows.iterrows() for cloud in _clouds(rows)
             if pd.notna(row[f"compute_s_{cloud}"])]  # fmt: skip
-    figure = canvas(f"{title}: where a step's time goes", 8, 1.7 + 0.3 * len(bars))
+    figure = canvas(f"{title}: where a step's time goes", 8, height_in=1.7 + 0.3 * len(bars))
     axes = figure.subplots()
     parts = [
         (name, np.nan_to_num([row.get(f"{kind}_{cloud}", 0.0) for row, cloud in bars]), colour)
         for kind, (name, colour) in PARTS.items()
     ]
-    stacked(axes, [f"{row.label}  {cloud}" for row, cloud in bars], parts)
+    stacked(axes, [f"{row.label}  {cloud}" for row, cloud in bars], parts=parts)
     medians = [row.step_time_s for row, _ in bars]
     axes.plot(medians, range(len(bars)), "|", color=INK, ms=14, label="step time, median")
     axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
@@ -159,9 +161,11 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     reference first, then the best ones. Empty if no two have a loss. Made from events.jsonl, which
     MLflow does not store."""
     rows = results.rows
-    alone, plain = rows.cluster == ONE_CLOUD, rows.compression == UNCOMPRESSED
+    alone = rows.cluster == ONE_CLOUD
+    plain = rows.compression == UNCOMPRESSED
     chosen = [*rows.index[alone], *rows.index[plain]][:1]
-    curves, reference = {}, ""
+    curves = {}
+    reference = ""
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
@@ -186,23 +190,23 @@ def _losses(runs: Sequence[Result]) -> pd.DataFrame:
 
 
 def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
-    figure = canvas(f"{title}: training loss", 8, 6.2 if reference else 4.6)
+    figure = canvas(f"{title}: training loss", 8, height_in=6.2 if reference else 4.6)
     panels = column(figure, [2, 1] if reference else [1])
     others = {label: losses for label, losses in curves.items() if label != reference}
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
         pale = {"color": "#B5B5B5", "linewidth": 4.5}
-        _draw_losses(panels[0], curves[reference], pale, reference)
+        _draw_losses(panels[0], curves[reference], style=pale, label=reference)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference},\nsame seed")
     for index, (label, losses) in enumerate(others.items()):
         style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
                  "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
         if reference and (differences := losses - curves[reference]).notna().any(axis=None):
-            _draw_losses(panels[1], differences.dropna(axis="columns", how="all"), style)
+            _draw_losses(panels[1], differences.dropna(axis="columns", how="all"), style=style)
             largest = differences.abs().max(axis=None)
             label += f": differs by ≤ {largest:.2g}" if largest else ": equal at every step"
-        _draw_losses(panels[0], losses, style, label)
+        _draw_losses(panels[0], losses, style=style, label=label)
     seeds = max(len(losses.columns) for losses in others.values())
     panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
     panels[0].legend(frameon=False, fontsize=8.5)
@@ -219,19 +223,23 @@ def _draw_losses(
     smooth = losses.dropna().apply(lambda loss: smoothed(loss.to_numpy())[0])
     if smooth.empty:
         return
-    mean, std = smooth.mean(axis="columns"), smooth.std(axis="columns")
+    mean = smooth.mean(axis="columns")
+    std = smooth.std(axis="columns")
     axes.plot(mean.index, mean, label=label, **style)
     if len(losses.columns) > 1:
-        low, high = mean - std, mean + std
+        low = mean - std
+        high = mean + std
         axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     """Quality over the setting; the rows without it are bands."""
-    figure = canvas(f"{title}: quality by {swept.name}", 8, 1.3 + 3.9 * len(swept.scores))
+    figure = canvas(
+        f"{title}: quality by {swept.name}", 8, height_in=1.3 + 3.9 * len(swept.scores)
+    )
     panels = column(figure, [1] * len(swept.scores))
     for axes, score in zip(panels, swept.scores, strict=True):
-        _draw_swept(axes, swept, score)
+        _draw_swept(axes, swept, score=score)
     panels[-1].set_xlabel(swept.setting)
     handles = [Line2D([], [], label=line, **_style(n)) for n, line in enumerate(swept.lines)]
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
@@ -247,10 +255,12 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
     beside = swept.beside.dropna(subset=score)
     ends = plus_minus(beside, score).fillna(0.0)
     for (number, row), colour in zip(beside.iterrows(), BANDS, strict=False):
-        low, high = row[score] - ends[number], row[score] + ends[number]
+        low = row[score] - ends[number]
+        high = row[score] + ends[number]
         axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
         axes.axhline(row[score], color=colour, linewidth=1.4, zorder=1)
-    values, apart = sorted(swept.rows.value.unique()), 0.0
+    values = sorted(swept.rows.value.unique())
+    apart = 0.0
     if values[0] > 0 and values[-1] >= 50 * values[0]:
         axes.set_xscale("log")
     else:  # whiskers do not overlap
@@ -276,5 +286,6 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
 
 def _style(index: int) -> dict[str, Any]:
     """A colour and marker for each line; another dash style once these are used up."""
-    number, dash = index % len(LINES), DASHES[index // len(LINES) % len(DASHES)]
+    number = index % len(LINES)
+    dash = DASHES[index // len(LINES) % len(DASHES)]
     return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

@@ -52,7 +52,8 @@ BESIDE = ("sweep", "label", "tracker")
 # Not part of the label: the seed is appended, the sweep's name is left out.
 UNLABELLED = {"seed", "sweep"}
 # A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
-SPLIT, CUT_LAYER = "model.split", "model.split.layer"
+SPLIT = "model.split"
+CUT_LAYER = "model.split.layer"
 _UNSAFE = {ord(mark): None for mark in "$`"}  # which no label may have
 UNCOMPRESSED = "none"  # the label of the reference among compressions
 
@@ -104,7 +105,8 @@ def identity(settings: Settings, *without: str) -> str:
 
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """Deciding settings that differ, as (one, other); a missing one is None."""
-    one, other = deciding(one), deciding(other)
+    one = deciding(one)
+    other = deciding(other)
     both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
     return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
 
@@ -151,7 +153,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
     shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
     for point in points:
-        point.label = _label(point, keys, shorts)
+        point.label = _label(point, keys, shorts=shorts)
     labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
     for point in points:
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
@@ -166,7 +168,8 @@ def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
-    given, settings = _by_key(point.overrides), point.settings
+    given = _by_key(point.overrides)
+    settings = point.settings
     parts: list[str] = []
     for key in keys:
         dotted = _dotted(key)
@@ -243,7 +246,8 @@ class SweepState:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.code, self.commit = code_fingerprint(), commit()
+        self.code = code_fingerprint()
+        self.commit = commit()
         self.points = read_points(folder)
 
     @contextmanager
@@ -262,7 +266,8 @@ class SweepState:
                 ran[name] = settings_of(self.folder / name / EXPERIMENT_FILE)
         by_identity = {identity(own): name for name, own in ran.items()}
         wanted = {by_identity.get(point.identity) for point in points}
-        taken, decisions = {*self.points}, list[Decision]()
+        taken = {*self.points}
+        decisions = list[Decision]()
         for point in points:
             alike = (name for name, entry in self.points.items()
                      if name not in wanted
@@ -271,10 +276,12 @@ class SweepState:
             if folder is None:
                 folder = _free_name(point.folder, taken)
                 taken.add(folder)
-                decisions.append(Decision(point, "run", folder))
+                decisions.append(Decision(point, "run", folder=folder))
             else:
                 changed = differences(ran.get(folder) or point.settings, point.settings)
-                decisions.append(self._judge(point, folder, changed, accept_changes))
+                decisions.append(
+                    self._judge(point, folder, changed=changed, accept_changes=accept_changes)
+                )
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:
@@ -282,7 +289,7 @@ class SweepState:
         to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
         run_dir = self.folder / decision.folder
         with owned(run_dir):  # else it is a point that somebody has resumed by hand
-            return self._emptied(run_dir, decision, parallel)
+            return self._emptied(run_dir, decision, parallel=parallel)
 
     def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
         if decision.verdict == "resume":
@@ -311,7 +318,8 @@ class SweepState:
     def _judge(
         self, point: Point, folder: str, changed: Changed, accept_changes: bool
     ) -> Decision:
-        summary, entry = read_summary(self.folder / folder), self.points.get(folder, {})
+        summary = read_summary(self.folder / folder)
+        entry = self.points.get(folder, {})
         changes = [f"config changed since: {_describe(changed)}"] if changed else []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
@@ -321,10 +329,12 @@ class SweepState:
         if status != "finished":
             why = ": ".join(filter(None, (status, summary.get("cause"))))
             if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
-                return Decision(point, "again", folder, why)
-            return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
+                return Decision(point, "again", folder=folder, why=why)
+            return Decision(point, "resume", folder=folder, why=f"from step {steps[0]}; {why}")
         is_kept = accept_changes or not changes
-        return Decision(point, "skip" if is_kept else "again", folder, "; ".join(changes))
+        return Decision(
+            point, "skip" if is_kept else "again", folder=folder, why="; ".join(changes)
+        )
 
 
 def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -70,7 +70,9 @@ from xcloud.tracking.tracker import Tracker
 if TYPE_CHECKING:
     from rich.console import Console
 
-TABLE_FILE, POINTS_FILE, SWEPT_FILE = "table.csv", "points.csv", "quality_over_setting.csv"
+TABLE_FILE = "table.csv"
+POINTS_FILE = "points.csv"
+SWEPT_FILE = "quality_over_setting.csv"
 PAPER = "paper: "  # prefix of headings of published figures
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
     check_no_password("--uri", given.uri)
-    store = Store(project_root() / given.root, given.experiment, given.uri)
+    store = Store(project_root() / given.root, given.experiment, uri=given.uri)
     opened = dict(open_sweep(name, store) for name in given.sweep)
     names = [folder.name for folder in opened]
     if len({*names}) < len(names):
@@ -107,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         say(results.rows.to_json(orient="records", indent=1, default_handler=str))
         return 0
-    written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
+    written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title=title)
     if given.site:
-        say(write_sweep_site(results, written, f"Sweep {title}", given.site))
+        say(write_sweep_site(results, written, title=f"Sweep {title}", folder=given.site))
     if len(opened) > 1:
         _compare(results)
     return 0
@@ -121,14 +123,14 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
 
     print_sweep(results)
     written = write_csv(folder, results)
-    written += pictures.write_pictures(folder, results, title)
+    written += pictures.write_pictures(folder, results, title=title)
     if swept := swept_of(results):
         print_swept(swept)
         written.append(write_swept(folder, swept))
-        written.append(pictures.write_swept_picture(folder, swept, title))
+        written.append(pictures.write_swept_picture(folder, swept, title=title))
     reference, curves = pictures.curves_of(results)
     if curves:
-        written.append(pictures.write_losses(folder, reference, curves, title))
+        written.append(pictures.write_losses(folder, reference, curves=curves, title=title))
     say(f"in {folder}: {', '.join(path.name for path in written)}")
     return written
 
@@ -137,9 +139,12 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = Results(from_folder(folder))
     if results.runs:
-        written = report(results, folder, f"sweep {folder.name}")
-        score, all_settings = [*results.scores, "bleu"][0], [run.settings for run in results.runs]
-        for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
+        written = report(results, folder, title=f"sweep {folder.name}")
+        score = [*results.scores, "bleu"][0]
+        all_settings = [run.settings for run in results.runs]
+        for line in page_in_mlflow(
+            results.sweeps[0], tracker, settings=all_settings, score=score, files=written
+        ):
             say(line)
 
 
@@ -149,9 +154,9 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 def print_sweep(results: Results, console: Console | None = None) -> None:
     console = console or console_of()
     cells = cells_of(results)
-    heads = [Column(h, i > 0, i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
+    heads = [Column(h, i > 0, wraps=i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
     console.print()
-    print_table(console, heads, cells.itertuples(index=False))
+    print_table(console, heads, rows=cells.itertuples(index=False))
     for line in remarks_of(results):
         text = printable(line)
         console.print(text, style="dim", markup=False, highlight=False)
@@ -176,13 +181,13 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
         yield score_name(name), [spread_text(row, name) for row in rows]
         if index == 0:
             yield f"{PAPER}{score_name(name)}", paper["quality"]
-    yield "step time", [spread(row, "step_time_s", human_seconds) for row in rows]
+    yield "step time", [spread(row, "step_time_s", text=human_seconds) for row in rows]
     if _compares(results):
-        yield "share", [spread(row, "share", human_percent) for row in rows]
+        yield "share", [spread(row, "share", text=human_percent) for row in rows]
     yield f"{PAPER}share", paper["share"]
     if rate := _rate(results):
         heading = rate.replace("_per_s", "/s")
-        yield heading, [spread(row, rate, "{:,.0f}".format) for row in rows]
+        yield heading, [spread(row, rate, text="{:,.0f}".format) for row in rows]
         alone = [known(row, f"{rate}_share_of_one_cloud") for row in rows]
         yield "of one cloud", [human_percent(share, 1) for share in alone]
         yield f"{PAPER}of one cloud", paper["of_one_cloud"]
@@ -297,7 +302,7 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
         cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
                   for _, row in swept.beside.iterrows()]  # fmt: skip
         title = f"{score_name(score)} by {swept.setting}"
-        print_table(console, [swept.name, *swept.lines], cells, title)
+        print_table(console, [swept.name, *swept.lines], rows=cells, title=title)
 
 
 def write_swept(folder: Path, swept: Swept) -> Path:
@@ -353,18 +358,23 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
         f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
         for number, setting in enumerate(cells.setting)
     ]
-    settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    settings = Table("Settings, best first", cells, links=[f"{link}.html" for link in links])
     shown = [Picture(p, p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
     facts = [("Note", line) for line in remarks_of(results)]
     pages = [
-        _setting_page(link, results, results.of_row[number])
+        _setting_page(link, results, runs=results.of_row[number])
         for link, number in zip(links, results.rows.index, strict=True)
     ]
-    return write_site(Page("index", title, facts, "", shown, [settings]), pages, folder)
+    return write_site(
+        Page("index", title, facts=facts, command="", pictures=shown, tables=[settings]),
+        pages,
+        folder=folder,
+    )
 
 
 def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
-    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
+    settings = runs[0].settings
+    entry = read_points(runs[0].run_dir.parent)
     differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
     what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
     points = results.points.loc[[results.runs.index(run) for run in runs]]
@@ -375,7 +385,15 @@ def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
     command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
     tables = [Table("What differs", what)] * bool(differing) + [Table("Runs", points)]
-    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
+    return Page(
+        name,
+        runs[0].label,
+        facts=(),
+        command=command,
+        pictures=(),
+        tables=tables,
+        up="All settings",
+    )
 
 
 def columns_of(settings: Sequence[Settings]) -> list[str]:
@@ -403,7 +421,8 @@ def page_in_mlflow(
         return []
     try:
         prepare_environment()
-        metrics, params = (score, *COSTS), columns_of(settings)
+        metrics = (score, *COSTS)
+        params = columns_of(settings)
         return list(tracker.store.show_sweep(sweep, metrics, params, files))
     except Exception as error:  # MLflow may be down or refuse; the sweep continues.
         reason = (str(error).splitlines() or [type(error).__name__])[0]

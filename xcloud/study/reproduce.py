@@ -47,7 +47,8 @@ from xcloud.study.claims import (
     repeats_of,
 )
 
-FOLDER, RECORD_FILE = "records", "record.json"
+FOLDER = "records"
+RECORD_FILE = "record.json"
 README = Path(__file__).with_name("record.md")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
@@ -71,7 +72,8 @@ def main(words: Sequence[str] | None = None) -> int:
     data = _data(claim, folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
-    before, earlier = len(Rows(out).read()), Record.read(out)
+    before = len(Rows(out).read())
+    earlier = Record.read(out)
     if earlier and earlier.is_quick != given.quick:
         kind = "quick" if earlier.is_quick else "whole"
         raise ConfigError(f"{out} holds a {kind} run of {earlier.claim}; give another --out")
@@ -80,8 +82,9 @@ def main(words: Sequence[str] | None = None) -> int:
     note = earlier.note if before and earlier else ""
 
     def write() -> Record:
-        now, rows = datetime.now(UTC).isoformat(timespec="minutes"), Rows(out).read()
-        record = made(claim, rows, data, now, given.quick, note)
+        now = datetime.now(UTC).isoformat(timespec="minutes")
+        rows = Rows(out).read()
+        record = made(claim, rows, data=data, at=now, quick=given.quick, note=note)
         if rows or not earlier:
             record.write(out, claim)
         return record
@@ -90,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
     minutes = "minutes" if given.quick else f"about {claim.machine_minutes} minutes"
     say(f"{claim.title}: {minutes} on two idle cores")
     try:
-        _run(claim, folder, out, given.quick)
+        _run(claim, folder, out=out, quick=given.quick)
     except SystemExit:
         say("\ninterrupted; the same command goes on with what is missing", error=True)
         raise
@@ -161,7 +164,8 @@ class Rows:
     these runs. OUT/made is for what a study makes on its way; a record does not keep it."""
 
     def __init__(self, out: Path, data: Path | None = None) -> None:
-        self._out, self._file = out.resolve(), out.resolve() / "rows.jsonl"
+        self._out = out.resolve()
+        self._file = out.resolve() / "rows.jsonl"
         self._folders = {"OUT": self._out, **({"DATA": data.resolve()} if data else {}),
                          "PROJECT": project_root()}  # fmt: skip
         self.work = self._out / "made"
@@ -306,6 +310,17 @@ def made(
     claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool,
     note: str = "",
 ) -> Record:  # fmt: skip
-    verdict, commits = verdict_of(claim, rows, is_quick=quick), {row["commit"] for row in rows}
+    verdict = verdict_of(claim, rows, is_quick=quick)
+    commits = {row["commit"] for row in rows}
     of = commits.pop() if len(commits) == 1 else "of each row: below"
-    return Record(claim.name, at, of, quick, verdict, rows, environment(), digests(data), note)
+    return Record(
+        claim.name,
+        at,
+        commit=of,
+        is_quick=quick,
+        verdict=verdict,
+        rows=rows,
+        environment=environment(),
+        data=digests(data),
+        note=note,
+    )

@@ -167,13 +167,14 @@ def known(row: Any, name: str) -> float | None:
 
 def spread_text(row: Any, score: str) -> str:
     """Write a score as 41.92 ± 0.31."""
-    return spread(row, score, partial(score_text, score))
+    return spread(row, score, text=partial(score_text, score))
 
 
 def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
     """Write mean ± standard deviation, of a single run's score its error; the unit once:
     450 ± 71 ms."""
-    mean, std = known(row, name), known(row, f"{name}_std")
+    mean = known(row, name)
+    std = known(row, f"{name}_std")
     std = known(row, f"{name}_error") if std is None else std
     if mean is None or std is None:
         return UNKNOWN if mean is None else text(mean)
@@ -192,7 +193,8 @@ def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
 
 def _row(runs: Sequence[Result]) -> dict[str, Any]:
     """Return what the runs of a setting have in common."""
-    settings, finished = runs[0].settings, [run for run in runs if run.status == "finished"]
+    settings = runs[0].settings
+    finished = [run for run in runs if run.status == "finished"]
     compressions = (run.summary.get("compression") for run in runs)
     compression = str(next(filter(None, compressions), "-"))
     return {
@@ -232,11 +234,14 @@ def drift_of(row: Any, other: Any) -> str | None:
     """Say by how much the machine computed faster or slower for `row` than for `other`, which
     differs in nothing that is computed; None where that is too little to spoil a comparison of
     their step times."""
-    step_s, worst, said = known(other, "step_time_s"), LARGEST_DRIFT, None
+    step_s = known(other, "step_time_s")
+    worst = LARGEST_DRIFT
+    said = None
     for name in row.index:
         if not name.startswith(COMPUTE) or name.endswith("_std"):
             continue
-        here_s, there_s = known(row, name), known(other, name)
+        here_s = known(row, name)
+        there_s = known(other, name)
         if step_s is None or here_s is None or not there_s:
             continue
         drift = here_s / there_s - 1
@@ -312,17 +317,19 @@ def swept_of(results: Results) -> Swept | None:
     shown = scored[values[setting].map(is_number)]
     others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
     several = shown.sweep.nunique() > 1
-    lines = [_line(row, setting, others, several) for _, row in shown.iterrows()]
+    lines = [_line(row, setting, others=others, several=several) for _, row in shown.iterrows()]
     shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
     shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
     names = shown_scores(name for name in results.scores if shown[name].notna().any())
-    return Swept(setting, names, shown, scored.drop(shown.index))
+    return Swept(setting, names, rows=shown, beside=scored.drop(shown.index))
 
 
 def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
-    settings, parts = deciding(row.settings), []
+    settings = deciding(row.settings)
+    parts = []
     for key in others:
-        head, value = key.split(".")[0], settings.get(key)
+        head = key.split(".")[0]
+        value = settings.get(key)
         if head in ("compression", "cluster") and head != setting.split(".")[0]:
             parts.append(row[head])
         elif value is not None:
@@ -340,7 +347,9 @@ def from_folder(folder: Path) -> list[Result]:
     recorded = read_points(folder)
     return [
         _result(
-            folder.name, path.parent, int(recorded.get(path.parent.name, {}).get("at_once", 1))
+            folder.name,
+            path.parent,
+            at_once=int(recorded.get(path.parent.name, {}).get("at_once", 1)),
         )
         for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))
     ]
@@ -349,7 +358,7 @@ def from_folder(folder: Path) -> list[Result]:
 def from_store(store: Store, sweep: str) -> list[Result]:
     """Return the runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
     found = [
-        _result(sweep, folder, 1)
+        _result(sweep, folder, at_once=1)
         for folder in store.artifacts_of_sweep(sweep)
         if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists()
     ]
@@ -358,7 +367,9 @@ def from_store(store: Store, sweep: str) -> list[Result]:
 
 def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
     settings = settings_of(run_dir / EXPERIMENT_FILE)
-    return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
+    return Result(
+        sweep, run_dir, settings=settings, summary=read_summary(run_dir), at_once=at_once
+    )
 
 
 def known_sweeps() -> list[str]:

@@ -46,7 +46,10 @@ from xcloud.study.points import (
 )
 from xcloud.tracking.mlflow_store import final_metrics
 
-FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+FINISHED = 0
+SOME_FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MOST_REASONS = 10  # shown of why points are invalid
 OUTPUT_FILE = "output.log"
@@ -77,7 +80,8 @@ class Processes:
     that compute at once."""
 
     def __init__(self, parallel: int) -> None:
-        self.parallel, self._is_ending = parallel, False
+        self.parallel = parallel
+        self._is_ending = False
         self._running: list[subprocess.Popen[str]] = []
 
     def run(self, point: Point, run_dir: Path) -> None:
@@ -157,7 +161,8 @@ class Sweep:
         ]
         name_points(points, earlier)
         for point in points:
-            point.config.sweep, point.config.label = self.name, point.label
+            point.config.sweep = self.name
+            point.config.label = point.label
         decisions = state.decide(points, self.settings.accept_changes)
         self._todo = [decision for decision in decisions if decision.verdict != "skip"]
         self._announce(decisions, len(earlier))
@@ -198,7 +203,8 @@ class Sweep:
         return self._is_interrupted or (self.settings.stop_on_failure and bool(self.causes))
 
     def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
-        todo, done = self._todo, len(decisions) - len(self._todo)
+        todo = self._todo
+        done = len(decisions) - len(self._todo)
         text = f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"
         text += f", {len(todo)} to run" + f", {done} finished before" * bool(done)
         say(text + f", {num_others} more recorded by other commands" * bool(num_others))
@@ -225,9 +231,11 @@ class Sweep:
     def _point(self, state: SweepState, decision: Decision) -> None:
         if self._starts_no_more:
             return
-        point, run_dir = decision.point, self.folder
+        point = decision.point
+        run_dir = self.folder
         say(f"[{1 + self._todo.index(decision)}/{len(self._todo)}] {point.name}")
-        started_s, cause = time.monotonic(), None
+        started_s = time.monotonic()
+        cause = None
         try:
             with self._one_begins:
                 run_dir = state.begin(decision, self.settings.parallel)
@@ -235,7 +243,7 @@ class Sweep:
         except Exception as error:
             cause = _one_line(error)
         if not self._is_interrupted:
-            self._ended(point, run_dir, cause, time.monotonic() - started_s)
+            self._ended(point, run_dir, cause=cause, took_s=time.monotonic() - started_s)
 
     def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
         self._took_s.append(took_s)
@@ -284,7 +292,8 @@ def _composed(
 
 
 def _reasons(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
-    shared, num = set(asked[0]).intersection(*asked), sum(map(len, wrong.values()))
+    shared = set(asked[0]).intersection(*asked)
+    num = sum(map(len, wrong.values()))
     lines = [f"the sweep is refused, nothing was started; {num} of {len(asked)} points:"]
     for reason, (first, *others) in list(wrong.items())[:MOST_REASONS]:
         own = " ".join(word for word in first if word not in shared) or " ".join(first)
@@ -297,7 +306,8 @@ def _reasons(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    known, score = final_metrics(summary), next(iter(summary.get("quality", ())), "")
+    known = final_metrics(summary)
+    score = next(iter(summary.get("quality", ())), "")
     texts: dict[str, Callable[[float], str]] = {
         score: lambda value: f"{score_name(score)} {score_text(score, value)}",
         "step_time_s": lambda value: f"{human_seconds(value)} a step",

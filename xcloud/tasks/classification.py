@@ -108,7 +108,7 @@ class Classification(TextTask):
 
     @property
     def known(self) -> Benchmark:
-        own = Benchmark(self.classes, self.metrics, (1, 2), kind=self.kind)
+        own = Benchmark(self.classes, self.metrics, num_texts=(1, 2), kind=self.kind)
         return self.benchmarks.get(self.name, own)
 
     @property
@@ -146,8 +146,8 @@ class Classification(TextTask):
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
         def rows_of(table: Table) -> Rows:
-            rows = read(table, wanted, KEYS)
-            check_are_there(rows.texts.get("label", ()), self.known, table.where)
+            rows = read(table, wanted, keys=KEYS)
+            check_are_there(rows.texts.get("label", ()), self.known, where=table.where)
             return rows
 
         corpus = self.arrange(tables, rows_of, dev_as_test=True)
@@ -166,7 +166,7 @@ class Classification(TextTask):
         return labels, {s: labels.parse(of, f"{where}, {s}") for s, of in cells.items()}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
-        return ClassificationData(self, corpus, fields)
+        return ClassificationData(self, corpus, fields=fields)
 
     def agreed_settings(self) -> dict[str, object]:
         classes = None if self.known.classes is None else list(self.known.classes)
@@ -189,7 +189,7 @@ class ClassificationData(View[Classification]):
             tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
             for split, of in cells.items():
                 sides = [of[name] for name in ("first", "second") if name in of]
-                self._pairs[split] = PairTable.encoded(tokenizer, sides, task.max_length)
+                self._pairs[split] = PairTable.encoded(tokenizer, sides, most=task.max_length)
             columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
@@ -229,7 +229,7 @@ class ClassificationData(View[Classification]):
                 samples[i]["part"] = parts[i]
             by_part.setdefault("" if parts is None else parts[i], []).append((right, said))
         values, errors = label_scores(self._task.scores, by_part)
-        return Scores(values, errors, samples)
+        return Scores(values, errors, samples=samples)
 
     def signature(self) -> dict[str, str]:
         names = self._task.scores
@@ -331,7 +331,9 @@ class FolderCrossLingual(InFolder, CrossLingual):
         tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
         facts = {"train": names, "languages": list(wanted)}
-        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
+        return SplitTables(
+            tables, facts, remarks=[] if trained else [remark], test_key="task.languages"
+        )
 
 
 @settings("task", kw_only=True)

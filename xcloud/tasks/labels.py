@@ -183,34 +183,64 @@ class Benchmark:
 ENTAILMENT = ("entailment", "not_entailment")
 RELATIONS = ("entailment", "neutral", "contradiction")
 GLUE: Mapping[str, Benchmark] = {
-    "sst2": Benchmark(("negative", "positive"), ("accuracy",), (1,)),
+    "sst2": Benchmark(("negative", "positive"), ("accuracy",), num_texts=(1,)),
     "cola": Benchmark(
-        ("unacceptable", "acceptable"), ("matthews", "accuracy"), (1,),
-        {"train": {"in_domain_train": ""}, "dev": {"in_domain_dev": "", "out_of_domain_dev": ""}},
+        ("unacceptable", "acceptable"),
+        ("matthews", "accuracy"),
+        num_texts=(1,),
+        files={
+            "train": {"in_domain_train": ""},
+            "dev": {"in_domain_dev": "", "out_of_domain_dev": ""},
+        },
     ),
-    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), (2,)),
-    "qnli": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
-    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), (2,)),
-    "stsb": Benchmark(None, ("pearson", "spearman"), (2,), kind="value"),
+    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), num_texts=(2,)),
+    "qnli": Benchmark(ENTAILMENT, ("accuracy",), num_texts=(2,)),
+    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), num_texts=(2,)),
+    "stsb": Benchmark(None, ("pearson", "spearman"), num_texts=(2,), kind="value"),
     "mnli": Benchmark(
-        RELATIONS, ("accuracy",), (2,),
-        {"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
-        {"dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}},
+        RELATIONS,
+        ("accuracy",),
+        num_texts=(2,),
+        files={"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
+        hub_splits={
+            "dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}
+        },
     ),
-    "rte": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
-    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), (2,)),
-}  # fmt: skip
+    "rte": Benchmark(ENTAILMENT, ("accuracy",), num_texts=(2,)),
+    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), num_texts=(2,)),
+}
 CROSS_LINGUAL: Mapping[str, Benchmark] = {
     "xnli": Benchmark(
-        RELATIONS, ("accuracy",), (2,), hub="facebook/xnli",
-        languages=("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur",
-                   "vi", "zh"),
+        RELATIONS,
+        ("accuracy",),
+        num_texts=(2,),
+        hub="facebook/xnli",
+        languages=(
+            "en",
+            "ar",
+            "bg",
+            "de",
+            "el",
+            "es",
+            "fr",
+            "hi",
+            "ru",
+            "sw",
+            "th",
+            "tr",
+            "ur",
+            "vi",
+            "zh",
+        ),
     ),
     "pawsx": Benchmark(
-        ("different", "paraphrase"), ("accuracy",), (2,), hub="google-research-datasets/paws-x",
+        ("different", "paraphrase"),
+        ("accuracy",),
+        num_texts=(2,),
+        hub="google-research-datasets/paws-x",
         languages=("en", "de", "es", "fr", "ja", "ko", "zh"),
     ),
-}  # fmt: skip
+}
 
 KEYS = "task.text_columns and task.label_column"
 PAIRS = (

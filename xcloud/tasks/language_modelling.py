@@ -92,12 +92,12 @@ def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitte
             for start in range(0, len(ids) if split else 1, max_length)
         ]
         kept = [place for place in places if any(learned[place][1:])]
-        pieces += [Document(ids[place], learned[place], number) for place in kept]
+        pieces += [Document(ids[place], learned[place], number=number) for place in kept]
         if not kept:
             num_left_out += 1
         elif sum(len(ids[place]) for place in kept) < len(ids):
             num_cut += 1
-    return Fitted(pieces, len(documents), num_cut, num_left_out)
+    return Fitted(pieces, len(documents), num_cut=num_cut, num_left_out=num_left_out)
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
@@ -141,7 +141,7 @@ class CausalTokenizer:
         eos = pretrained.eos_token_id
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
-        self.token_ids = TokenIds(len(pretrained), NO_TOKEN, first, eos, NO_TOKEN)
+        self.token_ids = TokenIds(len(pretrained), NO_TOKEN, bos=first, eos=eos, mask=NO_TOKEN)
         self._reader = TextReader(pretrained.backend_tokenizer, pretrained.all_special_ids)
         self.vocabularies = {"text": self.token_ids}
 
@@ -197,7 +197,7 @@ class CausalTokenizer:
         question = {"role": "user", "content": content}
         answer = {"role": "assistant", "content": content}
         try:
-            written = self._render([question, answer], False, "end of a turn")
+            written = self._render([question, answer], False, where="end of a turn")
         except DataError:  # it wants other turns: then the end of a text has to do
             return None
         after = self._reader.encode_written([written.rpartition(content)[2]])[0]
@@ -236,8 +236,8 @@ class CausalTokenizer:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:number], True, where)
-            answered = self._render(messages[: number + 1], False, where)
+            asked = self._render(messages[:number], True, where=where)
+            answered = self._render(messages[: number + 1], False, where=where)
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
@@ -270,7 +270,7 @@ class CausalTokenizer:
 
     def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
         """Return a chat up to the place where the assistant is to answer."""
-        return self._reader.encode_written([self._render(messages, True, where)])[0]
+        return self._reader.encode_written([self._render(messages, True, where=where)])[0]
 
     @cached_property
     def digest(self) -> int:
@@ -315,7 +315,7 @@ class LanguageModelling(TextTask):
 
     def rows_of(self, table: Table) -> Rows:
         """Return the documents of a table, one a row; empty ones are left out."""
-        rows = read(table, {TEXT: self.column}, "task.column")
+        rows = read(table, {TEXT: self.column}, keys="task.column")
         kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
         return replace(kept, num_empty=rows.num_rows - kept.num_rows)
 
@@ -328,7 +328,7 @@ class LanguageModelling(TextTask):
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
-        return LanguageData(self, corpus, fields)
+        return LanguageData(self, corpus, fields=fields)
 
     def next_command(self, run_dir: Path) -> str | None:
         """Return the command by which a model that has learned chats answers some: in a run only
@@ -366,7 +366,7 @@ class LanguageData(View[LanguageModelling]):
                 )
                 for what, num in (("left out", found.num_left_out), ("cut", found.num_cut)):
                     by_split = cuts.setdefault(f"{name} {what}", {})
-                    by_split[split] = Cut(num, found.num, "task.max_length")
+                    by_split[split] = Cut(num, found.num, setting="task.max_length")
         sizes = {split: len(samples) for split, samples in self._documents.items()}
         super().__init__(
             task, corpus, fields, {"text": self._tokenizer}, columns, sizes,
@@ -417,7 +417,7 @@ class LanguageData(View[LanguageModelling]):
         return Scores(
             {"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
             {"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
-            samples,
+            samples=samples,
         )
 
     def signature(self) -> dict[str, str]:
@@ -490,7 +490,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             return Rows(len(cells := self._documents(file)), {TEXT: cells})
         cells = [cell for (cell,) in file.rows((column,), "task.path: texts or chats")]
         for number, cell in enumerate(cells, start=1):
-            _check_cell(column, cell, f"{file.where}, row {number}")
+            _check_cell(column, cell, where=f"{file.where}, row {number}")
         kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
         return Rows(len(kept), {column: kept}, num_empty=len(cells) - len(kept))
 
@@ -501,7 +501,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         for file in (file for file in files if file.kind == "json"):
             column = _column(file)
             (first,) = next(file.rows((column,), "task.path: texts or chats"))
-            _check_cell(column, first, f"{file.where}, row 1")
+            _check_cell(column, first, where=f"{file.where}, row 1")
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))

@@ -116,7 +116,7 @@ class MultilingualText:
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
             found = Counter(num_texts=0, num_cut=0, num_left_out=0)
-            write_table(self._samples(part, tokenizer, found), tokens, offsets_part)
+            write_table(self._samples(part, tokenizer, found=found), tokens, offsets=offsets_part)
             counts.write_text(json.dumps(found))
 
         make_once(offsets, make)  # the last to be written: they mark the table complete
@@ -174,7 +174,9 @@ class TextStream:
     def __post_init__(self) -> None:
         sizes_L = torch.tensor([len(table) for table in self.tables.values()], dtype=torch.float64)
         self._shares_L = sizes_L**self.power / (sizes_L**self.power).sum()
-        self._next, self._used = 1, Counter[str]()  # samples of each part before batch _next
+        # samples of each part before batch _next
+        self._next = 1
+        self._used = Counter[str]()
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
@@ -192,10 +194,10 @@ class TextStream:
         found: dict[str, Mapping[Split, Cut]] = {}
         for part, table in self.tables.items():
             if table.num_cut:
-                cut = Cut(table.num_cut, table.num_texts, "model.text.max_length")
+                cut = Cut(table.num_cut, table.num_texts, setting="model.text.max_length")
                 found[f"{part} pairs cut in {cloud}"] = {"train": cut}
             if table.num_left_out:
-                empty = Cut(table.num_left_out, table.num_texts, "they are empty")
+                empty = Cut(table.num_left_out, table.num_texts, setting="they are empty")
                 found[f"{part} texts left out in {cloud}"] = {"train": empty}
         return found
 
@@ -215,7 +217,7 @@ class TextStream:
     def _take(self) -> list[tuple[str, int]]:
         """Return for each of the N samples of the next batch its part, and how many of that came
         before."""
-        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", self._next))
+        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", number=self._next))
         num = self.batch_size * self.group_size
         names = list(self.tables)
         turns = []
@@ -230,7 +232,7 @@ class TextStream:
         """The sample at this position of a part's endless order."""
         epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
-            draw = torch.Generator().manual_seed(_seed(self.seed, name, epoch))
+            draw = torch.Generator().manual_seed(_seed(self.seed, name, number=epoch))
             self._orders[name] = (epoch, torch.randperm(len(self.tables[name]), generator=draw))
         return self.tables[name][int(self._orders[name][1][place])]
 
@@ -263,9 +265,9 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-texts", type=int, default=200_000, help="over all languages")
     parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
     asked = parser.parse_args(words)
-    check("--max-texts", asked.max_texts, Positive)
-    check("--power", asked.power, Fraction)
-    choice = TrainedTokenizer(asked.vocab_size, asked.kind, asked.lowercase)
+    check("--max-texts", asked.max_texts, annotation=Positive)
+    check("--power", asked.power, annotation=Fraction)
+    choice = TrainedTokenizer(asked.vocab_size, asked.kind, lowercase=asked.lowercase)
     source = FolderText(asked.folder)
     draw = random.Random(0)
     source.check(asked.languages)
@@ -273,10 +275,10 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     drawn: dict[str, list[str]] = {}
     for name in asked.languages:
         texts = (row[0] for row in source.read(name))
-        sizes[name], drawn[name] = draw_texts(texts, asked.max_texts, draw)
+        sizes[name], drawn[name] = draw_texts(texts, asked.max_texts, draw=draw)
         if not any(drawn[name]):
             raise DataError(f"{asked.folder}: there is no text of {name!r}, or all is empty")
-    numbers = mixed(sizes, asked.max_texts, asked.power)
+    numbers = mixed(sizes, asked.max_texts, power=asked.power)
     chosen = [t for name, side in drawn.items() for t in draw.sample(side, numbers[name])]
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = choice.prepare(chosen, Path(scratch))

@@ -62,7 +62,12 @@ def rows_of(table: Table) -> Rows:
             if not answers:
                 said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
                 raise DataError(f"{where}: the question {quoted(question)} {said}")
-            row = (where, context, question, [_place(context, one, where) for one in answers])
+            row = (
+                where,
+                context,
+                question,
+                [_place(context, one, where=where) for one in answers],
+            )
             for column, cell in zip(texts.values(), row, strict=True):
                 column.append(cell)
     except DataError:
@@ -100,7 +105,7 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
         text = answer["text"]
         start = answer.get("start", answer.get("answer_start"))
         if start is None:
-            return _place(context, text, where)
+            return _place(context, text, where=where)
     if answer == "" or start < 0 or context[start : start + len(text)] != text:
         raise DataError(
             f"{where}: the answer {quoted(answer)} is not at that place in its context"
@@ -143,15 +148,24 @@ class Windows:
                 raise DataError(f"a paragraph has no words: {quoted(context)}")
             head = questions[number][:max_question]
             fits = room - len(head)
-            for start in window_starts(len(ids), fits, stride):
+            for start in window_starts(len(ids), fits, stride=stride):
                 made.append((head, ids[start : start + fits], number, start))
         heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
         special = tokenizer.token_ids
         separators = tokenizer.num_separators
-        table = PairTable(heads, parts, max_length, special, separators)
+        table = PairTable(
+            heads, parts, max_length=max_length, special=special, num_separators=separators
+        )
         offsets = {context: spans for context, (_, spans) in encoded.items()}
         num_long = sum(len(question) > max_question for question in questions)
-        return Windows(table, asked, question_of, starts, offsets, num_long)
+        return Windows(
+            table,
+            asked,
+            question_of=question_of,
+            starts=starts,
+            offsets=offsets,
+            num_long=num_long,
+        )
 
     def label(self, window: int) -> tuple[int, int, int]:
         """Return positions of the first answer's first and last token in this window (0 and 0 if
@@ -222,7 +236,7 @@ class QuestionAnswering(TextTask):
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
             rest = ("qas",) if "qas" in table.columns() else ("question", "answers")
-            check_columns(table, ("context", *rest), KEYS)
+            check_columns(table, ("context", *rest), keys=KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
         return self.arrange(self.find(), rows_of, dev_as_test=True)
@@ -232,7 +246,7 @@ class QuestionAnswering(TextTask):
         return {**super().agreed_settings(), **lengths}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> QuestionAnsweringData:
-        return QuestionAnsweringData(self, corpus, fields)
+        return QuestionAnsweringData(self, corpus, fields=fields)
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
         if "label" in fields and not fields & {"text", "types"}:
@@ -260,12 +274,12 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         for split, made in windows.items():
             labels = [made.label(i) for i in range(sizes[split])]
             num = made.asked.num_rows
-            cuts["questions cut"][split] = Cut(made.num_long, num, "task.max_question")
+            cuts["questions cut"][split] = Cut(made.num_long, num, setting="task.max_question")
             seen = {q for q, (first, *_) in zip(made.question_of, labels, strict=True) if first}
             if num and not seen:
                 said = f"the answers to all {num:,} questions of {split} lie in no window whole"
                 raise DataError(f"{task.describe()}: {said}; raise task.max_length")
-            outside = Cut(num - len(seen), num, "task.max_length, task.stride")
+            outside = Cut(num - len(seen), num, setting="task.max_length, task.stride")
             cuts["answers in no window"][split] = outside
             found = (made.table.tokens, made.table.types(), torch.tensor(labels))
             for column, cells in zip(columns.values(), found, strict=True):
@@ -287,7 +301,9 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         """Return F1 and exact match in percent, over questions with a window in `predictions`: of
         each the best span over all windows."""
         self.check_predictions(split, predictions)
-        windows, best = self._windows[split], dict[int, int]()  # question -> window
+        # question -> window
+        windows = self._windows[split]
+        best = dict[int, int]()
         for window in sorted(predictions):
             held = best.setdefault(windows.question_of[window], window)
             if predictions[window][2] > predictions[held][2]:
@@ -305,7 +321,9 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         f1_N = found["f1"]
         error = bootstrap_error(len(f1_N), lambda counts: float(np.average(f1_N, weights=counts)))
         errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], 1)}
-        return Scores(values, {name: round(each, 4) for name, each in errors.items()}, samples)
+        return Scores(
+            values, {name: round(each, 4) for name, each in errors.items()}, samples=samples
+        )
 
     def signature(self) -> dict[str, str]:
         compared = "lowercase, without punctuation and articles; the best reference counts"

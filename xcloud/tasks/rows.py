@@ -53,7 +53,7 @@ class Rows:
         num_rows, num_empty = (
             sum(numbers) for numbers in ([p.num_rows for p in parts], [p.num_empty for p in parts])
         )
-        return Rows(num_rows, texts, num_empty)
+        return Rows(num_rows, texts, num_empty=num_empty)
 
 
 def digest_of(cells: Iterable[Any]) -> str:
@@ -335,7 +335,7 @@ class Source(ABC):
                 before = sum(rows.num_rows for rows in parts.values())
                 remarks.append(f"{split}: a sample of its {before:,} rows, seed {seed}")
                 parts = {
-                    part: rows.take(chosen_rows(rows.num_rows, most, seed))
+                    part: rows.take(chosen_rows(rows.num_rows, most, seed=seed))
                     for part, rows in parts.items()
                 }
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
@@ -347,7 +347,7 @@ class Source(ABC):
         drawn = {f.name: getattr(self, f.name) for f in fields(Source)}
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn
-        return Corpus(result, remarks, agreed, tables.further, train)
+        return Corpus(result, remarks, agreed=agreed, further=tables.further, train_set=train)
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
         """Return row numbers of train for each missing split and, last, for what remains of it."""
@@ -368,7 +368,9 @@ class Source(ABC):
             raise DataError(f"{self.where}: {said}")
         split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
-            split_of |= {left[i]: split for i in chosen_rows(len(left), count, self.split_seed)}
+            split_of |= {
+                left[i]: split for i in chosen_rows(len(left), count, seed=self.split_seed)
+            }
             left = [group for group in left if group not in split_of]
         return {
             split: [i for i, group in enumerate(groups) if split_of.get(group, "train") == split]
@@ -407,7 +409,7 @@ class Given:
         """Do nothing: its cells were made here."""
 
     def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
-        check_columns(self, columns, keys)
+        check_columns(self, columns, keys=keys)
         if not columns:
             return [()] * len(next(iter(self.cells.values())))
         return list(zip(*(self.cells[name] for name in columns), strict=True))

@@ -90,7 +90,7 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
             return 100.0 * float(counts[hits].sum() / counts.sum())
         if name in MEANINGS["value"]:
             x, y = pair if name == "pearson" else (_ranks(values, counts) for values in pair)
-            return 100.0 * _correlation(x, y, counts)
+            return 100.0 * _correlation(x, y, counts=counts)
         hit_C, label_C, said_C = (
             np.bincount(of, weights, len(classes))
             for of, weights in (

@@ -59,7 +59,7 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in BoundedLines(file, path, max_line):
+            for line in BoundedLines(file, path, max_line=max_line):
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
@@ -114,7 +114,7 @@ class TextFile:
             yield from self._line_rows(columns)
             return
         if self.kind == "table":
-            check_columns(self, columns, keys)
+            check_columns(self, columns, keys=keys)
         for where, row in self._records():
             if missing := [column for column in columns if row.get(column) is None]:
                 said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
@@ -149,7 +149,7 @@ class TextFile:
             if line.lstrip().startswith("["):
                 said = "a JSON array is no object; expected one per line: jq -c '.[]' OLD > NEW"
                 raise DataError(f"{where}: {said}")
-            row = _parsed(line, f"{where}: not JSON", "expected one object per line")
+            row = _parsed(line, f"{where}: not JSON", expected="expected one object per line")
             if not isinstance(row, dict):
                 raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
             inside = row.get("translation")
@@ -194,7 +194,7 @@ def _parsed(text: str, what: str, expected: str) -> Any:
 def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
     what = f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}}'
     expected = "one paragraph per line must be named .jsonl"
-    whole = _parsed("\n".join(read_lines(path, MAX_WHOLE)), what, expected)
+    whole = _parsed("\n".join(read_lines(path, MAX_WHOLE)), what, expected=expected)
     try:
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (KeyError, TypeError) as error:
@@ -266,7 +266,7 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
         if not path.is_file():
             continue
         if ending in form.endings:
-            tables.append(TextFile(name, form.endings[ending], {"": path}))
+            tables.append(TextFile(name, form.endings[ending], paths={"": path}))
         elif ending in form.languages:
             source, target = form.languages
             for pair in (f".{source}-{target}", f".{target}-{source}"):
@@ -275,7 +275,7 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
                 both = f"{pairs[name][ending].name} and {path.name}"
                 raise DataError(f"{folder}: {both} are both that side; remove one")
             pairs[name][ending] = path
-    return tables + [TextFile(name, "lines", paths) for name, paths in pairs.items()]
+    return tables + [TextFile(name, "lines", paths=paths) for name, paths in pairs.items()]
 
 
 def unread_files(folder: Path, form: Form) -> list[str]:
@@ -319,7 +319,7 @@ class HubTable:
         """Yield rows as Table does. Loads only these columns; a rank that sees none counts the
         rows of any."""
         with _reading(self.where):
-            check_columns(self, columns, keys)
+            check_columns(self, columns, keys=keys)
             nested = self._inside is not None
             kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
@@ -389,7 +389,8 @@ class Hub(OnHub):
     def find(self) -> SplitTables:
         loaded = load_hub(self.where, self.data_set, revision=self.revision)
         there = [
-            HubTable(of, f"{self.where}, split {name}", [name]) for name, of in loaded.items()
+            HubTable(of, f"{self.where}, split {name}", names=[name])
+            for name, of in loaded.items()
         ]
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
@@ -421,7 +422,9 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
     streaming = streaming or folder is not None
     with _reading(name, reached):
         if "revision" in which or folder is not None:
-            _check_data_files(datasets, folder, name, config, which.get("revision"))
+            _check_data_files(
+                datasets, folder, name=name, config=config, revision=which.get("revision")
+            )
         return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
 
 

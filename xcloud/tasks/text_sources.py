@@ -160,7 +160,7 @@ class FolderText(TextSource):
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
             form = Form(expected, languages=languages)
         folder = Path(self.path).expanduser()
-        files = list_files(folder, form, "text.source.path")
+        files = list_files(folder, form, key="text.source.path")
         files = [file for file in files if not HELD_OUT.match(file.path.name)]
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
@@ -231,7 +231,7 @@ class HubText(TextSource):
             name = self.name
             config = self.config
         config = config and config.format(language=part, pair=part)
-        loaded = load_hub(name, config, True, revision=self.revision, split=self.split)
+        loaded = load_hub(name, config, streaming=True, revision=self.revision, split=self.split)
         for row in HubTable(loaded, name).rows(columns, "text.source.column"):
             yield tuple(cell or "" for cell in row)
 

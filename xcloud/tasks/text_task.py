@@ -272,7 +272,9 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
 
 def cuts_of(tables: Mapping[Split, TokenTable]) -> dict[Split, Cut]:
     """Return how many rows of each table were longer than max_length."""
-    return {s: Cut(table.num_cut, len(table), "task.max_length") for s, table in tables.items()}
+    return {
+        s: Cut(table.num_cut, len(table), setting="task.max_length") for s, table in tables.items()
+    }
 
 
 def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:

@@ -105,7 +105,8 @@ class Tokenizer:
         continuation = model.continuing_subword_prefix if is_word_piece else None
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
-            i in self.special or begins_word(piece, continuation, "ByteLevel" in decoder)
+            i in self.special
+            or begins_word(piece, continuation, byte_level="ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
@@ -236,7 +237,7 @@ class TrainedTokenizer(TokenizerChoice):
         ids = range(len(SPECIAL_TOKENS))
         assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)
         token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
-        return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
+        return Tokenizer(backend, token_ids, special=ids, rejoin=self.kind == "wordpiece")
 
     def _pieces(self, texts: Iterable[str]) -> list[str]:
         """Return the pieces of one character each.
@@ -284,7 +285,7 @@ def keep_tokenizers(task: T, folder: Path, goes_on: bool) -> T:
     if not dataclasses.is_dataclass(task):
         return task
     own = {
-        field.name: RunsTokenizer(choice, folder / f"{field.name}.json", goes_on)
+        field.name: RunsTokenizer(choice, folder / f"{field.name}.json", goes_on=goes_on)
         for field in dataclasses.fields(task)
         if isinstance(choice := getattr(task, field.name), TrainedTokenizer)
     }
@@ -349,7 +350,13 @@ class PretrainedTokenizer(TokenizerChoice):
         special = {*ids.values(), *pretrained.all_special_ids}
         rejoin = type(backend.model).__name__ == "WordPiece"
         between = max(1, backend.encode("a", "b").ids[1:-1].count(ids["eos"]))
-        return Tokenizer(backend, TokenIds(len(pretrained), **ids), special, rejoin, between)
+        return Tokenizer(
+            backend,
+            TokenIds(len(pretrained), **ids),
+            special=special,
+            rejoin=rejoin,
+            num_separators=between,
+        )
 
     def load(self) -> Any:
         """Return the tokenizer of transformers, in its fast form. Raises DataError."""

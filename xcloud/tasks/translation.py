@@ -78,7 +78,7 @@ class Translation(SourceTask):
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
             if not set(table.columns()) <= {self.source, self.target}:  # no line pair
-                check_columns(table, [*self._columns.values()], KEYS)
+                check_columns(table, [*self._columns.values()], keys=KEYS)
 
     def agreed_settings(self) -> dict[str, object]:
         """The settings without tokenizers, which are private to the side that sees the text."""
@@ -103,13 +103,13 @@ class Translation(SourceTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         wanted = {key: column for key, column in self._columns.items() if key in fields}
         tables = self.find()
-        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS))
+        corpus = self.arrange(tables, lambda table: read(table, wanted, keys=KEYS))
         further = {}
         remarks = []
         for key in sorted(wanted):
             further[key] = tables.further.get(getattr(self, key), ())
             if (path := getattr(self, f"{key}_monolingual_file")) is not None:
-                further[key], remark = self._further_texts(key, path, corpus)
+                further[key], remark = self._further_texts(key, path, corpus=corpus)
                 remarks.append(remark)
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
@@ -129,7 +129,7 @@ class Translation(SourceTask):
         return TranslationText.load(folder, self.max_length)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> TranslationData:
-        return TranslationData(self, corpus, fields)
+        return TranslationData(self, corpus, fields=fields)
 
 
 def learnable(corpus: Corpus, key: str) -> list[str]:
@@ -154,7 +154,7 @@ class TranslationText(Tokenized):
         return TranslationText(found, max_length)
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
-        return PairTable.encoded(self.tokenizer(key), [texts], self._max_length).tokens
+        return PairTable.encoded(self.tokenizer(key), [texts], most=self._max_length).tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
@@ -182,7 +182,7 @@ class TranslationData(View[Translation], TranslationText):
         self._references = texts.get("target", {})
         cuts = {f"{key} texts cut": cuts_of(tables) for key, tables in self._tables.items()}
         for key, table in self._further.items():
-            further = Cut(table.num_cut, len(table), "task.max_length")
+            further = Cut(table.num_cut, len(table), setting="task.max_length")
             cuts[f"further {key} texts cut"] = {"train": further}
         View.__init__(self, task, corpus, fields, tokenizers, self._tables, cuts=cuts)
 
@@ -209,10 +209,10 @@ class TranslationData(View[Translation], TranslationText):
         errors = {}
         outputs, wanted = zip(*map(dict.values, samples.values()), strict=True)
         for name, metric in _metrics(self._task.language).items():
-            values[name], errors[name], sentences = _score(metric, outputs, wanted)
+            values[name], errors[name], sentences = _score(metric, outputs, references=wanted)
             for sample, (score, counts) in zip(samples.values(), sentences, strict=True):
                 sample |= {name: score, f"{name}_counts": counts}
-        return Scores(values, errors, samples)
+        return Scores(values, errors, samples=samples)
 
     def signature(self) -> dict[str, str]:
         metrics = _metrics(self._task.language)

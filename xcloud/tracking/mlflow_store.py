@@ -40,7 +40,9 @@ from xcloud.base.wording import check_name
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
 from xcloud.record.feature_figures import FEATURE_FIGURES
 
-UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
+# where `python -m xcloud ui` serves by default
+UI_HOST = "127.0.0.1"
+UI_PORT = 5000
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 VIEW_TAG = "mlflow.sharedViewState."
@@ -122,7 +124,7 @@ class Point(NamedTuple):
 
 
 def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
-    return [Point(key, value, int(1000 * at_s), step) for key, value in metrics.items()]
+    return [Point(key, value, at_ms=int(1000 * at_s), step=step) for key, value in metrics.items()]
 
 
 @dataclass
@@ -244,7 +246,7 @@ class Store:
             experiment = client.get_experiment(made)
         if VIEW_TAG + view_of(None) not in experiment.tags:
             columns = ("accuracy", "bleu", "f1", "perplexity", *COSTS)
-            show_first(client, experiment.experiment_id, columns)
+            show_first(client, experiment.experiment_id, metrics=columns)
         return client, str(experiment.experiment_id)
 
     def artifacts(self, run_id: str = "") -> Path:
@@ -269,11 +271,12 @@ class Store:
         """Prepare a sweep's page; yields lines with its links. files: its tables and pictures,
         logged to a run of their own, reused every time, which is not listed among the sweep's."""
         client, key = self.open()
-        show_first(client, key, metrics, params, sweep)
+        show_first(client, key, metrics=metrics, params=params, sweep=sweep)
         yield f"MLflow table   {self.runs(key, sweep)}"
         yield f"MLflow charts  {self.charts(key, sweep)}"
         if files:
-            mark, name = {"report_of_sweep": sweep}, f"report of sweep {sweep}"
+            mark = {"report_of_sweep": sweep}
+            name = f"report of sweep {sweep}"
             runs = client.search_runs([key], _of_sweep(sweep, "report_of_sweep"), max_results=1)
             run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
             for path in files:
@@ -291,10 +294,8 @@ class Store:
             return []
         client = self.client()
         experiment = client.get_experiment_by_name(self.experiment)
-        keys, order = (
-            [experiment.experiment_id] if experiment else [],
-            ["attributes.start_time ASC"],
-        )
+        keys = [experiment.experiment_id] if experiment else []
+        order = ["attributes.start_time ASC"]
         runs = client.search_runs(keys, chosen, order_by=order)
         if self.uri is None:
             return [self.artifacts(run.info.run_id) for run in runs]
@@ -413,7 +414,8 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
     then to table and charts of its five latest sweeps. Or those of one sweep."""
     client = store.client()
     for experiment in client.search_experiments(order_by=["creation_time ASC"]):
-        key, chosen = experiment.experiment_id, _of_sweep(sweep)
+        key = experiment.experiment_id
+        chosen = _of_sweep(sweep)
         runs = client.search_runs([key], chosen, max_results=1000)  # the latest first
         if runs and not sweep:
             yield f"{experiment.name}:"
@@ -428,7 +430,8 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
 
 
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    page, until_s = f"http://{UI_HOST}:{port}/health", time.monotonic() + START_TIMEOUT_S
+    page = f"http://{UI_HOST}:{port}/health"
+    until_s = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < until_s:
         with contextlib.suppress(OSError), urllib.request.urlopen(page, timeout=5):
             return True

@@ -141,7 +141,7 @@ class MlflowTracker(Tracker):
 
     @property
     def store(self) -> Store:
-        return Store(project_root() / self.root, self.experiment, self.uri)
+        return Store(project_root() / self.root, self.experiment, uri=self.uri)
 
     def start(self, run: TrackedRun) -> Sender:
         sender = Sender(self, run)
@@ -156,12 +156,15 @@ class Sender(threading.Thread, Recording):
         super().__init__(name="tracking", daemon=True)
         self.run_id: str | None = None  # None until the store has given one
         self.experiment_id = ""  # with the run_id
-        self._tracker, self._store, self._run = tracker, tracker.store, run
+        self._tracker = tracker
+        self._store = tracker.store
+        self._run = run
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
-        self._started_at_s, self._load_due_s = time.time(), 0.0
+        self._started_at_s = time.time()
+        self._load_due_s = 0.0
         self._closing = threading.Event()
         self._thinner = Thinner(tracker.points, run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -173,7 +176,8 @@ class Sender(threading.Thread, Recording):
         self._waiting.append(("tags", partial(self._log, tags=run.tags)))
 
     def artifact(self, path: Path) -> None:
-        keep, path = self._store.keep, path.absolute()
+        keep = self._store.keep
+        path = path.absolute()
         self._waiting.append((path.name, lambda: keep(self._client, str(self.run_id), path)))
 
     def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
@@ -185,10 +189,13 @@ class Sender(threading.Thread, Recording):
         # A resumed run may end at an earlier step than it had come to before.
         attempt = int(summary.get("num_resumes") or 0)
         step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
-        values = points_of(final_metrics(summary), now_s, step)
+        values = points_of(final_metrics(summary), now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
-            ("final values", lambda: self._log([*values, *self._outdated(values, now_s, step)])),
+            (
+                "final values",
+                lambda: self._log([*values, *self._outdated(values, now_s, step=step)]),
+            ),
         ]
         if status == "finished":
             self._ending.append(("the model", partial(self._log_model, summary, values)))
@@ -203,7 +210,8 @@ class Sender(threading.Thread, Recording):
         if not self._complete:
             late = f"all after step {self._last_step}" if self.run_id else "everything"
             lacks.append(f"{late} ({self._trouble})")
-        places, store = {"MLflow lacks": "; ".join(lacks)} if lacks else {}, self._store
+        places = {"MLflow lacks": "; ".join(lacks)} if lacks else {}
+        store = self._store
         if self.run_id is None:
             return places
         if store.uri is not None:
@@ -264,7 +272,8 @@ class Sender(threading.Thread, Recording):
         if (replaced := self._named_by(REPLACED_FILE)) != {}:
             drop = partial(self._client.delete_run, replaced["run_id"])
             self._waiting.append(("the earlier run", drop))
-        token, params = secrets.token_hex(16), dict(_entries(self._run.params))
+        token = secrets.token_hex(16)
+        params = dict(_entries(self._run.params))
         self._waiting.appendleft(("parameters", partial(self._log, params=params)))
         self._waiting.appendleft(("its token", partial(self._log, tags={TOKEN_TAG: token})))
         tracked = {
@@ -311,7 +320,7 @@ class Sender(threading.Thread, Recording):
         """Return "not a number" for the final values that only an earlier attempt has had."""
         there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
         old = {key for key in there if "/" not in key} - {value.key for value in values}
-        return points_of(dict.fromkeys(sorted(old), math.nan), now_s, step)
+        return points_of(dict.fromkeys(sorted(old), math.nan), now_s, step=step)
 
     def _reopen(self, client: Any, run_id: str) -> bool:
         """Resume an earlier record, after its last step; False if the store has it no more."""
@@ -343,7 +352,7 @@ class Sender(threading.Thread, Recording):
         load = {"cpu_utilization_percentage": psutil.cpu_percent(),
                 "system_memory_usage_megabytes": memory.used / 1e6,
                 "system_memory_usage_percentage": memory.percent}  # fmt: skip
-        points = points_of({f"system/{k}": v for k, v in load.items()}, time.time(), second)
+        points = points_of({f"system/{k}": v for k, v in load.items()}, time.time(), step=second)
         self._waiting.append(("the machine's load", partial(self._log, points)))
 
     def _read(self, last: bool) -> bool:
@@ -369,10 +378,10 @@ class Sender(threading.Thread, Recording):
         points = []
         totals = self._run.steps.feed(event)
         if totals is not None and self._is_new(_STEP_CURVE, totals.step):
-            values = points_of(step_metrics(totals), event["t"], totals.step)
+            values = points_of(step_metrics(totals), event["t"], step=totals.step)
             points = self._thinner.feed(values)
         if event["event"] == "quality":
-            scores = points_of(quality_metrics(event), event["t"], event["step"])
+            scores = points_of(quality_metrics(event), event["t"], step=event["step"])
             points += [point for point in scores if self._is_new(point.key, point.step)]
         return points
 
@@ -406,7 +415,8 @@ class Sender(threading.Thread, Recording):
         source = json.dumps({k: v for k, v in given if k.startswith(("task.", "model.text."))})
         # How many texts the producers of a one-way job have, only they know.
         for split, num in (event["rows"] or {"train": None}).items():
-            profile, name = json.dumps({"num_rows": num}), f"{event['name']}, {split}"[:500]
+            profile = json.dumps({"num_rows": num})
+            name = f"{event['name']}, {split}"[:500]
             data = Dataset(name, event["digest"], "xcloud", source, profile=profile)
             tags = [InputTag("mlflow.data.context", split)]
             self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
@@ -416,8 +426,11 @@ class Sender(threading.Thread, Recording):
         values: the run's final ones, at their time, so that none is in the run twice."""
         from mlflow.entities import LoggedModelOutput, Metric
 
-        run, scores, data = self._run, summary.get("quality", {}), summary.get("data") or {}
-        corpus, folder = data.get("name", ""), str(run.run_dir.absolute())
+        run = self._run
+        scores = summary.get("quality", {})
+        data = summary.get("data") or {}
+        corpus = data.get("name", "")
+        folder = str(run.run_dir.absolute())
         note = f"Record: `{folder}` (experiment.yaml, summary.json, events.jsonl)"
         model = self._client.create_logged_model(
             self.experiment_id, re.sub(r"""[/:.%"'\s]+""", "_", run.name),

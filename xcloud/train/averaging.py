@@ -62,7 +62,7 @@ def averager_of_ends(wiring: Wiring, layout: ClusterLayout, device: torch.device
 
     def join(pair: tuple[int, int], stage: int, codec: TensorCodec) -> AllToAll:
         ends = wiring.ends
-        links = links_between(ends, layout, pair, device=device, line="tied", stage=stage)
+        links = links_between(ends, layout, pair=pair, device=device, line="tied", stage=stage)
         wiring.averaging.append(links)
         averager = AllToAll(links, codec)
         links.open(averager.max_bytes)

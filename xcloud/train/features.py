@@ -55,7 +55,7 @@ def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
     record_from = max(1, job.max_steps - KEEP_STEPS + 1)
     slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
     if device.type == "cuda":
-        return GpuClock(device, record_from, slowdown)
+        return GpuClock(device, record_from, slowdown=slowdown)
     return StepClock(record_from, slowdown)
 
 
@@ -87,13 +87,15 @@ class Features:
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
             held = {stage: self.wiring.groups[stage] for stage in self.placement.stages}
-            self._sharders = sharders(held, context.device, self.reporter.note)
+            self._sharders = sharders(held, context.device, note=self.reporter.note)
 
     def load(self) -> TaskData:
         """Load what this cloud may see, and hold it against the checkpoint to go on from."""
         goes_on = self.context.verdict.from_step > 0
-        task = keep_tokenizers(self.job.task, self.context.run_dir / TOKENIZERS_DIR, goes_on)
-        data = load_or_be_told(self.job, self.context.transport.rendezvous, task)
+        task = keep_tokenizers(
+            self.job.task, self.context.run_dir / TOKENIZERS_DIR, goes_on=goes_on
+        )
+        data = load_or_be_told(self.job, self.context.transport.rendezvous, own=task)
         check_facts(self.context, {"data": data.own_digests()})
         self._memory = MemoryMeter(self.context.device)  # there is no model yet
         return data
@@ -107,7 +109,7 @@ class Features:
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """Return the observers of a job with a leak meter."""
-        return leak_observers(self.context, data, stages) if self.job.leak_meter else None
+        return leak_observers(self.context, data, stages=stages) if self.job.leak_meter else None
 
     def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
         """Return the pipeline of this rank, observed and with caches where the job has them."""
@@ -115,7 +117,7 @@ class Features:
         device = self.context.device
         ports = self.wiring.boundaries.ports
         if leaks is not None:
-            ports = observed(ports, leaks.observer, self.wiring.ends)
+            ports = observed(ports, leaks.observer, ends=self.wiring.ends)
         autocast = autocast_for(job.training.precision, device)
         if is_emulated(job.training.precision, device):
             slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
@@ -132,7 +134,7 @@ class Features:
             bases |= stage.architecture.get(BASES, {})
         shared = {**bases, **data.shared_digests()}
         if self.job.roster.is_elastic:  # every replica holds all of it
-            agree_on("parameters", rendezvous, {**parameters_fact(stages), **shared})
+            agree_on("parameters", rendezvous, facts={**parameters_fact(stages), **shared})
         else:
             self.wiring.meet()
             agree_where_shared(rendezvous, shared)
@@ -151,11 +153,15 @@ class Features:
         wiring = self.wiring
         if job.cluster.num_replicas == 1:
             return AllReduce(wiring.groups)
-        links = replica_links(wiring.ends, job.cluster, self.context.device, wiring.rejoin)
+        links = replica_links(
+            wiring.ends, job.cluster, device=self.context.device, rejoin=wiring.rejoin
+        )
         wiring.averaging.append(links)
         group = wiring.groups[min(stages)]  # the same ranks hold all stages of this one
         watch = leaks.averaged.received if leaks is not None and leaks.averaged else None
-        return replicas_exchange(job, links, group, stages, self.reporter, watch)
+        return replicas_exchange(
+            job, links, group=group, stages=stages, reporter=self.reporter, watch=watch
+        )
 
     def hooks(
         self,
@@ -191,12 +197,24 @@ class Features:
             [
                 *own.values(),
                 changing,
-                restored(context, stateful, wiring.control, facts, self.is_directed),
+                restored(
+                    context,
+                    stateful,
+                    control=wiring.control,
+                    facts=facts,
+                    is_told=self.is_directed,
+                ),
                 evaluator,
                 leaks,
                 self._privacy_account(trainer),
                 self._cache_report(),
-                MemoryReport(trainer, self.reporter, self._memory, wiring.ends.queued, copied),
+                MemoryReport(
+                    trainer,
+                    self.reporter,
+                    meter=self._memory,
+                    queued=wiring.ends.queued,
+                    bytes_to_copy=copied,
+                ),
                 self._typical_step(),
             ]
         )
@@ -221,7 +239,7 @@ class Features:
             layout=job.cluster,
             choose=job.compression.for_tensor,
             seed=job.seed,
-            join=averager_of_ends(self.wiring, job.cluster, self.context.device),
+            join=averager_of_ends(self.wiring, job.cluster, device=self.context.device),
         )
 
     def _channel_memories(self) -> Hook | None:
@@ -232,7 +250,9 @@ class Features:
     def _autopilot(self, trainer: Trainer) -> Hook | None:
         if self.job.autopilot is None:
             return None
-        return pilot_of(self.context, trainer, self.wiring, self._memory.program_bytes)
+        return pilot_of(
+            self.context, trainer, wiring=self.wiring, program_bytes=self._memory.program_bytes
+        )
 
     def _privacy_account(self, trainer: Trainer) -> Hook | None:
         job = self.job
@@ -253,7 +273,7 @@ class Features:
     def _typical_step(self) -> Hook | None:
         if self.job.roster.is_elastic:  # it asks all ranks at once
             return None
-        return TypicalStep(self.clock, self.wiring.control, self.reporter)
+        return TypicalStep(self.clock, self.wiring.control, reporter=self.reporter)
 
     def resume(self, trainer: Trainer) -> None:
         """Meet the other ranks in a run that goes on. Compare replicas that must be equal."""
@@ -279,7 +299,7 @@ class Features:
             enter_late(
                 self.job,
                 self.context.transport.rendezvous,
-                self.context.run_dir,
+                run_dir=self.context.run_dir,
                 trainer=trainer,
                 from_step=self.context.verdict.from_step,
             )

@@ -36,9 +36,11 @@ class StageRank(Role[Experiment]):
         job = context.job
         layout = job.cluster
         self.placement = layout.placement(self.rank)
-        self.clock = step_clock(job, self.rank, context.device)
-        ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
-        self.features = Features(context, ends, self.clock)
+        self.clock = step_clock(job, self.rank, device=context.device)
+        ends = Ends(
+            context.transport, layout, run_dir=context.run_dir, messages=self.clock.messages
+        )
+        self.features = Features(context, ends, clock=self.clock)
         self.wiring = self.features.wiring
         self.records = ends.records
         self.lives = ends.lives
@@ -66,7 +68,10 @@ class StageRank(Role[Experiment]):
         wiring = self.wiring
         note = self.reporter.remark
         stages = {
-            stage: features.stage(stage, context_of(job, data, device, note, wiring.groups[stage]))
+            stage: features.stage(
+                stage,
+                context_of(job, data, device=device, report=note, group=wiring.groups[stage]),
+            )
             for stage in self.placement.stages
         }
         leaks = features.leaks(stages, data)
@@ -80,7 +85,7 @@ class StageRank(Role[Experiment]):
             pipeline.turns.values(),
             fetch=partial(data.batch, "train"),
             weigh=data.weight if layout.num_stages - 1 in stages else None,
-            token_pads=token_pads(job, data, stages),
+            token_pads=token_pads(job, data, stages=stages),
             device=device,
             of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
         )
@@ -99,13 +104,13 @@ class StageRank(Role[Experiment]):
                 is_private=is_private,
             ),
         )
-        meter = WanMeter(wiring, self.reporter, self._reports_skips)
+        meter = WanMeter(wiring, self.reporter, tells_skips=self._reports_skips)
 
         def meet() -> None:
             wiring.meet()
             meter.forget()
 
-        evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
+        evaluator = Evaluator(self.context, pipeline, groups=wiring.groups, data=data, meet=meet)
         facts = {"data": data.own_digests(), "base": bases}
         hooks = features.hooks(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)
@@ -137,7 +142,9 @@ class StageRank(Role[Experiment]):
             leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
             if leads:
-                export_stage(self.context.run_dir, stage, module, tensors, data)
+                export_stage(
+                    self.context.run_dir, stage, module=module, tensors=tensors, data=data
+                )
         hooks.settle()
         self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
         self.context.asked.is_armed = False

@@ -101,7 +101,7 @@ class CachingChannel(ReceiveChannel):
         if len(missing):
             part = samples_at(samples, missing)
             message = super().recv(key, part, known)
-            each = by_sample(message, self.fields, part)
+            each = by_sample(message, self.fields, samples=part)
             for n in self.kept.note(part["ids"], each):
                 own = {name: value.to("cpu", copy=True) for name, value in each[n].items()}
                 self._messages[int(part["ids"][n])] = own
@@ -142,7 +142,7 @@ def activation_caches(
     for stage, boundary in boundaries.items():
         if not max_bytes or not boundary.is_constant:
             continue
-        pairs = rank_pairs(layout, stage, replica)
+        pairs = rank_pairs(layout, stage, replica=replica)
         for sender, receiver in pairs:
             if rank not in (sender, receiver) or layout.wan_between(sender, receiver) is None:
                 continue
@@ -176,14 +176,16 @@ class CachingPipeline(Pipeline):
             return super()._forward(action, batch, received, now, weights)
         missing = kept.missing(batch["ids"])
         if not len(missing):
-            return InFlight(batch, None, None, None, weights)
+            return InFlight(batch, None, send=None, loss=None, weights=weights)
         if received is not None:
             fields = self.ports[stage - 1].boundary.fields
-            received = message_at(received, fields, batch, missing)
+            received = message_at(received, fields, samples=batch, positions=missing)
         batch = samples_at(batch, missing)
         work = super()._forward(action, batch, received, now, weights)
         assert work.send is not None
-        kept.note(batch["ids"], by_sample(work.send, self.ports[stage].boundary.fields, batch))
+        kept.note(
+            batch["ids"], by_sample(work.send, self.ports[stage].boundary.fields, samples=batch)
+        )
         return work
 
 
@@ -225,6 +227,6 @@ def message_at(
     message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
 ) -> Message:
     """Return what the message says of the samples at these positions, at least one."""
-    each = by_sample(message, fields, samples)
+    each = by_sample(message, fields, samples=samples)
     chosen = [each[n] for n in positions.tolist()]
     return joined(chosen, next(iter(message.values())).device)

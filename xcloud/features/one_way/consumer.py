@@ -54,7 +54,9 @@ class ConsumerRun(StatefulTree):
         )
         self._clock = StepClock()
         own = rank.place.group_rank
-        self._intake = Intake(job, rank.reporter, self.plan, rank.inbox, own, self._clock)
+        self._intake = Intake(
+            job, rank.reporter, plan=self.plan, inbox=rank.inbox, group_rank=own, clock=self._clock
+        )
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
         self.num_updates = 0

@@ -59,7 +59,9 @@ def account(
         uses = max_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
         rate = min(1.0, plan.batch_size / plan.num_samples)
         try:
-            sampled = sampled_epsilon(privacy.noise, rate, num_updates, privacy.delta)
+            sampled = sampled_epsilon(
+                privacy.noise, rate, num_updates=num_updates, delta=privacy.delta
+            )
         except ImportError:
             pass
     else:
@@ -69,7 +71,7 @@ def account(
         "clip": privacy.clip,
         "noise": privacy.noise,
         "delta": privacy.delta,
-        "epsilon": gaussian_epsilon(privacy.noise, uses, privacy.delta),
+        "epsilon": gaussian_epsilon(privacy.noise, uses, delta=privacy.delta),
         "epsilon_if_sampled": sampled,
         "sampling_rate": rate,
         "num_updates": num_updates,

@@ -198,7 +198,7 @@ class AveragingServer(_End):
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
-        self._kept.append(_Kept(step, self.known, parts))
+        self._kept.append(_Kept(step, self.known, parts=parts))
         self.known = step
         self._report_merge(step)
         return Merged(changes, bool(self._taken), step=step)

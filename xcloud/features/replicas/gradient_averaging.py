@@ -103,7 +103,7 @@ class AveragedGradients(Exchange):
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
-        loss = Piece(LOSS, len(shapes), 0, 1, torch.Size([1]))
+        loss = Piece(LOSS, len(shapes), first=0, last=1, shape=torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
         self._mine: list[Piece] = []
         self._averager = Averager()

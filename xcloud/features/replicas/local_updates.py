@@ -319,7 +319,9 @@ class LocalRounds(Exchange):
             parameters, shares, group=replicas.group, optimizer=averaging.outer
         )
         nothing = [0.0] * replicas.links.num_replicas
-        fragment = _Fragment(values, averaging.offset(number), [*nothing], [*nothing])
+        fragment = _Fragment(
+            values, averaging.offset(number), max_work=[*nothing], max_sent=[*nothing]
+        )
         terms = Terms(
             averaging.merge or weighted_mean,
             channel=number,
@@ -352,18 +354,18 @@ class LocalRounds(Exchange):
             for name in ("change", "merged")
         )
         if replicas.links.replica != SERVER:
-            return Member(replicas.links, change, merged)
+            return Member(replicas.links, change, merged=merged)
         return AveragingServer(
             replicas.links,
             change,
-            merged,
-            replicas.guarded(terms, shapes),
-            self._max_weight,
-            averaging.late,
-            averaging.leave,
-            averaging.wait_s,
-            values.flat,
-            replicas.reporter,
+            merged=merged,
+            terms=replicas.guarded(terms, shapes),
+            max_weight=self._max_weight,
+            late=averaging.late,
+            leave=averaging.leave,
+            wait_s=averaging.wait_s,
+            values=values.flat,
+            reporter=replicas.reporter,
         )
 
     def _max_weight(self, replica: int, num_steps: int) -> float:

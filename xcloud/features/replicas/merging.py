@@ -202,7 +202,7 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
 def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
     """Deal whole tensors into shares of about equal sum; a share may be empty."""
     whole = [
-        Piece(name, index, 0, shape[0] if shape else 1, shape)
+        Piece(name, index, first=0, last=shape[0] if shape else 1, shape=shape)
         for index, (name, shape) in enumerate(shapes.items())
     ]
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
@@ -237,7 +237,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
             rows = torch.Size((last - first, *shape[1:])) if shape else shape
             label = name if last - first == num_rows else f"{name}[{first}:{last}]"
-            shares[share].append(Piece(label, index, first, last, rows))
+            shares[share].append(Piece(label, index, first=first, last=last, shape=rows))
             seen += (last - first) * width
             if last == num_rows:
                 break

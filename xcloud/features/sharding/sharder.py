@@ -81,7 +81,7 @@ def sharders(
     note: tells the user.
     """
     return_freed_memory(device, _LARGE_BYTES)
-    return {stage: Sharder(group, device, note) for stage, group in groups.items()}
+    return {stage: Sharder(group, device, note=note) for stage, group in groups.items()}
 
 
 def is_sharded(module: nn.Module) -> bool:

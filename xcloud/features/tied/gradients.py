@@ -118,7 +118,8 @@ def tied_gradients(
     if not held:
         return None
     leaders = layout.leader_of(layout.placement(pipeline.rank).replica)
-    first, last = leaders[0], leaders[layout.num_stages - 1]
+    first = leaders[0]
+    last = leaders[layout.num_stages - 1]
     averager = None
     if first != last and pipeline.rank in (first, last):
         ((stage, parameter),) = held.items()

@@ -127,7 +127,13 @@ class MultilingualElectra:
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
-        return DiscriminatorRank(network, settings, self._packing(tokenizer), tokenizer, context)
+        return DiscriminatorRank(
+            network,
+            settings,
+            packing=self._packing(tokenizer),
+            tokenizer=tokenizer,
+            context=context,
+        )
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
         """Return task settings that use the exported encoder and its tokenizer."""

@@ -56,7 +56,8 @@ class SweepLauncher(Launcher):
         from xcloud.base.errors import ConfigError
         from xcloud.study.runner import LauncherSettings, check_name, refuse
 
-        self.context, self.config = hydra_context, config
+        self.context = hydra_context
+        self.config = config
         try:
             check_name(config.get("sweep"))
             self.settings = LauncherSettings(**self.given)
