@@ -104,6 +104,8 @@ def test_all_pairs_of_settings_equal_their_reference_or_are_refused_by_name(
     assert refused
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pair_that_cannot_be_is_refused_by_the_names_of_both() -> None:
     _, refused = covering_rows()
     assert refused and not [pair for pair in refused if not is_named(pair)]

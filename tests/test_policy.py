@@ -660,7 +660,11 @@ IMPORTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["status", "."], ["worker", "x.yaml"]], ids=lambda w: w[0])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(["status", "."], marks=pytest.mark.nightly), ["worker", "x.yaml"]],
+    ids=lambda words: words[0],
+)
 def test_a_command_imports_no_module_of_the_folder_it_runs_in(
     words: list[str], tmp_path: Path
 ) -> None:

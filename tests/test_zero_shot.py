@@ -27,6 +27,7 @@ PAIRS = ("task.num_train=64", "task.num_dev=16", "task.num_test=32")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     tmp_path: Path, suite_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ python warm, run.py too, for tests of what it does after that: its ranks are the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -26,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from tests.forks import Child, become, fork
+from xcloud.base.run_folder import LOCK_FILE
 
 ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
@@ -236,6 +238,15 @@ def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Chi
     become_process(command, environment, os.getcwd(), str(log))
 
 
+def close_locks() -> None:
+    """Close the locks that this process has from its parent, as starting a program would: another
+    thread of the parent may have held one when this one was forked."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").endswith(f"/{LOCK_FILE}"):
+                os.close(int(number))
+
+
 def fork_point(run_dir: Path, threads: int) -> Child:
     """In place of sweep.runner.start_point, likewise."""
     read, write = os.pipe()
@@ -246,6 +257,7 @@ def fork_point(run_dir: Path, threads: int) -> Child:
         child.stdout = open(read, encoding="utf-8")  # type: ignore[attr-defined]
         return child
     os.close(read)
+    close_locks()
     command = [sys.executable, "-P", "-m", "xcloud.study.runner", str(run_dir)]
     command += ["--parent", parent]
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
