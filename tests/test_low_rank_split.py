@@ -161,6 +161,7 @@ def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     assert sum(losses[-10:]) < bound * sum(losses[:10]), losses[::10]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [VALUE, SPAN], ids=lambda h: h.kind)
 def test_values_and_spans_are_learnt(tmp_path: Path, head: Head) -> None:

@@ -125,6 +125,8 @@ def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -
     assert table["predicted_step_time_s"] == table["plans"][0]["predicted_step_time_s"]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_apply_takes_a_compressor_where_the_search_names_it(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
     config.cluster.wan.bandwidth_bits_per_s = 1e4
@@ -268,6 +270,8 @@ class InPairs(Schedule):
 OWN = {"_target_": f"{InPairs.__module__}.InPairs", "num_micro_batches": 4}
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
     config.plan.schedules, config.plan.search = {"mine": OWN}, ["schedule"]

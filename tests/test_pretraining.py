@@ -44,6 +44,7 @@ def fresh(config: EncoderConfig = CONFIG) -> Encoder:
         return Encoder(config)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_held_out_loss_falls_far_below_the_unigram_baseline(tmp_path: Path) -> None:
     sentences = counting_texts(300)
