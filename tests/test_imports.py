@@ -41,6 +41,7 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"tracking"},
     {"record"},
     {"layout"},
+    {"line"},
     {"net"},
 )
 HYDRA = {

@@ -603,7 +603,7 @@ def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("constructor: [a.B]", "may have these keys: me, approved, .* got {'constructor'"),
+        ("constructor: [a.B]", "may have these keys: me, peers, approved, .* got {'constructor'"),
         (
             "clouds: cloud_a",
             "clouds must be a list of which each is a text or null, got 'cloud_a'",

@@ -29,6 +29,10 @@ class FrameError(LinkError):
     """The error for what arrived instead of the frame that was expected."""
 
 
+class SealError(XcloudError):
+    """Sealed or signed bytes are not what the named cloud made."""
+
+
 class ReplicasDiffer(XcloudError):
     """Copies of the model that must be equal are not; names stage and rank."""
 

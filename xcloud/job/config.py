@@ -22,6 +22,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root, this_owners_file
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.job.job import Job
+from xcloud.line.keys import LineKeys, read_line_keys
 from xcloud.record.files import replace_text
 from xcloud.security.policy import POLICY_FILE, Policy, plain_text
 
@@ -146,9 +147,23 @@ def this_clouds_policy() -> Policy:
     It stands in the file that XCLOUD_POLICY names, else in policy.yaml of the checkout or, where
     there is none, of ~/.config/xcloud. Raises ConfigError.
     """
+    path = _policy_file()
+    is_there = os.environ.get("XCLOUD_POLICY") or os.path.lexists(path)
+    return Policy.of(read_plain(path), path) if is_there else Policy()
+
+
+def this_clouds_keys() -> LineKeys:
+    """Return the key of this cloud and the certificates of its peers (`peers` of its policy).
+
+    Raises ConfigError.
+    """
+    policy = this_clouds_policy()
+    return read_line_keys(policy.me, policy.peers, policy_file=_policy_file())
+
+
+def _policy_file() -> Path:
     named = os.environ.get("XCLOUD_POLICY")
-    path = Path(named) if named else this_owners_file(POLICY_FILE)
-    return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
+    return Path(named) if named else this_owners_file(POLICY_FILE)
 
 
 def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:

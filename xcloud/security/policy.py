@@ -158,6 +158,9 @@ class Policy:
     Folders are relative to the project's.
 
     me: the name of this cloud: its ranks are of no other one, whatever a file or --cloud says.
+    peers: the certificates by which this cloud knows others on a line between owners: name of the
+        cloud -> its file, or two of them on the day of a change. Relative to the policy's folder,
+        where this cloud's own lie too, as {me}.key and {me}.pem (`python -m xcloud keys new`).
     approved: SHA-256 of the experiment files that may run here, asked before anything in them is
         read; None: any that keeps to the rest.
     constructors: full names of those besides xcloud's own that a file may call.
@@ -174,6 +177,7 @@ class Policy:
     """
 
     me: str | None = None
+    peers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     approved: Sequence[_SHA256] | None = None
     constructors: Sequence[str] = ()
     read: Sequence[str] = ()
