@@ -26,9 +26,10 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"launch"},
     {"train"},
     {"show"},
+    {"experiment"},
+    {"feature_list"},
     {"features"},  # each folder of it is a room: features never import each other
     {"rank"},
-    {"experiment"},
     {"simulator"},
     {"job"},
     {"models"},

@@ -25,6 +25,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.sharding.feature import check_in_step
 from xcloud.features.sharding.sharder import Sharder, is_sharded, whole_blocks
 from xcloud.job.config import job_from_config
 from xcloud.layout import Cloud, ClusterLayout
@@ -33,7 +34,7 @@ from xcloud.models.causal_network import Lora
 from xcloud.net.gloo_groups import GlooCollectives
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup, Work, local_part
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
-from xcloud.pipeline.schedule import GPipe, check_in_step
+from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer
 from xcloud.pipeline.trainer import TrainedModule
 from xcloud.rank.export import whole

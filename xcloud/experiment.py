@@ -1,58 +1,21 @@
 """Experiment: the one frozen object that describes the training of a model cut into stages.
 
-FEATURES is the one list of what it may use; what each needs of it stands in needs.py, by which
-settings that do not fit together are refused.
+It asks the features that it uses (feature_list.py) what they need of it, and refuses settings that
+do not fit together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.feature_list import FEATURES
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
-from xcloud.job.needs import Feature, check_choices
 from xcloud.pretrained import check_checkpoints
+from xcloud.rank.feature import Feature
 from xcloud.security.policy import Meter
-
-Use = tuple[Callable[[PipelineJob], object], Feature]
-"""What a job may use: something true where its settings ask for it, and what it needs then."""
-
-
-def _shards(job: PipelineJob) -> list[str]:
-    return [name for name, cloud in job.cluster.clouds.items() if cloud.shard]
-
-
-def _averages_without_feedback(job: PipelineJob) -> bool:
-    averaging = job.strategy.averaging
-    return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
-
-
-def _private_by(job: PipelineJob, unit: str) -> bool:
-    return job.security.privacy is not None and job.security.privacy.unit == unit
-
-
-FEATURES: Sequence[Use] = (
-    (lambda job: job.autopilot, needs.AUTOPILOT),
-    (_averages_without_feedback, needs.NO_FEEDBACK),
-    (lambda job: job.ties_ends, needs.TIED_ENDS),
-    (_shards, needs.SHARDS),
-    (lambda job: job.security.defences.get("backward"), needs.NOISE_BACKWARD),
-    (lambda job: job.security.defences.get("forward"), needs.NOISE_FORWARD),
-    (lambda job: _private_by(job, "cloud"), needs.PRIVATE_CLOUD),
-    (lambda job: _private_by(job, "sample"), needs.PRIVATE_SAMPLE),
-)
-CHECKED_LAST: Sequence[Use] = (
-    (lambda job: job.training.activation_cache_mb, needs.ACTIVATION_CACHE),
-)
-
-
-def _check(job: PipelineJob, uses: Iterable[Use]) -> None:
-    for is_used, feature in uses:
-        if used := is_used(job):
-            feature.check(job, used)
 
 
 @settings(kw_only=True)
@@ -64,8 +27,9 @@ class Experiment(PipelineJob):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
-        if self.autopilot is not None:
-            object.__setattr__(self, "compression", self.autopilot.around(self.compression))
+        for feature in self.features:
+            for name, value in feature.adjusted(self).items():
+                object.__setattr__(self, name, value)
         micro_batches = self.schedule.num_micro_batches
         min_count = self.cluster.min_micro_batches()
         if micro_batches < min_count:
@@ -87,9 +51,15 @@ class Experiment(PipelineJob):
             needs.check_boundaries(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
-        _check(self, FEATURES)
-        if self.autopilot is not None:
-            check_choices(self)
+        for defence in needs.DEFENCES:
+            defence.check(self)
+        for feature in self.features:
+            feature.check(self)
+
+    @property
+    def features(self) -> list[Feature]:
+        """The features that this job uses."""
+        return [feature for feature in FEATURES if feature.is_used(self)]
 
     @property
     def labels(self) -> Labels:
@@ -110,18 +80,13 @@ class Experiment(PipelineJob):
             )
         described = [self.task.describe(), self.model.describe(), self.cluster.describe()]
         described.append(f"compression: {compression}")
-        if self.training.activation_cache_mb:
-            described.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
         if strategy:
             described.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences:
             if not acts:
                 defences += " (off: nothing they protect leaves its cloud)"
             described.append(f"defences: {defences}")
-        if security.privacy is not None:
-            described.append(security.privacy.label)
-        if security.meter is not None and not self.cluster.crosses_clouds:
-            described.append("leak meter: off (one cloud)")
+        described += filter(None, (feature.describe(self) for feature in self.features))
         defences_in_force = "none"
         if any(security.defences.values()):
             defences_in_force = security.defences_label if acts else "off"
@@ -196,7 +161,8 @@ class Experiment(PipelineJob):
             )
         self.task.check()
         check_checkpoints(self.model)
-        _check(self, CHECKED_LAST)
+        for feature in self.features:
+            feature.check_model(self)
 
     def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":

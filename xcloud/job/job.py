@@ -303,12 +303,6 @@ class PipelineJob(Job):
             self.cluster, self.strategy, last_step=self.max_steps, labels=labels
         )
 
-    @property
-    def ties_ends(self) -> bool:
-        """True where the first and the last stage train a matrix in common (tied embeddings)."""
-        ties = getattr(self.model, "ties_ends", None)
-        return ties is not None and bool(ties(self.cluster.num_stages))
-
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
         """Return the defences of the boundary after `stage`, by direction.
 

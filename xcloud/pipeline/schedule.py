@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 
 if TYPE_CHECKING:
@@ -170,30 +169,3 @@ def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
     if action.stage == num_stages - 1:
         return action._replace(kind="forward") in done
     return action._replace(stage=action.stage + 1) in done
-
-
-def check_in_step(
-    schedule: Schedule, num_stages: int, turns: Sequence[Mapping[int, tuple[int, int]]], what: str
-) -> None:
-    """Raise ConfigError unless the schedule has all these ranks do the same in turn, each with its
-    own micro-batches, and computes their backwards at once.
-
-    turns: of each rank, by stage; see ClusterLayout.turn.
-    what: the setting of their cloud, for the message.
-    """
-    orders = [
-        rank_actions(schedule, sorted(own), num_stages=num_stages, turn_of=dict(own))
-        for own in turns
-    ]
-    if any(map(put_off, orders)):
-        raise ConfigError(
-            f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "
-            "parameters are dropped when their backward ends; choose "
-            "schedule=one_forward_one_backward or gpipe, or leave shard out"
-        )
-    if len({tuple((a.kind, a.stage) for a in actions) for actions in orders}) > 1:
-        raise ConfigError(
-            f"{what}.shard: ranks that gather parameters together must compute in step, and "
-            f"{schedule.label} does not deal {schedule.num_micro_batches} micro-batches evenly to "
-            f"{len(turns)} ranks; make schedule.num_micro_batches a multiple of {len(turns)}"
-        )

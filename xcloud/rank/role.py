@@ -23,7 +23,7 @@ from xcloud.rank.saving import Facts, Saver
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
-JobT = TypeVar("JobT", bound=Job)
+JobT = TypeVar("JobT", bound=Job, covariant=True)  # a context is only read
 
 
 class Restored(Protocol):

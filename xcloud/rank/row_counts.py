@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from xcloud.base.errors import FrameError
 from xcloud.contracts.model import SPLITS, Split, Task, TaskData
-from xcloud.experiment import Experiment
+from xcloud.job.job import PipelineJob
 from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, compare_facts
 from xcloud.rank.task_data import DATA, SAMPLES, load
@@ -17,7 +17,7 @@ from xcloud.rank.task_data import DATA, SAMPLES, load
 UNREAD = "the task's settings and sizes"
 
 
-def load_or_be_told(job: Experiment, rendezvous: Rendezvous, own: Task | None = None) -> TaskData:
+def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None = None) -> TaskData:
     """Load the data as `load` does, or take their sizes from rank 0 in a rank that reads no field.
 
     own: its `task`.
@@ -44,7 +44,7 @@ def load_or_be_told(job: Experiment, rendezvous: Rendezvous, own: Task | None = 
     return data
 
 
-def _unread(job: Experiment, data: TaskData) -> TaskData:
+def _unread(job: PipelineJob, data: TaskData) -> TaskData:
     """Return what a rank that reads nothing has of the same data."""
     sizes = {split: data.num_samples(split) for split in SPLITS}
     return _with_sizes(job.task, sizes).load(frozenset(), job.seed)

@@ -30,8 +30,8 @@ from xcloud.contracts.model import (
     Task,
     TaskData,
 )
-from xcloud.experiment import Experiment
 from xcloud.job.config import this_clouds_policy
+from xcloud.job.job import PipelineJob
 from xcloud.net.transport import Rendezvous
 from xcloud.pipeline.batch_plan import on_device
 from xcloud.pipeline.control import Signal
@@ -50,7 +50,7 @@ SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 
 def load(
-    experiment: Experiment,
+    experiment: PipelineJob,
     rendezvous: Rendezvous,
     more: Callable[[TaskData], Mapping[str, str]] = lambda data: {},
     left_out: Mapping[int, Collection[str]] = {},
@@ -79,7 +79,7 @@ def load(
     return data
 
 
-def note_data(context: RankContext[Experiment], data: TaskData) -> None:
+def note_data(context: RankContext[PipelineJob], data: TaskData) -> None:
     """Say which data these are and what of them did not fit. What a cloud's texts are like is
     nobody else's matter: only rank 0 reports it, others write it to their own log."""
     job = context.job
@@ -112,7 +112,7 @@ def _cuts_in_words(num_cut: NumCut) -> Iterator[tuple[str, str, Split, Cut]]:
             yield text, what, split, cut
 
 
-def shown_digest(job: Experiment, data: TaskData) -> str:
+def shown_digest(job: PipelineJob, data: TaskData) -> str:
     """Return what a record knows the data by: with the contents that this rank has read, unless a
     rule keeps a field in some cloud. The digest of few labels would tell them."""
     described = data.fingerprint()
@@ -121,13 +121,13 @@ def shown_digest(job: Experiment, data: TaskData) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def is_held(job: Experiment) -> bool:
+def is_held(job: PipelineJob) -> bool:
     """Return whether the job, or the policy of this cloud, keeps a field in some clouds."""
     return bool(job.security.holders or this_clouds_policy().holders)
 
 
 def context_of(
-    job: Experiment,
+    job: PipelineJob,
     data: TaskData,
     device: torch.device,
     report: Callable[[str], None],
@@ -183,7 +183,7 @@ class Evaluator(Hook):
     meet: waits for all ranks.
     """
 
-    context: RankContext[Experiment]
+    context: RankContext[PipelineJob]
     pipeline: Pipeline
     groups: Mapping[int, RankGroup]
     data: TaskData
@@ -292,7 +292,7 @@ def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def token_pads(job: Experiment, data: TaskData, stages: Collection[int]) -> dict[str, int]:
+def token_pads(job: PipelineJob, data: TaskData, stages: Collection[int]) -> dict[str, int]:
     """Return the padding id of each field of tokens that one of these stages is the first to read,
     so that every token of a batch is counted once over the ranks."""
     num_stages = job.cluster.num_stages

@@ -29,6 +29,7 @@ from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.sharding.sharder import Sharder, sharders
 from xcloud.features.tied.gradients import tied_gradients
+from xcloud.job.needs import ties_ends
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.hook import Hook, Hooks
@@ -231,7 +232,7 @@ class Features:
 
     def _tied_gradients(self, trainer: Trainer) -> Hook | None:
         job = self.job
-        if not job.ties_ends:
+        if not ties_ends(job):
             return None
         return tied_gradients(
             trainer,

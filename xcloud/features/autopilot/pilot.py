@@ -24,9 +24,9 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
 from xcloud.contracts.model import Stage
-from xcloud.experiment import Experiment
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.features.autopilot.settings import Autopilot, Tour
+from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
 from xcloud.net.link_profile import LinkProfile, line_bytes
@@ -50,7 +50,7 @@ _CHOSEN = ("the autopilot's choice uint8",)
 
 
 def pilot_of(
-    context: RankContext[Experiment], trainer: Trainer, wiring: Wiring, program_bytes: int
+    context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring, program_bytes: int
 ) -> Switching:
     """Return what changes the rank's compression and schedule while it trains.
 
@@ -81,7 +81,7 @@ class Switching(Hook):
 
     name = "autopilot"
 
-    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer) -> None:
+    def __init__(self, job: PipelineJob, wiring: Wiring, trainer: Trainer) -> None:
         assert isinstance(job.compression, Selectable)
         self._compression = job.compression
         self._schedules = job.schedules
@@ -131,7 +131,7 @@ class RunPilot(Switching):
 
     def __init__(
         self,
-        job: Experiment,
+        job: PipelineJob,
         wiring: Wiring,
         trainer: Trainer,
         reporter: Reporter,
@@ -316,7 +316,7 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
     return min(8 * num_messages * of_each / max(line_s, 1e-15), _FREE_BITS_PER_S)
 
 
-def forecast_of(job: Experiment, device: torch.device) -> Forecast:
+def forecast_of(job: PipelineJob, device: torch.device) -> Forecast:
     """Build the forecast. The codecs of all choices are measured on this device, which stands for
     all.
     """
@@ -365,7 +365,7 @@ class TourPilot(Switching):
 
     def __init__(
         self,
-        job: Experiment,
+        job: PipelineJob,
         wiring: Wiring,
         trainer: Trainer,
         *,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples
 from xcloud.contracts.model import NO_LABEL, Batch, Stage, TaskData
-from xcloud.experiment import Experiment
 from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, TRUTH, Rows, Stream
+from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.hook import Hook
@@ -216,7 +216,7 @@ def observed(
 
 
 def leak_observers(
-    context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
+    context: RankContext[PipelineJob], data: TaskData, stages: Mapping[int, Stage]
 ) -> LeakObservers:
     """Build the observers of a job whose leak meter is on."""
     job = context.job

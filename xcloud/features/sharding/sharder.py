@@ -2,7 +2,7 @@
 
 Each rank keeps a part of every parameter, its gradient and its moments. Before a block computes
 its parameters are gathered, after that dropped; its gradients are summed and scattered again. All
-ranks of a sharded stage must compute in step (pipeline/schedule.py: check_in_step).
+ranks of a sharded stage must compute in step (feature.py: check_in_step).
 """
 
 from __future__ import annotations

@@ -1,0 +1,101 @@
+"""The activation cache as a feature: rows of frozen parts cross once, not in every epoch."""
+
+from __future__ import annotations
+
+import math
+
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import decodes_rows_alone
+from xcloud.comm.memory import NoMemory
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import Lack, Use, all_clouds_stay, plain
+from xcloud.rank.feature import Feature
+
+rows_may_be_kept = plain(
+    lambda job: not job.security.may_keep_rows,
+    "security.may_keep_rows=false forbids it",
+    remedy="set security.may_keep_rows=true",
+)
+
+
+def constant_boundary(job: PipelineJob) -> Lack | None:
+    if job.cached_boundaries:
+        return None
+    trained = {True: "something before it is trained", False: "dropout is active before it"}
+    reasons = "; ".join(
+        f"at boundary {stage} {trained[boundary.gradient_returns]}"
+        for stage, boundary in job.boundaries.items()
+        if job.cluster.leaves_cloud(stage) and not boundary.is_constant
+    )
+    none_leaves = f"none leaves its cloud with strategy={job.strategy.name}"
+    setting = f"no boundary between clouds has those ({reasons or none_leaves})"
+    if not hasattr(job.model, "split"):
+        more = ", and no setting of this model freezes all that lies before one"
+        return Lack(setting + more, "")
+    remedy = "freeze what lies before one (model.split.layer and model.split.freeze_bottom)"
+    return Lack(setting, remedy)
+
+
+def kept_stages_whole(job: PipelineJob) -> Lack | None:
+    """Return a lack where a stage is sharded whose rows are kept.
+
+    The ranks of a sharded stage must compute in step, whatever each of them has kept.
+    """
+    last = max(job.cached_boundaries, default=-1)
+    for name, cloud in job.cluster.clouds.items():
+        if cloud.shard and min(cloud.stages or ()) <= last:
+            what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
+            return Lack(what, "leave shard out")
+    return None
+
+
+def rows_arrive_alike(job: PipelineJob) -> Lack | None:
+    """Return a lack where the same row would not arrive as the same values in every epoch."""
+    boundaries = job.boundaries
+    for stage in job.cached_boundaries:
+        for replica in range(job.cluster.num_replicas):
+            if (defence := job.defences_at(stage, replica).get("forward")) is not None:
+                what = f"security.defences.forward={defence.label} adds new noise in every epoch"
+                return Lack(f"{what}, which would no longer protect", "leave it out")
+        compression = job.compression.at_boundary(stage)
+        if not isinstance(compression, Compression):
+            what = f"compression changes during the run ({compression.label})"
+            return Lack(what, "take one compression for all of it")
+        if not isinstance(compression.forward_memory, NoMemory):
+            memory = compression.forward_memory.label
+            what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
+            return Lack(what, "leave it out")
+        for field in boundaries[stage].fields:
+            width = math.prod(field.features)
+            floats = field.dtype.is_floating_point
+            if floats and not decodes_rows_alone(compression.forward, width):
+                return Lack(
+                    f"compression.forward={compression.forward.label} makes of the same row "
+                    "another one in each message (it draws, remembers, or looks at several rows "
+                    "at once)",
+                    f"take none, fp16, bf16 or integers whose block divides {width}",
+                )
+    return None
+
+
+class ActivationCaching(Feature):
+    """A store of rows in the cloud that received them."""
+
+    uses = (
+        Use(
+            "training.activation_cache_mb={}",
+            asked=lambda job: job.training.activation_cache_mb,
+            why={
+                rows_may_be_kept: "keeps rows of another cloud",
+                all_clouds_stay: "relies on what every cloud has kept",
+                constant_boundary: "keeps rows that are the same in every epoch",
+                rows_arrive_alike: "keeps rows as they arrived in the first epoch",
+                kept_stages_whole: "leaves out what a rank need not compute again",
+            },
+            without="set it to 0",
+            reads_model=True,
+        ),
+    )
+
+    def describe(self, job: PipelineJob) -> str:
+        return f"keeps up to {job.training.activation_cache_mb} MB of frozen rows"

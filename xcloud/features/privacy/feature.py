@@ -1,0 +1,76 @@
+"""Differential privacy as a feature: clip and noise what leaves a cloud, and account for it."""
+
+from __future__ import annotations
+
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
+from xcloud.pipeline.schedule import put_off
+from xcloud.rank.feature import Feature
+
+several_replicas = plain(
+    lambda job: job.cluster.num_replicas == 1,
+    "here is one replica",
+    remedy="choose strategy=data_parallel or local_updates",
+)
+
+
+whole_replicas = plain(
+    lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
+    "this cluster cuts the model between clouds, which pass each sample's activations and "
+    "gradients on without that noise, so its epsilon would not hold there",
+    remedy="keep each replica in one cloud (strategy=data_parallel), noise what crosses "
+    "(security/defences)",
+)
+
+
+one_sample_each = plain(
+    lambda job: job.training.batch_size != job.num_pieces,
+    "training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
+    "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
+    remedy="make them equal, most cheaply by training.accumulate_steps",
+)
+
+
+def whole_backward(job: PipelineJob) -> Lack | None:
+    num_stages = job.cluster.num_stages
+    if not any(put_off(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)):
+        return None
+    remedy = "choose schedule=one_forward_one_backward or gpipe"
+    return Lack(f"{job.schedule.label} puts off those of weights", remedy)
+
+
+def _protects(job: PipelineJob, unit: str) -> bool:
+    privacy = job.security.privacy
+    return privacy is not None and privacy.unit == unit
+
+
+class DifferentialPrivacy(Feature):
+    """A bound on what the others learn of a sample, or of all that a cloud holds."""
+
+    uses = (
+        Use(
+            "security/privacy=cloud",
+            asked=lambda job: _protects(job, "cloud"),
+            why={
+                several_replicas: "noises what replicas in several clouds give to an averaging",
+                all_clouds_stay: "gives no bound if what one merge leaves out is sent with the "
+                "next",
+            },
+            without="choose security/privacy=sample",
+        ),
+        Use(
+            "security/privacy=sample",
+            asked=lambda job: _protects(job, "sample"),
+            why={
+                whole_stages: "clips each sample's gradient in one rank",
+                whole_replicas: "noises parameter gradients",
+                whole_backward: "clips each sample's gradient before the next one's is computed",
+                one_sample_each: "needs one sample in every micro-batch",
+            },
+            without="set security/privacy=none",
+        ),
+    )
+
+    def describe(self, job: PipelineJob) -> str:
+        assert job.security.privacy is not None
+        return job.security.privacy.label

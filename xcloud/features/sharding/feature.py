@@ -1,0 +1,96 @@
+"""Sharding as a feature: a cloud's ranks share the parameters of their stages out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from xcloud.base.errors import ConfigError
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import (
+    Lack,
+    Use,
+    every_update_together,
+    no_privacy,
+    sharding_clouds,
+    untied_ends,
+)
+from xcloud.pipeline.schedule import Schedule, put_off, rank_actions
+from xcloud.rank.feature import Feature
+
+
+def equal_shards_in_step(job: PipelineJob) -> Lack | None:
+    """Return a lack where clouds shard the same stage differently, or a stage over one rank.
+
+    Ranks that gather parameters together compute in step; raises ConfigError itself where the
+    schedule does not let them.
+    """
+    layout = job.cluster
+    for name, cloud in layout.clouds.items():
+        for stage in cloud.stages or () if cloud.shard else ():
+            held = {
+                other_name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                for other_name, other in layout.clouds.items()
+                if stage in (other.stages or ())
+            }
+            if len(set(held.values())) > 1:
+                what = f"stage {stage} is held as (shard, ranks) {held}"
+                return Lack(what, "give these clouds the same num_ranks and shard")
+            if held[name][1] < 2:
+                what = f"stage {stage} is held by one rank"
+                return Lack(what, f"give the cloud more (cluster.clouds.{name}.num_ranks)")
+            turns = [
+                {s: layout.turn(s, rank) for s in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            holders = [own for own in turns if stage in own]
+            schedule = job.schedule.for_lanes(layout.num_stages, layout.num_lanes)
+            check_in_step(
+                schedule, layout.num_stages, turns=holders, what=f"cluster.clouds.{name}"
+            )
+    return None
+
+
+def check_in_step(
+    schedule: Schedule, num_stages: int, turns: Sequence[Mapping[int, tuple[int, int]]], what: str
+) -> None:
+    """Raise ConfigError unless the schedule has all these ranks do the same in turn, each with its
+    own micro-batches, and computes their backwards at once.
+
+    turns: of each rank, by stage; see ClusterLayout.turn.
+    what: the setting of their cloud, for the message.
+    """
+    orders = [
+        rank_actions(schedule, sorted(own), num_stages=num_stages, turn_of=dict(own))
+        for own in turns
+    ]
+    if any(map(put_off, orders)):
+        raise ConfigError(
+            f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "
+            "parameters are dropped when their backward ends; choose "
+            "schedule=one_forward_one_backward or gpipe, or leave shard out"
+        )
+    if len({tuple((a.kind, a.stage) for a in actions) for actions in orders}) > 1:
+        raise ConfigError(
+            f"{what}.shard: ranks that gather parameters together must compute in step, and "
+            f"{schedule.label} does not deal {schedule.num_micro_batches} micro-batches evenly to "
+            f"{len(turns)} ranks; make schedule.num_micro_batches a multiple of {len(turns)}"
+        )
+
+
+class Sharding(Feature):
+    """A stage of which each rank keeps a part of every parameter."""
+
+    uses = (
+        Use(
+            "cluster.clouds.{0[0]}.shard",
+            asked=sharding_clouds,
+            why={
+                untied_ends: "shards gradients over ranks",
+                every_update_together: "shards parameters and gradients over ranks",
+                equal_shards_in_step: "averages what each rank holds with ranks that hold the "
+                "same",
+                no_privacy: "shards gradients over ranks",
+            },
+            without="leave shard out",
+        ),
+    )

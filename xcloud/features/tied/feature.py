@@ -1,0 +1,45 @@
+"""Tied ends as a feature: the first and the last stage train one matrix together."""
+
+from __future__ import annotations
+
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import Lack, Use, every_update_together, no_privacy, ties_ends
+from xcloud.rank.feature import Feature
+from xcloud.security.defences import LABEL
+
+
+def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
+    """Return a lack where gradients would show words in a cloud where these may not be.
+
+    The gradient of the embeddings shows which words are in a batch, and that of the head which are
+    to be predicted.
+    """
+    layout = job.cluster
+    for replica in range(layout.num_replicas):
+        first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+        for name, cloud in (("text", last), (LABEL, first)):
+            holders = job.security.holders.get(name)
+            if first != last and holders is not None and cloud not in holders:
+                return Lack(
+                    f"cloud {cloud!r} would get gradients that show which words are in {name!r}, "
+                    f"and security.holders.{name} keeps these in {', '.join(holders)}",
+                    "put both ends of the model into one cloud (cluster=u_shape)",
+                )
+    return None
+
+
+class TiedEnds(Feature):
+    """A sum of the gradients of one matrix over both ends of a pipeline."""
+
+    uses = (
+        Use(
+            "model.embeddings=tie",
+            asked=ties_ends,
+            why={
+                no_privacy: "hands the other end gradients as they are",
+                every_update_together: "needs both ends in every update",
+                words_may_be_at_both_ends: "sends gradients to the other end",
+            },
+            without="take model.embeddings=untie or freeze",
+        ),
+    )
