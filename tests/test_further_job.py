@@ -11,6 +11,7 @@ import torch
 from tests.pipelines import in_threads
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job, Labels
+from xcloud.job.leaving import Leaving
 from xcloud.launch import one_rank
 from xcloud.layout import Layout
 from xcloud.net.frame import Kind, MessageKey
@@ -67,6 +68,11 @@ class RingJob(Job):
 
     def check(self) -> None:
         """Nothing to check."""
+
+    def leaving(self) -> list[Leaving]:
+        names = list(self.cluster.clouds)
+        after = zip(names, [*names[1:], names[0]], strict=True)
+        return [Leaving(a, b, "norm", "the number float32 [1]", "once a step") for a, b in after]
 
 
 class RingRank(Role[RingJob]):

@@ -25,8 +25,8 @@ from tests.toy import toy_config
 from xcloud.base import project
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import ReadPath
+from xcloud.job import approval, given, strict_policy
 from xcloud.job import config as configs
-from xcloud.job import given, strict_policy
 from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
@@ -39,6 +39,7 @@ Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
     "translate, generate, export": given.read_job,
     "resume": lambda file: with_overrides(file, [], CONF),
+    "approve": lambda file: approval.main([str(file), "--yes"]),
     "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),
     "worker": lambda file: given.read_shared(file, file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
@@ -426,8 +427,9 @@ def test_only_an_approved_file_is_parsed(
     policy(approved=[digest])
     given.read_shared(file, tmp_path)
     policy(approved=[])
-    with pytest.raises(ConfigError, match=rf"approved: \[{digest}\]"):
-        given.read_shared(file, tmp_path)
+    said = refused(SHARING["worker"], file)
+    assert digest in said and os.environ["XCLOUD_POLICY"] in said
+    assert f"python -m xcloud approve {file}" in said
     file.write_text("a: [" * 9)  # would not parse
     for read in SHARING.values():
         assert "is not approved in this cloud" in refused(read, file)

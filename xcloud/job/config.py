@@ -147,7 +147,7 @@ def this_clouds_policy() -> Policy:
     It stands in the file that XCLOUD_POLICY names, else in policy.yaml of the checkout or, where
     there is none, of ~/.config/xcloud. Raises ConfigError.
     """
-    path = _policy_file()
+    path = policy_file()
     is_there = os.environ.get("XCLOUD_POLICY") or os.path.lexists(path)
     return Policy.of(read_plain(path), path) if is_there else Policy()
 
@@ -158,10 +158,11 @@ def this_clouds_keys() -> LineKeys:
     Raises ConfigError.
     """
     policy = this_clouds_policy()
-    return read_line_keys(policy.me, policy.peers, policy_file=_policy_file())
+    return read_line_keys(policy.me, policy.peers, policy_file=policy_file())
 
 
-def _policy_file() -> Path:
+def policy_file() -> Path:
+    """Return where the policy of this cloud stands, or would stand."""
     named = os.environ.get("XCLOUD_POLICY")
     return Path(named) if named else this_owners_file(POLICY_FILE)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -35,6 +37,7 @@ from xcloud.job.config import (
     dotted,
     flatten,
     job_from_config,
+    policy_file,
     read_plain,
     resolved,
     this_clouds_policy,
@@ -82,8 +85,43 @@ def read_checked(path: Path) -> DictConfig:
 
 def read_shared(path: Path, run_dir: Path) -> tuple[DictConfig, Job]:
     """Read a file that several clouds share, if this cloud has approved it, and build its job."""
-    config = read_config(path, this_clouds_policy().check_approved)
+    policy = this_clouds_policy()
+    config = read_config(path, partial(policy.check_approved, policy_file=policy_file()))
     return config, shared_job(config, run_dir)
+
+
+class ToApprove(NamedTuple):
+    """A shared file for a person who decides whether it may run in this cloud.
+
+    settings: as plain containers.
+    digest: the SHA-256 of the very bytes that were read.
+    refusal: why this cloud's policy would not let it run, apart from `approved`; None if it would.
+    """
+
+    settings: dict[str, Any]
+    job: Job
+    digest: str
+    refusal: ConfigError | None
+
+
+def read_to_approve(path: Path) -> ToApprove:
+    """Read a shared file, which may name the constructors that this cloud's policy allows.
+
+    Raises ConfigError for any other, and for what is no experiment file.
+    """
+    found: list[str] = []
+
+    def note(data: bytes, _: Path) -> None:
+        found.append(hashlib.sha256(data).hexdigest())
+
+    config = read_config(path, note)
+    job = job_from_config(config, this_clouds_policy())
+    refusal = None
+    try:
+        shared_job(config, run_dir=path.absolute().parent)
+    except ConfigError as error:
+        refusal = error
+    return ToApprove(resolved(config), job=job, digest=found[0], refusal=refusal)
 
 
 def shared_job(config: DictConfig, run_dir: Path) -> Job:

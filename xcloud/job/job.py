@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
+from xcloud.job.leaving import Leaving, leaving
 from xcloud.job.strategy import ModelPlacement, Strategy
 from xcloud.layout import ClusterLayout, Layout
 from xcloud.pipeline.batch_plan import BatchPlan
@@ -233,6 +234,10 @@ class Job(Names, ABC):
         """
         return None
 
+    @abstractmethod
+    def leaving(self) -> Iterable[Leaving]:
+        """Return what the run sends from cloud to cloud, as far as its settings tell."""
+
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Return all ranks that must leave so that the run can start without `ranks`.
 
@@ -379,6 +384,9 @@ class PipelineJob(Job):
         return PinnedBatchPlan(
             num_samples=num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks
         )
+
+    def leaving(self) -> Iterable[Leaving]:
+        return leaving(self)
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Return the batch fields that any rank of the cloud reads."""

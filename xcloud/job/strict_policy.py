@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     if cloud not in clouds:
         raise ConfigError(f"--cloud is {cloud!r}; the clouds of {file} are {', '.join(clouds)}")
 
-    allowed: dict[str, set[str]] = {"read": set(), "write": set(), "hub": set(), "address": set()}
-    for lead in leads_of(settings):
-        value = lead.value
-        to = lead.to
-        if to == "hub":
-            to = "read" if is_place(value) else "hub"
-        if to == "hub" and lead.revision:
-            value = f"{value}@{lead.revision}"
-        allowed[to].add(value)
-
+    allowed = places_of(settings)
     keys: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
@@ -69,6 +60,21 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         "cluster.liveness.join_within_s": {"max": job.cluster.liveness.join_within_s},
     }
     return keys
+
+
+def places_of(settings: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return what an experiment leads to, by what is done there: "read", "write", "hub",
+    "address". Its constructors must have been checked before."""
+    places: dict[str, set[str]] = {"read": set(), "write": set(), "hub": set(), "address": set()}
+    for lead in leads_of(settings):
+        value = lead.value
+        to = lead.to
+        if to == "hub":
+            to = "read" if is_place(value) else "hub"
+        if to == "hub" and lead.revision:
+            value = f"{value}@{lead.revision}"
+        places[to].add(value)
+    return places
 
 
 def main(words: Sequence[str]) -> int:

@@ -208,13 +208,17 @@ class Policy:
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
 
-    def check_approved(self, data: bytes, file: Path) -> None:
-        """Refuse a file whose content nobody here has approved, before it is parsed."""
+    def check_approved(self, data: bytes, file: Path, policy_file: Path) -> None:
+        """Refuse a file whose content nobody here has approved, before it is parsed.
+
+        policy_file: where this policy stands, for the message.
+        """
         digest = hashlib.sha256(data).hexdigest()
         if self.approved is not None and digest not in self.approved:
             raise ConfigError(
-                f"{file} is not approved in this cloud. Once somebody has read it, put its "
-                f"SHA-256 into {POLICY_FILE}: {_line('approved', *self.approved, digest)}"
+                f"{file} is not approved in this cloud: its SHA-256 is {digest}, which is none "
+                f"of `approved` in {policy_file}. Read what it asks for, and approve it, with "
+                f"python -m xcloud approve {file}"
             )
 
     def check_build(self, settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ How the figures of its summary are made, beside those of any run (record/summary
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from xcloud.contracts.one_way import OneWayModel
 from xcloud.features.one_way.feed import Feed
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.job.job import Job, Labels, Roster
+from xcloud.job.leaving import REPORTS, Leaving
 from xcloud.pipeline.settings import Checkpoints, OnDivergence
 from xcloud.pretrained import check_checkpoints
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
@@ -113,6 +114,16 @@ class OneWayExperiment(Job):
                 "fed": everyone - consumers,
             },
         )
+
+    def leaving(self) -> Iterable[Leaving]:
+        consumer = self.cluster.consumer
+        often = f"{self.training.batches_per_step} in a step of all producers together"
+        most = self.model.max_payload_bytes
+        for cloud in self.cluster.producers:
+            text = "token ids and labels, packed: text that anyone with the tokenizer can read"
+            yield Leaving(cloud, consumer, "batch", text, often, max_bytes=most)
+            yield Leaving(cloud, consumer, "report", REPORTS, "in every step and between steps")
+            yield Leaving(consumer, cloud, "order", "how many batches to send", "once a step")
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Return whole producers, where feed.min_producers says that the others suffice."""

@@ -1,0 +1,176 @@
+"""`python -m xcloud approve`: what a file asks of this cloud, its number, and its place in the
+policy."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.configs import composed
+from xcloud.base.errors import ConfigError
+from xcloud.job import approval, given
+from xcloud.job import config as configs
+from xcloud.security.policy import MAX_BYTES
+
+DIGEST = "4f1c" * 16
+Approve = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "here" / "policy.yaml"
+    file.parent.mkdir()
+    file.write_text("# of this cloud\nme: cloud_b\n")
+    monkeypatch.setenv("XCLOUD_POLICY", str(file))
+    return file
+
+
+@pytest.fixture
+def approve(capsys: pytest.CaptureFixture[str]) -> Approve:
+    def run(*words: object) -> tuple[int, str]:
+        code = approval.main([*map(str, words)])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def written(folder: Path, *overrides: str) -> Path:
+    file = folder / "experiment.yaml"
+    configs.write(composed("+exp=abnet_iwslt", *overrides), file)
+    return file
+
+
+def test_what_a_file_asks_of_each_cloud_is_shown(
+    tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    code, said = approve(written(tmp_path, "compression=int8"))
+    assert code == 0 and "not approved: nobody can be asked here" in said
+    here, there = said.split("\ncloud_a: ")[1].split("\ncloud_b: ")
+    assert "reads the fields source; only here: source" in here
+    assert (
+        "sends cloud_b activation: counts int16 [B], hidden float32 [R, 128], compressed by int8; "
+        "4 a step, at most " in here
+    )
+    assert "sends cloud_a gradient: hidden float32 [R, 128]" in there
+    assert "sends cloud_a report: " in there
+
+
+def test_what_replicas_and_producers_send_is_shown(
+    tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    _, said = approve(written(tmp_path, "strategy=local_updates"))
+    assert "sends cloud_a averaging: weight changes of all that is trained in encoder" in said
+    assert "once in 50 steps" in said and "only here: none" in said
+    policy_file.write_text("me: discriminator\n")
+    file = tmp_path / "experiment.yaml"
+    configs.write(composed("+exp=electra_multilingual"), file)
+    _, said = approve(file)
+    assert "sends discriminator batch: token ids and labels" in said
+
+
+def test_a_file_that_is_approved_runs_and_a_changed_one_does_not(
+    tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    file = written(tmp_path)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    code, said = approve(file, "--yes")
+    assert code == 0 and f"approved in {policy_file} now" in said
+    assert "".join(said.split("by phone")[1].split("approved")[0].split(":")[1].split()) == digest
+    assert policy_file.read_text().startswith("# of this cloud\nme: cloud_b\n")
+    assert f"approved in {policy_file}\n" in approve(file)[1]
+    given.read_shared(file, tmp_path)
+
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(ConfigError, match="is not approved in this cloud"):
+        given.read_shared(file, tmp_path)
+    approve(file, "--yes")
+    given.read_shared(file, tmp_path)
+    assert len(yaml.safe_load(policy_file.read_text())["approved"]) == 2
+
+
+@pytest.mark.parametrize(("answer", "is_approved"), [("y", True), ("", False), ("no", False)])
+def test_a_person_is_asked(
+    answer: str,
+    is_approved: bool,
+    tmp_path: Path,
+    policy_file: Path,
+    approve: Approve,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO(f"{answer}\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    approve(written(tmp_path))
+    assert ("approved" in policy_file.read_text()) == is_approved
+
+
+def test_what_the_policy_would_refuse_is_not_approved(
+    tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    policy_file.write_text("require: {seed: 7}\n")
+    code, said = approve(written(tmp_path), "--yes")
+    assert code == 1 and "would refuse it: seed is 1" in said
+    assert policy_file.read_text() == "require: {seed: 7}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no file"),
+        (b"\xff\xfe", "can't decode"),
+        (b"a: [", "experiment.yaml: while parsing"),
+        (b"a: 1", "is not an experiment file"),
+        (b"a: &b 1", "an anchor or alias"),
+        (b"#" * (MAX_BYTES + 1), "is longer than"),
+    ],
+    ids=["missing", "binary", "broken", "other", "anchor", "long"],
+)
+def test_a_file_that_is_no_experiment_is_refused(
+    content: bytes | None, said: str, tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    file = tmp_path / "experiment.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        approve(file, "--yes")
+    assert "approved" not in policy_file.read_text()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "", "me: a", "approved:\n", "approved: []  # none\nme: a\n", "approved: null\n",
+        "approved: ['{0}', \"{0}\" ] # x\nme: a", "approved:\n- '{0}'  # Bob\n\n# me\nme: a\n",
+        "me: a\napproved:\n  - '{0}'",
+    ],
+)  # fmt: skip
+def test_all_else_in_a_policy_stays(policy: str) -> None:
+    text = policy.format("00" * 32)
+    before = yaml.safe_load(text) or {}
+    changed = approval.with_approved(text, DIGEST)
+    after = yaml.safe_load(changed)
+    assert after.pop("approved") == [*(before.pop("approved", None) or []), DIGEST]
+    assert after == before
+    assert [part for part in text.split() if part.startswith("#") and part not in changed] == []
+
+
+def test_a_policy_is_made_where_there_is_none_and_a_strange_one_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "new" / "policy.yaml"
+    approval.approve(file, DIGEST)
+    assert yaml.safe_load(file.read_text()) == {"approved": [DIGEST]}
+    link = tmp_path / "policy.yaml"
+    os.symlink(file, link)
+    approval.approve(link, DIGEST)
+    assert link.is_symlink()
+    file.write_text("{me: a}")
+    with pytest.raises(ConfigError, match="write approved: "):
+        approval.approve(file, DIGEST)
+    assert file.read_text() == "{me: a}"

@@ -1,0 +1,141 @@
+"""`python -m xcloud approve EXPERIMENT`: show what a file asks of this cloud, and approve it.
+
+A file is known by the SHA-256 of its bytes. Both owners compare that number by phone; the policy
+of each lists the numbers that may run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import PACKAGED
+from xcloud.base.terminal import say
+from xcloud.job.config import policy_file, this_clouds_policy
+from xcloud.job.given import read_to_approve
+from xcloud.job.job import Job
+from xcloud.job.strict_policy import places_of
+from xcloud.layout import num_ranks_in_words
+from xcloud.record.files import replace_text
+from xcloud.security.policy import CONSTRUCTORS, Policy, plain_text, targets_of
+
+_USES = {"read": "reads", "write": "writes", "hub": "fetches", "address": "contacts"}
+
+
+def main(words: Sequence[str]) -> int:
+    """Show what an experiment file would read, write, send and need here, and its number, which
+    both owners compare by phone. Then ask whether it may run in this cloud."""
+    parser = argparse.ArgumentParser("python -m xcloud approve", description=main.__doc__)
+    parser.add_argument("experiment", type=Path)
+    parser.add_argument("--yes", action="store_true", help="approve it without a question")
+    given = parser.parse_args(words)
+    asked = read_to_approve(given.experiment)
+    policy = this_clouds_policy()
+    where = policy_file()
+    say("\n".join(_described(asked.job, asked.settings)))
+    if asked.refusal is not None:
+        say(f"{where} would refuse it: {asked.refusal}")
+        return 1
+    say(f"\nSHA-256, to compare by phone with the other owner:\n{in_groups(asked.digest)}\n")
+    if asked.digest in (policy.approved or ()):
+        say(f"approved in {where}")
+    elif given.yes or _agrees(where, policy):
+        approve(where, asked.digest)
+        say(f"approved in {where} now")
+    return 0
+
+
+def _agrees(where: Path, policy: Policy) -> bool:
+    if not sys.stdin.isatty():
+        say(f"not approved: nobody can be asked here; --yes puts it into {where}")
+        return False
+    if policy.approved is None:
+        say(
+            f"So far {where} approves any file that keeps to its bounds; then only those it names."
+        )
+    return input("Approve it in this cloud? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def in_groups(digest: str) -> str:
+    """Return 64 hexadecimal digits as four lines of four groups, to be read out aloud."""
+    groups = [digest[n : n + 4] for n in range(0, len(digest), 4)]
+    return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, len(groups), 4))
+
+
+def _described(job: Job, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield, line by line, what a job asks of the clouds that run it."""
+    yield job.headline
+    for use, names in places_of(settings).items():
+        yield f"{_USES[use]:<10}{_names(names - PACKAGED.keys()) or 'nothing'}"
+    more = _names(targets_of(settings) - CONSTRUCTORS)
+    yield f"{'calls':<10}{more or 'nothing but xcloud'}"
+    join_h = job.cluster.liveness.join_within_s / 3600
+    yield (
+        f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; ports open for up to "
+        f"{join_h:g} h until all have joined"
+    )
+    for cloud, settings_of_cloud in job.cluster.clouds.items():
+        ranks = num_ranks_in_words(settings_of_cloud.num_ranks)
+        yield f"\n{cloud}: {ranks}, device {settings_of_cloud.device}"
+        for what, words in (("holders", "reads the fields"), ("weights", "holds the weights of")):
+            held = job.held_by(cloud, what)
+            if held is None:
+                continue
+            others = [name for name in job.cluster.clouds if name != cloud]
+            stays = held.difference(*(job.held_by(name, what) or () for name in others))
+            yield f"  {words} {_names(held) or 'none'}; only here: {_names(stays) or 'none'}"
+        sent = [message for message in job.leaving() if message.sender == cloud]
+        if not sent:
+            yield "  sends nothing to another cloud"
+        for message in sent:
+            yield f"  sends {message.to} {message.in_words}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def approve(file: Path, digest: str) -> None:
+    """Add a digest to `approved` of a policy file, which is made where there is none.
+
+    All else in the file stays as it is, comments too. Raises ConfigError for a file that is no
+    policy.
+    """
+    target = Path(os.path.realpath(file))
+    text = ""
+    if target.exists():
+        text = plain_text(target)
+    changed = with_approved(text, digest)
+    try:
+        Policy.of(yaml.safe_load(changed), target)
+    except yaml.YAMLError as error:  # such as all of it in one pair of braces
+        more = f"approved: ['{digest}']"
+        raise ConfigError(f"{target} cannot be added to; write {more} into it") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(target, changed)
+
+
+def with_approved(text: str, digest: str) -> str:
+    """Return the text of a policy with one more digest in `approved`."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    value = next((value for key, value in pairs if key.value == "approved"), None)
+    if value is None:
+        start = text if text.endswith("\n") or not text else f"{text}\n"
+        return f"{start}approved: ['{digest}']\n"
+    if not isinstance(value, yaml.SequenceNode) or not value.value:
+        before = text[: value.start_mark.index]
+        return f"{before} ['{digest}']{text[value.end_mark.index :]}"
+    last = value.value[-1].end_mark.index
+    if value.flow_style:
+        return f"{text[:last]}, '{digest}'{text[last:]}"
+    rest_of_line, newline, below = text[last:].partition("\n")
+    indent = " " * value.start_mark.column
+    return f"{text[:last]}{rest_of_line}\n{indent}- '{digest}'{newline or chr(10)}{below}"

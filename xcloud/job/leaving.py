@@ -1,0 +1,143 @@
+"""Say what a job sends out of each cloud, from its settings, before anything runs.
+
+Shapes in words: B samples of a micro-batch; R rows, one for each token that is no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from typing import NamedTuple, Protocol
+
+from xcloud.comm.channel import BoundaryField
+from xcloud.contracts.model import SplitModel
+from xcloud.job.strategy import Strategy
+from xcloud.pipeline.settings import Training
+from xcloud.pipeline.wiring import WiredJob
+
+
+class SendingJob(WiredJob, Protocol):
+    """A job as far as it decides what crosses between clouds (job/job.py: PipelineJob)."""
+
+    @property
+    def model(self) -> SplitModel: ...
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def training(self) -> Training: ...
+    @property
+    def num_pieces(self) -> int: ...
+
+
+class Leaving(NamedTuple):
+    """A kind of message that crosses from one cloud to another.
+
+    kind: as the wire audit names it.
+    what: the content in words, with shapes.
+    how_often: in words.
+    max_bytes: of the content of one message; None where the settings do not tell.
+    """
+
+    sender: str
+    to: str
+    kind: str
+    what: str
+    how_often: str
+    max_bytes: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        size = "" if self.max_bytes is None else f", at most {self.max_bytes:,} bytes each"
+        return f"{self.kind}: {self.what}; {self.how_often}{size}"
+
+
+REPORTS = "times, losses, scores and counts of its ranks as text, norms, heartbeats"
+
+
+def leaving(job: SendingJob) -> Iterator[Leaving]:
+    """Yield what training sends from cloud to cloud, in the order of the stages."""
+    layout = job.cluster
+    for replica in range(layout.num_replicas):
+        for stage in range(layout.num_stages - 1):
+            yield from _at_boundary(job, stage, replica=replica)
+    yield from _averaged(job)
+    first = layout.cloud_of(0)
+    for cloud in layout.clouds:
+        if cloud != first:
+            yield Leaving(cloud, first, "report", REPORTS, "in every step and between steps")
+            yield Leaving(first, cloud, "norm", "norms, orders, heartbeats", "in every step")
+
+
+def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]:
+    here, there = (job.cluster.stage_cloud(s, replica) for s in (stage, stage + 1))
+    if here == there:
+        return
+    boundary = job.boundaries[stage]
+    if boundary.start:
+        parts = ", ".join(f"{[*s.shape]} {s.dtype}".replace("torch.", "") for s in boundary.start)
+        num_bytes = sum(spec.num_bytes for spec in boundary.start)
+        yield Leaving(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
+    often = f"{job.num_pieces} a step"
+    what, num_bytes = _coded(job, stage, fields=boundary.fields, direction="forward")
+    yield Leaving(here, there, "activation", what, often, max_bytes=num_bytes)
+    words = "the same tensors of texts that are scored"
+    yield Leaving(here, there, "evaluation", words, "one for each micro-batch of an evaluation")
+    if boundary.gradient_fields:
+        fields = boundary.gradient_fields
+        what, num_bytes = _coded(job, stage, fields=fields, direction="backward")
+        often = f"{job.num_pieces} a step"
+        yield Leaving(there, here, "gradient", what, often, max_bytes=num_bytes)
+
+
+def _coded(
+    job: SendingJob, stage: int, fields: tuple[BoundaryField, ...], direction: str
+) -> tuple[str, int]:
+    """Return the fields in words, and the most bytes that a training message of them takes."""
+    boundary = job.boundaries[stage]
+    num_samples = -(-job.training.batch_size // job.num_pieces)
+    plans = [one for _, one in job.compression.at_boundary(stage).by_step]
+    labels = list(dict.fromkeys(getattr(plan, direction).label for plan in plans))
+    most = 0
+    for plan in plans:
+        num_bytes = 0
+        for field in fields:
+            spec = field.spec(field.max_rows(num_samples, boundary.max_rows_per_sample))
+            parts = getattr(plan, direction).wire_specs(spec) if spec.is_floating else (spec,)
+            num_bytes += sum(part.num_bytes for part in parts)
+        most = max(most, num_bytes)
+    words = ", ".join(field.in_words for field in fields)
+    return f"{words}, compressed by {' or '.join(labels)}", most
+
+
+def _averaged(job: SendingJob) -> Iterator[Leaving]:
+    """Yield what replicas in different clouds tell each other of what they have learned."""
+    layout = job.cluster
+    if layout.num_replicas > 1:
+        for stage in range(layout.num_stages):
+            yield from _averaged_stage(job, stage)
+    ties = getattr(job.model, "ties_ends", None)  # as job/needs.py asks
+    if ties is not None and ties(layout.num_stages):
+        ends = [layout.stage_cloud(stage) for stage in (0, layout.num_stages - 1)]
+        for here, there in permutations(ends, 2):
+            if here != there:
+                words = "gradient of the embeddings that both ends train"
+                yield Leaving(here, there, "averaging", words, "once a step")
+
+
+def _averaged_stage(job: SendingJob, stage: int) -> Iterator[Leaving]:
+    layout = job.cluster
+    traits = job.strategy.traits
+    label = job.compression.averaged.averaging_choice.label
+    often = "once a step" if traits.every == 1 else f"once in {traits.every} steps"
+    parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
+    what = "weight changes" if traits.trains_locally else "gradients"
+    what = f"{what} of all that is trained in {parts}, compressed by {label}"
+    first, *others = (layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
+    if not traits.is_elastic:
+        for here, there in permutations([first, *others], 2):
+            yield Leaving(here, there, "averaging", what, often)
+        return
+    for cloud in others:  # the first cloud merges for all
+        yield Leaving(cloud, first, "averaging", what, often)
+        merged = f"merged {what}; to a cloud that comes later the weights themselves"
+        yield Leaving(first, cloud, "averaging", merged, often)
