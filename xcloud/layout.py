@@ -67,7 +67,7 @@ class Layout(ABC):
         if not self.clouds:
             raise ConfigError("cluster.clouds must name at least one cloud")
         for name in self.clouds:
-            check_name("a cloud in cluster.clouds", name, spoken=True)
+            check_name("a cloud in cluster.clouds", name=name, spoken=True)
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Raise ConfigError unless every key of `links` names one pair of clouds.
@@ -133,17 +133,17 @@ class Layout(ABC):
         """Return the line between two ranks; None if they are in one cloud."""
         here = self.cloud_of(rank)
         there = self.cloud_of(peer)
-        return None if here == there or not self.crosses_clouds else self.wan_of(here, there)
+        return None if here == there or not self.crosses_clouds else self.wan_of(here, there=there)
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """Return how long `rank` waits for `num_bytes` from `peer` before calling it silent."""
-        wan = self.wan_between(rank, peer)
+        wan = self.wan_between(rank, peer=peer)
         limit_s = wan.overdue_s(num_bytes) if wan is not None else None
         return self.liveness.overdue_after_s if limit_s is None else limit_s
 
     def overdue_advice(self, rank: int, peer: int) -> str:
         """Return which setting makes `rank` wait longer for `peer`, as a sentence."""
-        wan = self.wan_between(rank, peer) or REAL
+        wan = self.wan_between(rank, peer=peer) or REAL
         return f"To wait longer raise {wan.patience_settings}."
 
     def describe(self) -> str:
@@ -258,7 +258,7 @@ class ClusterLayout(Layout):
         if cloud.one_stage_per_rank:
             per_stage = cloud.num_ranks // len(stages)
             stages = (stages[(rank - ranks[0]) // per_stage],)
-        return Placement(rank, name, stages=stages, replica=cloud.replica)
+        return Placement(rank=rank, cloud=name, stages=stages, replica=cloud.replica)
 
     def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
         """Return the ranks that hold this stage in one replica, in order."""
@@ -275,28 +275,29 @@ class ClusterLayout(Layout):
     def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that hold this stage, by replica: all of them train the same
         weights."""
-        return tuple(self.ranks_of(stage, replica) for replica in range(self.num_replicas))
+        return tuple(self.ranks_of(stage, replica=replica) for replica in range(self.num_replicas))
 
     def owner(self, stage: int, micro_batch: int) -> int:
         """Return the rank that computes this micro-batch of this stage."""
         turn, replica = divmod(micro_batch, self.num_replicas)
-        ranks = self.ranks_of(stage, replica)
+        ranks = self.ranks_of(stage, replica=replica)
         return ranks[turn % len(ranks)]
 
     def turn(self, stage: int, rank: int) -> tuple[int, int]:
         """Return (first, period): of this stage, `rank`, which holds it, computes the
         micro-batches first, first + period, ..."""
         replica = self.placement(rank).replica
-        ranks = self.ranks_of(stage, replica)
+        ranks = self.ranks_of(stage, replica=replica)
         return replica + self.num_replicas * ranks.index(rank), self.num_replicas * len(ranks)
 
     def stage_cloud(self, stage: int, replica: int = 0) -> str:
-        return self.cloud_of(self.ranks_of(stage, replica)[0])
+        return self.cloud_of(self.ranks_of(stage, replica=replica)[0])
 
     def leaves_cloud(self, stage: int) -> bool:
         """Return whether the boundary after `stage` joins two clouds in any replica."""
         return any(
-            self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
+            self.stage_cloud(stage, replica=replica)
+            != self.stage_cloud(stage + 1, replica=replica)
             for replica in range(self.num_replicas)
         )
 
@@ -304,7 +305,9 @@ class ClusterLayout(Layout):
     def lanes_in_step(self) -> int:
         """The number that micro-batches must be a multiple of, where ranks compute in step."""
         sharded = [cloud for cloud in self.clouds.values() if cloud.shard]
-        held = [self.ranks_of(stage, c.replica) for c in sharded for stage in c.stages or ()]
+        held = [
+            self.ranks_of(stage, replica=c.replica) for c in sharded for stage in c.stages or ()
+        ]
         return math.lcm(*map(len, held))
 
     def rank_period(self, stage: int) -> int:
@@ -322,7 +325,7 @@ class ClusterLayout(Layout):
 
     def leader_of(self, replica: int = 0) -> tuple[int, ...]:
         """Return the first rank of every stage of a replica, by stage."""
-        return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))
+        return tuple(self.ranks_of(stage, replica=replica)[0] for stage in range(self.num_stages))
 
     def leaders(self, replica: int = 0) -> tuple[int, ...]:
         """Return the first ranks of a replica's stages, each once: they speak for their stages

@@ -98,7 +98,9 @@ class WeightFiles:
     def _file(self, name: str) -> Path:
         from transformers.utils.hub import cached_file
 
-        return Path(_fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
+        return Path(
+            _fetch(self._name, load=lambda at, **where: str(cached_file(at, name, **where)))
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
@@ -113,7 +115,7 @@ class WeightFiles:
         }
         for name in sorted({*self._shards.values()}):
             if (path := self._here(name)) is not None:
-                found[name] = kept_digest(path, cache_dir)
+                found[name] = kept_digest(path, cache_dir=cache_dir)
         return found
 
     def _here(self, name: str) -> Path | None:
@@ -181,7 +183,9 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
     weights."""
     from transformers.utils.hub import cached_file
 
-    path = Path(_fetch(name_or_path, lambda at, **how: str(cached_file(at, "config.json", **how))))
+    path = Path(
+        _fetch(name_or_path, load=lambda at, **how: str(cached_file(at, "config.json", **how)))
+    )
     check_is_json(path)
     described = read_json(path)
     if not isinstance(described, dict):
@@ -201,7 +205,7 @@ def generation_config(name_or_path: str) -> dict[str, Any]:
 
     name = "generation_config.json"
     try:
-        path = _fetch(name_or_path, lambda at, **where: str(cached_file(at, name, **where)))
+        path = _fetch(name_or_path, load=lambda at, **where: str(cached_file(at, name, **where)))
         return dict(read_json(Path(path)))
     except (DataError, OSError, ValueError, TypeError):
         return {}
@@ -268,7 +272,7 @@ def kept_digest(path: Path, cache_dir: Path) -> str:
         with open(real, "rb") as file:
             part.write_text(hashlib.file_digest(file, "sha256").hexdigest())
 
-    make_once(kept, make)
+    make_once(kept, make=make)
     return kept.read_text()
 
 
@@ -276,11 +280,11 @@ def contents_of(place: Path, cache_dir: Path) -> str | None:
     """Return a digest of a file, or of the names and contents of all files below a folder; None
     where nothing is there."""
     if place.is_file():
-        return kept_digest(place, cache_dir)
+        return kept_digest(place, cache_dir=cache_dir)
     if not place.is_dir():
         return None
     files = sorted(path for path in place.rglob("[!.]*") if path.is_file())
-    named = ((str(f.relative_to(place)), kept_digest(f, cache_dir)) for f in files)
+    named = ((str(f.relative_to(place)), kept_digest(f, cache_dir=cache_dir)) for f in files)
     return key_of({"files": list(named)})
 
 
@@ -312,7 +316,7 @@ def made_once(
     """
     path = context.cache_dir / name
     unfinished = path.with_suffix(".unfinished")
-    made = context.group_rank == 0 and make_once(path, lambda part: build(part, unfinished))
+    made = context.group_rank == 0 and make_once(path, make=lambda part: build(part, unfinished))
     if made:
         shutil.rmtree(unfinished, ignore_errors=True)
     context.barrier()  # Every rank must reach this line, cached or not, or the others hang.

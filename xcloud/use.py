@@ -92,7 +92,9 @@ class TrainedRun:
         parts = list(self.parts())
         for number, (architecture, tensors) in enumerate(parts):
             context = replace(self.context(), architecture=architecture)
-            stage = self.experiment.model.build_stage(number, len(parts), context)
+            stage = self.experiment.model.build_stage(
+                number, num_stages=len(parts), context=context
+            )
             try:
                 stage.load_exported(tensors)
             except RuntimeError as error:
@@ -112,7 +114,7 @@ class TrainedRun:
             return message
 
         def arrived(tensor: Tensor) -> Tensor:
-            return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+            return compressor.decompress(compressor.compress(tensor), spec=TensorSpec.of(tensor))
 
         fields = self.experiment.boundaries[stage].fields
         floating = {field.name for field in fields if field.dtype.is_floating_point}
@@ -173,7 +175,7 @@ def following(
         message: Message | None = None
         for number, stage in enumerate(stages[:-1]):
             message = carry(number, stage(message, batch, pasts[number]).send)
-        new = [choice.of(stages[-1].next_words(message, batch, pasts[-1])[0])]
+        new = [choice.of(stages[-1].next_words(message, batch=batch, past=pasts[-1])[0])]
         text += new
         yield new[0]
 
@@ -202,7 +204,7 @@ class Generator(TrainedRun):
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {longest} positions"
             )
-        tokens = following(self.stages, self.carry, ids=given, choice=choice, cached=cached)
+        tokens = following(self.stages, carry=self.carry, ids=given, choice=choice, cached=cached)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
             if token in ends:
                 break
@@ -242,7 +244,7 @@ def translate(words: Sequence[str]) -> None:
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
     parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
     arguments = parser.parse_args(words)
-    translator = Translator(arguments.run, not arguments.uncompressed)
+    translator = Translator(folder=arguments.run, compressed=not arguments.uncompressed)
     for lines in [arguments.text] if arguments.text else ([line.strip()] for line in sys.stdin):
         say("\n".join(translator.translate(lines)))
 
@@ -296,19 +298,21 @@ def generate(words: Sequence[str]) -> None:
     parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
     arguments = parser.parse_args(words)
-    check("--max-new-tokens", arguments.max_new_tokens, annotation=Positive)
-    check("--temperature", arguments.temperature, annotation=NotNegativeFloat)
-    check("--top-p", arguments.top_p, annotation=Rate)
+    check("--max-new-tokens", value=arguments.max_new_tokens, annotation=Positive)
+    check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)
+    check("--top-p", value=arguments.top_p, annotation=Rate)
     if bool(arguments.text) == (arguments.chats is not None):
         raise ConfigError("generate needs either texts to go on from or --chats FILE")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
         raise ConfigError("--chats has whole chats: leave out --system and --plain")
-    generator = Generator(arguments.run, not arguments.uncompressed)
-    prompts = _prompts(generator.text, arguments)
+    generator = Generator(folder=arguments.run, compressed=not arguments.uncompressed)
+    prompts = _prompts(generator.text, arguments=arguments)
     _ = generator.stages  # what is said while they are read stands before the text
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
-        choice = Choice(arguments.temperature, arguments.top_p, seed=arguments.seed)
+        choice = Choice(
+            temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
+        )
         say(shown, end="\n" if is_chat else "")
         cached = not arguments.no_cache
         for piece in generator.after(given, arguments.max_new_tokens, choice, cached):

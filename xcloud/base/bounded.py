@@ -31,7 +31,7 @@ def parsed_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds. Raises DataError for one that is too large, ValueError for
     one that is no JSON."""
-    check_size(path, MAX_JSON)
+    check_size(path, max_bytes=MAX_JSON)
     return parsed_json(path.read_bytes())
 
 

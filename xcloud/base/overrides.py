@@ -82,7 +82,7 @@ def unreadable(words: Sequence[str], is_sweep: bool = False) -> list[str]:
 
     is_sweep: several values, separated by commas, are meant as such.
     """
-    return [line for word in words if (line := _trouble(word, is_sweep))]
+    return [line for word in words if (line := _trouble(word, is_sweep=is_sweep))]
 
 
 def _trouble(word: str, is_sweep: bool) -> str:
@@ -94,7 +94,7 @@ def _trouble(word: str, is_sweep: bool) -> str:
     if read is None:
         if _read(f"{key}=0") is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
-        wrong = _first_wrong(key, value)
+        wrong = _first_wrong(key, value=value)
     elif read.is_sweep_override() and not is_sweep:
         several = "several values make a sweep: add -m"
         if _SWEEPS.match(value) or "," not in value:

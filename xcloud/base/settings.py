@@ -40,8 +40,8 @@ class Leads:
 
 
 ReadPath = Annotated[str, Field(min_length=1), Leads("read")]
-SharedTextPath = Annotated[str, Field(min_length=1), Leads("read", shared="text")]
-SharedTokenizerPath = Annotated[str, Field(min_length=1), Leads("read", shared="tokenizer")]
+SharedTextPath = Annotated[str, Field(min_length=1), Leads(to="read", shared="text")]
+SharedTokenizerPath = Annotated[str, Field(min_length=1), Leads(to="read", shared="tokenizer")]
 WritePath = Annotated[str, Field(min_length=1), Leads("write")]
 HubName = Annotated[str, Field(min_length=1), Leads("hub")]
 """owner/name or owner/name@revision on the hub, a folder, or a checkpoint that is installed."""
@@ -81,9 +81,9 @@ def settings(
             try:
                 build(self, *args, **kwargs)
             except ValidationError as error:
-                raise worded(error, type(self), path=path) from None
+                raise worded(error, cls=type(self), path=path) from None
             for field in dataclasses.fields(self):
-                _check_width(getattr(self, field.name), path, name=field.name)
+                _check_width(getattr(self, field.name), path=path, name=field.name)
 
         made.__init__ = init
         return cast(type[T], made)

@@ -42,8 +42,8 @@ def prepare_process() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout = _lasting(sys.stdout, 1)
-    sys.stderr = _lasting(sys.stderr, 2)
+    sys.stdout = _lasting(sys.stdout, number=1)
+    sys.stderr = _lasting(sys.stderr, number=2)
     os.umask(0o077)
     os.environ["MPLBACKEND"] = "agg"
 

@@ -21,14 +21,14 @@ _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
 def quoted(value: object) -> str:
     """Return a value of foreign data for a message: its repr, cut to MAX_QUOTED characters."""
     text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str | bytes) else value)
-    return _cut(text, MAX_QUOTED)
+    return _cut(text, max_length=MAX_QUOTED)
 
 
 def listed(names: Iterable[object]) -> str:
     """Return names of foreign data for a message, "none" for none: each cut to MAX_QUOTED / 2
     characters, all of them to three times MAX_QUOTED."""
-    each = [_cut(str(name), MAX_QUOTED // 2) for name in names]
-    return _cut(", ".join(each), 3 * MAX_QUOTED) or "none"
+    each = [_cut(str(name), max_length=MAX_QUOTED // 2) for name in names]
+    return _cut(", ".join(each), max_length=3 * MAX_QUOTED) or "none"
 
 
 def _cut(text: str, max_length: int) -> str:
@@ -55,7 +55,7 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     annotation = get_type_hints(cls, include_extras=True)[field]
     key = field
     for part in where[1:]:  # an index, a key, or the name that a member of a union goes by
-        inside = _inside(annotation, part)
+        inside = _inside(annotation, part=part)
         if inside is not None:
             annotation = inside
             key += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -112,13 +112,13 @@ def _one(annotation: Any) -> str:
     if origin is Literal or annotation is bool:
         return f"one of {', '.join(map(str, get_args(annotation) or (True, False)))}"
     if annotation is int:
-        return _whole(limits.get("ge"), limits.get("le"))
+        return _whole(limits.get("ge"), maximum=limits.get("le"))
     if annotation is float:
-        return _number(limits.get("gt"), limits.get("ge"), maximum=limits.get("le"))
+        return _number(limits.get("gt"), minimum=limits.get("ge"), maximum=limits.get("le"))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        length = _length(limits.get("min_length"), limits.get("max_length"))
+        length = _length(limits.get("min_length"), maximum=limits.get("max_length"))
         return f"a list{length} of which each is {allowed(get_args(annotation)[0])}"
     if annotation is str:
         return "a text"
@@ -188,7 +188,7 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
     if name in WISHED:
         return f"unknown setting {where!r}: {WISHED[name]}"
     there = ", ".join(known)
-    said = meant(name, known)
+    said = meant(name, known=known)
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
     return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")

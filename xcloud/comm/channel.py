@@ -68,7 +68,7 @@ class BoundaryField:
         return 4 * num_rows * values
 
     def spec(self, num_rows: int) -> TensorSpec:
-        return TensorSpec((num_rows, *self.features), self.dtype)
+        return TensorSpec(shape=(num_rows, *self.features), dtype=self.dtype)
 
     def num_rows(self, samples: Samples, counts: Tensor | None) -> int:
         if isinstance(self.rows, int):
@@ -90,10 +90,12 @@ class BoundaryField:
     def sample_rows(self, samples: Samples, counts: Tensor | None) -> SampleRows:
         """For memories; a tensor of fixed rows counts as one sample."""
         if isinstance(self.rows, int):
-            return SampleRows((0,), (self.rows,))
+            return SampleRows(ids=(0,), counts=(self.rows,))
         ids = samples["ids"].tolist()
         own = self.counts(counts)
-        return SampleRows(tuple(ids), tuple([1] * len(ids) if own is None else own.tolist()))
+        return SampleRows(
+            ids=tuple(ids), counts=tuple([1] * len(ids) if own is None else own.tolist())
+        )
 
     @property
     def in_words(self) -> str:
@@ -145,10 +147,10 @@ class Codec(StatefulTree):
         if isinstance(self.memory, NoMemory):
             return self.compressor.compress(tensor)
         rows = rows_of()
-        meant = self.memory.before_send(tensor, rows)
+        meant = self.memory.before_send(tensor, rows=rows)
         parts = self.compressor.compress(meant)
-        seen = self.compressor.decompress(parts, TensorSpec.of(tensor))
-        self.memory.after_send(meant, seen, rows)
+        seen = self.compressor.decompress(parts, spec=TensorSpec.of(tensor))
+        self.memory.after_send(meant, seen=seen, rows=rows)
         return parts
 
     def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
@@ -268,7 +270,7 @@ class SendChannel(_Channel):
                 encoded: Parts = (tensor,)
                 if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
-                    encoded = self._encoded(key, field, tensor=tensor, rows=rows)
+                    encoded = self._encoded(key, field=field, tensor=tensor, rows=rows)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
@@ -280,7 +282,7 @@ class SendChannel(_Channel):
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
-            return codec.compress_apart(tensor, stream)
+            return codec.compress_apart(tensor, stream=stream)
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows)
 
@@ -301,7 +303,7 @@ class ReceiveChannel(_Channel):
         with self.clock.during("wait"):
             parts = list(self.link.recv(key, self.overdue_s))
         try:
-            return self._decoded(key, parts, samples=samples, known=known)
+            return self._decoded(key, parts=parts, samples=samples, known=known)
         except FrameError as error:
             raise FrameError(f"{key} from rank {self.identity.sender}: {error}") from error
 
@@ -324,11 +326,13 @@ class ReceiveChannel(_Channel):
                         "clouds run the same experiment file?"
                     )
                 if not spec.is_floating:
-                    self._check_range(field, taken[0])
+                    self._check_range(field, values=taken[0])
                 on_device = tuple(part.to(self.device) for part in taken)
-                value = codec.compressor.decompress(on_device, spec)
+                value = codec.compressor.decompress(on_device, spec=spec)
                 if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
-                    value = codec.memory.after_receive(value, field.sample_rows(samples, counts))
+                    value = codec.memory.after_receive(
+                        value, rows=field.sample_rows(samples, counts=counts)
+                    )
                 message[field.name] = value
             if parts:
                 raise FrameError(f"it carries {len(parts)} tensors too many")

@@ -70,7 +70,7 @@ class CompressionPlan(ABC):
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         """The compressor of a tensor that is averaged. Raises ConfigError as `averaged`."""
-        return self.averaged.averaging_choice.for_tensor(name, shape)
+        return self.averaged.averaging_choice.for_tensor(name, shape=shape)
 
     def at_boundary(self, stage: int) -> CompressionPlan:
         """Return the compression of the boundary after `stage`."""
@@ -121,7 +121,9 @@ class Compression(CompressionPlan):
     def __post_init__(self) -> None:
         for direction in ("forward", "backward"):
             compressor: Compressor = getattr(self, direction)
-            check_memory(compressor, getattr(self, f"{direction}_memory"), direction=direction)
+            check_memory(
+                compressor, memory=getattr(self, f"{direction}_memory"), direction=direction
+            )
 
     @property
     def averaged(self) -> Compression:

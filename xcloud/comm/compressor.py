@@ -206,7 +206,7 @@ class Chain(Compressor):
                 taken = tuple(remaining[:size])
                 remaining = remaining[size:]
                 decoded.append(
-                    member.decompress(taken, part_spec) if part_spec.is_floating else taken[0]
+                    member.decompress(taken, spec=part_spec) if part_spec.is_floating else taken[0]
                 )
             parts = tuple(decoded)
         return parts[0]
@@ -248,7 +248,7 @@ def decodes_rows_alone(compressor: Compressor, num_features: int) -> bool:
     used = copy.deepcopy(compressor)
 
     def crossed(rows: Tensor) -> Tensor:
-        return used.decompress(used.compress(rows), TensorSpec.of(rows))
+        return used.decompress(used.compress(rows), spec=TensorSpec.of(rows))
 
     whole = crossed(rows_RD)
     return all(torch.equal(crossed(rows_RD[n:]), whole[n:]) for n in (0, 1, 2, 3, 5, 8))

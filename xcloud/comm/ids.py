@@ -84,8 +84,13 @@ class IdPacking:
     def max_bytes(self) -> int:
         """Upper bound on the size of a message."""
         tokens = self.max_samples * self.max_length
-        lengths = packed_bytes(self.max_samples, self.max_length.bit_length())
-        return HEADER_BYTES + lengths + packed_bytes(tokens, self.bits) + packed_bytes(tokens, 1)
+        lengths = packed_bytes(self.max_samples, bits=self.max_length.bit_length())
+        return (
+            HEADER_BYTES
+            + lengths
+            + packed_bytes(tokens, bits=self.bits)
+            + packed_bytes(tokens, bits=1)
+        )
 
     def pack(self, texts: CorruptedTexts) -> Tensor:
         """uint8 [N] on the CPU. Raises ValueError for texts outside these settings."""
@@ -103,20 +108,20 @@ class IdPacking:
 
         shortest, longest = (int(n) for n in torch.stack(counts_B.aminmax()))
         length_bits = (longest - shortest).bit_length()
-        lengths = pack((counts_B - shortest).int(), length_bits)
+        lengths = pack((counts_B - shortest).int(), bits=length_bits)
         id_coding = FIXED
-        ids = pack(ids_R.int(), self.bits)
+        ids = pack(ids_R.int(), bits=self.bits)
         if self.coding == "smallest" and num_tokens:
-            ranked = encode_ids(ids_R.numpy(), self.vocab_size)
+            ranked = encode_ids(ids_R.numpy(), vocab_size=self.vocab_size)
             if len(ranked) < len(ids):
                 id_coding = RANKED
                 ids = ranked
         places = replaced_R.numpy().nonzero()[0]
         flag_coding = GAPS
-        flags = encode_ascending(places, num_tokens)
-        if len(flags) >= packed_bytes(num_tokens, 1):
+        flags = encode_ascending(places, below=num_tokens)
+        if len(flags) >= packed_bytes(num_tokens, bits=1):
             flag_coding = BITMAP
-            flags = pack(replaced_R.to(torch.uint8), 1)
+            flags = pack(replaced_R.to(torch.uint8), bits=1)
         head = HEADER.pack(
             VERSION, id_coding, flag_coding, length_bits, shortest, self.vocab_size, self.digest,
             num_samples, num_tokens, len(places),
@@ -149,27 +154,29 @@ class IdPacking:
             raise FrameError(
                 f"{num_replaced} replaced of {num_tokens} tokens in {num_samples} texts of {most}"
             )
-        counts_B = rest.codes(length_bits, num_samples).long() + shortest
+        counts_B = rest.codes(length_bits, count=num_samples).long() + shortest
         if int(counts_B.max()) > self.max_length or int(counts_B.sum()) != num_tokens:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")
 
         if id_coding == RANKED:
-            ids_R = torch.from_numpy(decode_ids(rest, num_tokens, vocab_size=self.vocab_size))
+            ids_R = torch.from_numpy(
+                decode_ids(rest, num_tokens=num_tokens, vocab_size=self.vocab_size)
+            )
         else:
-            ids_R = rest.codes(self.bits, num_tokens).long()
+            ids_R = rest.codes(self.bits, count=num_tokens).long()
             if num_tokens and int(ids_R.max()) >= self.vocab_size:
                 raise FrameError(f"id {int(ids_R.max())} is not below {self.vocab_size}")
         if flag_coding == GAPS:
-            places = decode_ascending(rest, num_replaced, below=max(1, num_tokens))
+            places = decode_ascending(rest, count=num_replaced, below=max(1, num_tokens))
             replaced_R = torch.zeros(num_tokens, dtype=torch.bool)
             replaced_R[torch.from_numpy(places)] = True
         else:
-            replaced_R = rest.codes(1, num_tokens).bool()
+            replaced_R = rest.codes(1, count=num_tokens).bool()
             if int(replaced_R.sum()) != num_replaced:
                 raise FrameError(f"{int(replaced_R.sum())} flags set, expected {num_replaced}")
         if len(rest.data):
             raise FrameError(f"{len(rest.data)} unexpected bytes after the token ids")
-        return CorruptedTexts(ids_R, counts_B, replaced_R=replaced_R)
+        return CorruptedTexts(ids_R=ids_R, counts_B=counts_B, replaced_R=replaced_R)
 
 
 @dataclass
@@ -189,7 +196,7 @@ class Reader:
 
     def codes(self, bits: int, count: int) -> Tensor:
         """See `unpack`."""
-        return unpack(self.take(packed_bytes(count, bits)), bits, num_codes=count)
+        return unpack(self.take(packed_bytes(count, bits=bits)), bits=bits, num_codes=count)
 
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
@@ -222,8 +229,8 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
 
     head = np.array([len(ids_D), len(classes)], dtype="<u4").tobytes() + classes
     parts = [torch.from_numpy(np.frombuffer(bytearray(head), dtype=np.uint8))]
-    parts += [encode_ascending(ids_D[first:stop], vocab_size) for first, stop in ranges]
-    parts.append(write_bits(value_T - (np.int64(1) << class_T), class_T))
+    parts += [encode_ascending(ids_D[first:stop], below=vocab_size) for first, stop in ranges]
+    parts.append(write_bits(value_T - (np.int64(1) << class_T), widths_N=class_T))
     return torch.cat(parts)
 
 
@@ -233,15 +240,17 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     size, num_bytes = np.frombuffer(data.take(RANKED_HEADER).numpy().tobytes(), "<u4").tolist()
     if size > min(num_tokens // MIN_COUNT, vocab_size):
         raise FrameError(f"a dictionary of {size} ids for {num_tokens} tokens")
-    symbol_T = _inflate(data.take(num_bytes), num_tokens)
+    symbol_T = _inflate(data.take(num_bytes), num_tokens=num_tokens)
     ids_D = np.empty(size, dtype=np.int64)
     for first, stop in _class_ranges(size):
-        ids_D[first:stop] = decode_ascending(data, stop - first, below=vocab_size)
+        ids_D[first:stop] = decode_ascending(data, count=stop - first, below=vocab_size)
     rare_T = symbol_T // RARE
     class_T = (symbol_T % RARE).astype(np.int64)
     if int(rare_T.max(initial=0)) > 1:
         raise FrameError(f"unknown classes of tokens: {int(symbol_T.max())}")
-    value_T = read_bits(data.take(bits_bytes(class_T)), class_T) + (np.int64(1) << class_T) - 1
+    value_T = (
+        read_bits(data.take(bits_bytes(class_T)), widths_N=class_T) + (np.int64(1) << class_T) - 1
+    )
     is_rare_T = rare_T == 1
     if (value_T >= np.where(is_rare_T, vocab_size, size)).any():
         raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
@@ -272,11 +281,11 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
     if not len(numbers_N):
         return torch.empty(0, dtype=torch.uint8)
     gaps = np.diff(numbers_N, prepend=-1) - 1
-    k = _best_k(gaps, below)
+    k = _best_k(gaps, below=below)
     ends = np.cumsum((gaps >> k) + 1) - 1
     bits = np.zeros(int(ends[-1]) + 1, dtype=np.uint8)
     bits[ends] = 1
-    low = write_bits(gaps & ((1 << k) - 1), np.full(len(gaps), k))
+    low = write_bits(gaps & ((1 << k) - 1), widths_N=np.full(len(gaps), k))
     head = torch.tensor([k], dtype=torch.uint8)
     return torch.cat((head, torch.from_numpy(np.packbits(bits)), low))
 
@@ -297,7 +306,7 @@ def decode_ascending(data: Reader, count: int, below: int) -> Ints:
     data.take(int(ends[-1]) // 8 + 1)
     widths = np.full(count, k)
     high = np.diff(ends, prepend=-1) - 1
-    gaps = (high << k) + read_bits(data.take(bits_bytes(widths)), widths)
+    gaps = (high << k) + read_bits(data.take(bits_bytes(widths)), widths_N=widths)
     numbers = np.cumsum(gaps + 1) - 1
     if int(numbers[-1]) >= below:
         raise FrameError(f"a number is {int(numbers[-1])}, expected below {below}")

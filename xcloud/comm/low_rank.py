@@ -46,7 +46,7 @@ class WarmFactors(Compressor):
         num_rows, num_features = matrix_shape(spec.shape)
         rank = self._rank(num_rows, num_features)
         sizes = ((num_rows, rank), (rank, num_features))
-        return tuple(TensorSpec(size, spec.dtype) for size in sizes)
+        return tuple(TensorSpec(shape=size, dtype=spec.dtype) for size in sizes)
 
     def compress(self, tensor: Tensor) -> Parts:
         """Both factors have one mean square, so that neither overflows or vanishes in a later
@@ -66,7 +66,7 @@ class WarmFactors(Compressor):
         if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
             scale = largest or 1.0
             matrix_RD = matrix_RD / scale
-        left_Rr, right_rD = self._factors(matrix_RD, rank)
+        left_Rr, right_rD = self._factors(matrix_RD, rank=rank)
         mean_square = float(right_rD.square().mean()) * num_rows or 1.0
         balance = mean_square**0.25 * math.sqrt(scale)
         return (
@@ -76,7 +76,7 @@ class WarmFactors(Compressor):
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
-        return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
+        return self._product(left_Rr, right_rD=right_rD).to(spec.dtype).view(spec.shape)
 
     own_names = ("basis",)
 
@@ -146,14 +146,14 @@ class Svd(WarmFactors):
             basis_Dr = torch.linalg.eigh(matrix_RD.T @ matrix_RD).eigenvectors[:, -rank:]
             products_Rr = matrix_RD @ basis_Dr
         else:
-            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns, rank=rank)
+            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns=num_columns, rank=rank)
         values_r = torch.linalg.vector_norm(products_Rr, dim=0)
         safe_r = torch.where(values_r > 0, values_r, 1)
         return products_Rr.div_(safe_r), (basis_Dr * safe_r).T
 
     def _iterate(self, matrix_RD: Tensor, num_columns: int, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]
-        noise_Dl = _noise(num_features, num_columns).to(matrix_RD)
+        noise_Dl = _noise(num_features, num_columns=num_columns).to(matrix_RD)
         num_rounds = self.iterations
         if self._basis_Dl is None or len(self._basis_Dl) != num_features:
             basis_Dl = noise_Dl
@@ -212,7 +212,7 @@ class PowerSgd(WarmFactors):
         return min(self.rank, num_rows, num_features)
 
     def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
-        return outer_sum(left_Rr, right_rD)
+        return outer_sum(left_Rr, right_rD=right_rD)
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]

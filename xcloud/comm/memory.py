@@ -89,7 +89,7 @@ class _PerSample(Memory):
         return tensor.to(like) if tensor is not None and tensor.shape == like.shape else None
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
-        found = self._get(sample, like)
+        found = self._get(sample, like=like)
         self._note(sample)
         self._tensors.pop(sample, None)
         return found
@@ -135,7 +135,7 @@ class _PerSample(Memory):
         self._before = {}
         if own:
             ids, counts, rows = (torch.as_tensor(own[name]) for name in self.own_names)
-            spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()
+            spans = SampleRows(ids=tuple(ids.tolist()), counts=tuple(counts.tolist())).spans()
             self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
 
@@ -160,12 +160,12 @@ class ErrorFeedback(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return self._plus(tensor, rows, self.decay, pop=True)
+        return self._plus(tensor, rows=rows, factor=self.decay, pop=True)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
         for sample, span in rows.spans():
-            earlier = self._pop(sample, lost[span])  # of this message, see the class
+            earlier = self._pop(sample, like=lost[span])  # of this message, see the class
             self._put(sample, lost[span] if earlier is None else lost[span] + earlier)
 
 
@@ -192,13 +192,13 @@ class DeltaCache(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return self._plus(tensor, rows, -1)
+        return self._plus(tensor, rows=rows, factor=-1)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        self.after_receive(seen, rows)
+        self.after_receive(seen, rows=rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        value = self._plus(seen, rows, 1)
+        value = self._plus(seen, rows=rows, factor=1)
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
             self._put(sample, value[span])
         return value

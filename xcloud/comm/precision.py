@@ -59,8 +59,11 @@ class Cast(Compressor):
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         if self.dtype == "bfloat16":
-            return (TensorSpec(spec.shape, torch.bfloat16),)
-        return (TensorSpec(spec.shape, torch.float16), TensorSpec((1,), torch.int16))
+            return (TensorSpec(shape=spec.shape, dtype=torch.bfloat16),)
+        return (
+            TensorSpec(shape=spec.shape, dtype=torch.float16),
+            TensorSpec(shape=(1,), dtype=torch.int16),
+        )
 
     def compress(self, tensor: Tensor) -> Parts:
         refuse_integers(tensor)
@@ -144,8 +147,8 @@ class BlockInt(Draws):
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return (
-            TensorSpec((packed_bytes(spec.numel, self.bits),), torch.uint8),
-            TensorSpec((-(-spec.numel // self.block),), torch.int16),
+            TensorSpec(shape=(packed_bytes(spec.numel, bits=self.bits),), dtype=torch.uint8),
+            TensorSpec(shape=(-(-spec.numel // self.block),), dtype=torch.int16),
         )
 
     def compress(self, tensor: Tensor) -> Parts:
@@ -169,11 +172,11 @@ class BlockInt(Draws):
             codes_MK[rows] = levels_CK.to(torch.int8).view(torch.uint8)
             scales_M[rows] = scales_C.to(torch.bfloat16).view(torch.int16)
         codes_N = codes_MK.view(-1)[:num_values].add_(self._offset)
-        return (pack(codes_N, self.bits), scales_M)
+        return (pack(codes_N, bits=self.bits), scales_M)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         packed, scales = parts
-        codes_N = unpack(packed, self.bits, num_codes=spec.numel)
+        codes_N = unpack(packed, bits=self.bits, num_codes=spec.numel)
         scales_M = scales.view(torch.bfloat16).float()
         values = torch.empty(len(scales) * self.block, device=packed.device)
         values_N = values[: spec.numel]
@@ -193,7 +196,7 @@ class BlockInt(Draws):
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
         generator = torch.Generator(device).manual_seed(self._next_seed())
-        return lambda blocks_MK: self._stochastic(blocks_MK, generator)
+        return lambda blocks_MK: self._stochastic(blocks_MK, generator=generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
         half = self._offset
@@ -242,7 +245,7 @@ def _inverse(scales_M: Tensor) -> Tensor:
 
 def packed_bytes(num_codes: int, bits: int) -> int:
     """Bytes of `num_codes` codes: bits/8 each, every plane rounded up to a whole byte."""
-    return sum(_plane_bytes(num_codes, width) for width, _ in _planes(bits))
+    return sum(_plane_bytes(num_codes, width=width) for width, _ in _planes(bits))
 
 
 def pack(codes_N: Tensor, bits: int) -> Tensor:
@@ -251,16 +254,18 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     uint8 codes must fit into `bits` bits: they are not masked where that would cost a pass.
     """
     num_codes = codes_N.numel()
-    packed = torch.empty(packed_bytes(num_codes, bits), dtype=torch.uint8, device=codes_N.device)
+    packed = torch.empty(
+        packed_bytes(num_codes, bits=bits), dtype=torch.uint8, device=codes_N.device
+    )
     start = 0
     for width, shift in _planes(bits):
         is_whole = bits == width
         plane = codes_N if is_whole else (codes_N >> shift).bitwise_and_((1 << width) - 1)
         plane = plane.to(torch.uint8)
-        size = _plane_bytes(num_codes, width)
+        size = _plane_bytes(num_codes, width=width)
         target = packed[start : start + size]
         target.copy_(plane[:size])
-        for offset, first in _rows(width, size):
+        for offset, first in _rows(width, size=size):
             row = plane[first : first + size]
             target[: len(row)].add_(row, alpha=1 << offset)  # bits still zero: add is or
         start += size
@@ -273,8 +278,8 @@ def unpack(packed: Tensor, bits: int, num_codes: int) -> Tensor:
     codes_N = torch.zeros(num_codes, dtype=dtype, device=packed.device)
     start = 0
     for width, shift in _planes(bits):
-        size = _plane_bytes(num_codes, width)
-        plane = _unpack_plane(packed[start : start + size], width, num_codes=num_codes)
+        size = _plane_bytes(num_codes, width=width)
+        plane = _unpack_plane(packed[start : start + size], width=width, num_codes=num_codes)
         if bits == width:
             return plane
         codes_N.bitwise_or_(plane.to(dtype) << shift)
@@ -289,7 +294,7 @@ def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
     size = len(source)
     mask = (1 << width) - 1
     torch.bitwise_and(source, mask, out=plane[:size])
-    for offset, first in _rows(width, size):
+    for offset, first in _rows(width, size=size):
         row = plane[first : first + size]
         torch.bitwise_right_shift(source[: len(row)], offset, out=row)
         if offset + width < 8:

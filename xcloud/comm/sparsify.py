@@ -52,12 +52,12 @@ class _Sparse(Compressor):
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_items, *item = self._shape(spec)
         num_seen, num_kept = self._numbers(num_items)
-        specs = [TensorSpec((num_kept, *item), spec.dtype)]
+        specs = [TensorSpec(shape=(num_kept, *item), dtype=spec.dtype)]
         if self._sends_largest:
-            num_bytes = _SortedPositions(num_kept, num_seen).num_bytes
-            specs.append(TensorSpec((num_bytes,), torch.uint8))
+            num_bytes = _SortedPositions(num_kept=num_kept, numel=num_seen).num_bytes
+            specs.append(TensorSpec(shape=(num_bytes,), dtype=torch.uint8))
         if isinstance(self, Draws):
-            specs.append(TensorSpec((1,), torch.int64))
+            specs.append(TensorSpec(shape=(1,), dtype=torch.int64))
         return tuple(specs)
 
     def compress(self, tensor: Tensor) -> Parts:
@@ -68,12 +68,14 @@ class _Sparse(Compressor):
         parts: list[Tensor] = []
         if isinstance(self, Draws):
             seed = self._next_seed()
-            sent = items.index_select(0, _drawn(num_seen, shape[0], seed=seed).to(tensor.device))
+            sent = items.index_select(
+                0, _drawn(num_seen, numel=shape[0], seed=seed).to(tensor.device)
+            )
             parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
         if self._sends_largest:
-            positions = _largest(self._magnitudes(sent), num_kept)
+            positions = _largest(self._magnitudes(sent), num_kept=num_kept)
             sent = sent.index_select(0, positions)
-            parts.insert(0, _SortedPositions(num_kept, num_seen).encode(positions))
+            parts.insert(0, _SortedPositions(num_kept=num_kept, numel=num_seen).encode(positions))
         if isinstance(self, Draws) and num_kept:
             if not bool(torch.stack(torch.aminmax(items)).isfinite().all()):
                 sent[0] = torch.nan
@@ -84,9 +86,9 @@ class _Sparse(Compressor):
         shape = self._shape(spec)
         num_seen, num_kept = self._numbers(shape[0])
         if self._sends_largest:
-            positions = _SortedPositions(num_kept, num_seen).decode(places[0])
+            positions = _SortedPositions(num_kept=num_kept, numel=num_seen).decode(places[0])
         if isinstance(self, Draws):
-            drawn = _drawn(num_seen, shape[0], seed=int(places[-1])).to(values.device)
+            drawn = _drawn(num_seen, numel=shape[0], seed=int(places[-1])).to(values.device)
             positions = drawn.index_select(0, positions) if self._sends_largest else drawn
         dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
@@ -108,7 +110,7 @@ class TopK(_Sparse):
         return f"topk({self.rate:g})"
 
     def _numbers(self, num_items: int) -> tuple[int, int]:
-        return num_items, _num_kept(self.rate, num_items)
+        return num_items, _num_kept(self.rate, numel=num_items)
 
 
 @settings("TopRows")
@@ -165,7 +167,7 @@ class RandomK(Draws, _Sparse):
         return f"randomk({self.rate:g})" + ("-unbiased" if self.unbiased else "")
 
     def _numbers(self, num_items: int) -> tuple[int, int]:
-        return 2 * (_num_kept(self.rate, num_items),)
+        return 2 * (_num_kept(self.rate, numel=num_items),)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         values, seed = parts
@@ -199,8 +201,8 @@ class RandomTopK(Draws, _Sparse):
         return f"topk({self.top:g} of random {self.random:g})"
 
     def _numbers(self, num_items: int) -> tuple[int, int]:
-        num_drawn = _num_kept(self.random, num_items)
-        return num_drawn, _num_kept(self.top, num_drawn)
+        num_drawn = _num_kept(self.random, numel=num_items)
+        return num_drawn, _num_kept(self.top, numel=num_drawn)
 
 
 @lru_cache(maxsize=1024)  # a message asks for the same one four times
@@ -216,7 +218,7 @@ class _SortedPositions:
     def __init__(self, num_kept: int, numel: int) -> None:
         self.num_kept = num_kept
         self.numel = numel
-        bitmap_bytes = packed_bytes(numel, 1)
+        bitmap_bytes = packed_bytes(numel, bits=1)
         coded_bytes, self.low_bits = min((self._size(bits), bits) for bits in range(32))
         self.is_bitmap = bitmap_bytes <= coded_bytes
         self.num_bytes = min(bitmap_bytes, coded_bytes)
@@ -225,26 +227,30 @@ class _SortedPositions:
         return self.num_kept + (max(self.numel - 1, 0) >> low_bits) + 1
 
     def _size(self, low_bits: int) -> int:
-        return packed_bytes(self.num_kept, low_bits) + packed_bytes(self._num_unary(low_bits), 1)
+        return packed_bytes(self.num_kept, bits=low_bits) + packed_bytes(
+            self._num_unary(low_bits), bits=1
+        )
 
     def encode(self, positions: Tensor) -> Tensor:
         """Ascending int64 [k] → uint8 [num_bytes]."""
         if self.is_bitmap:
-            return pack(_marks(positions, self.numel), 1)
+            return pack(_marks(positions, size=self.numel), bits=1)
         rank = torch.arange(self.num_kept, device=positions.device)
-        upper = _marks((positions >> self.low_bits).add_(rank), self._num_unary(self.low_bits))
+        upper = _marks(
+            (positions >> self.low_bits).add_(rank), size=self._num_unary(self.low_bits)
+        )
         lower = positions.to(torch.int32).bitwise_and_((1 << self.low_bits) - 1)
-        return torch.cat([pack(lower, self.low_bits), pack(upper, 1)])
+        return torch.cat([pack(lower, bits=self.low_bits), pack(upper, bits=1)])
 
     def decode(self, packed: Tensor) -> Tensor:
         """Raises FrameError for anything but num_kept positions below numel: on a GPU an index out
         of range would end the process."""
         if self.is_bitmap:
-            return self._counted(_marked(unpack(packed, 1, num_codes=self.numel)))
-        start = packed_bytes(self.num_kept, self.low_bits)
-        lower = unpack(packed[:start], self.low_bits, num_codes=self.num_kept)
+            return self._counted(_marked(unpack(packed, bits=1, num_codes=self.numel)))
+        start = packed_bytes(self.num_kept, bits=self.low_bits)
+        lower = unpack(packed[:start], bits=self.low_bits, num_codes=self.num_kept)
         upper = self._counted(
-            _marked(unpack(packed[start:], 1, num_codes=self._num_unary(self.low_bits)))
+            _marked(unpack(packed[start:], bits=1, num_codes=self._num_unary(self.low_bits)))
         )
         upper.sub_(torch.arange(self.num_kept, device=packed.device))
         positions = upper.bitwise_left_shift_(self.low_bits).bitwise_or_(lower)
@@ -300,16 +306,16 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
         if len(candidates) >= num_kept:
             found = bits_N.index_select(0, candidates)
             return candidates.index_select(
-                0, _exactly(found, found, num_kept=num_kept, num_of_some=num_kept)
+                0, _exactly(found, some=found, num_kept=num_kept, num_of_some=num_kept)
             )
     if len(bits_N) <= 1 << 14:  # counting 32,768 bins would take longer than the search
-        return _exactly(bits_N, bits_N, num_kept=num_kept, num_of_some=num_kept)
+        return _exactly(bits_N, some=bits_N, num_kept=num_kept, num_of_some=num_kept)
     bins_N = bits_N >> 16
     num_from = torch.bincount(bins_N, minlength=1 << 15).flip(0).cumsum(0)  # from the top down
     last = int(torch.searchsorted(num_from, num_kept))
     num_above = int(num_from[last - 1]) if last else 0
     in_bin = bits_N[bins_N == (1 << 15) - 1 - last]
-    return _exactly(bits_N, in_bin, num_kept=num_kept, num_of_some=num_kept - num_above)
+    return _exactly(bits_N, some=in_bin, num_kept=num_kept, num_of_some=num_kept - num_above)
 
 
 def _exactly(bits_N: Tensor, some: Tensor, num_kept: int, num_of_some: int) -> Tensor:

@@ -66,7 +66,7 @@ class StatefulTree:
         """Restore what `own` returned, before the children are restored. It is called for a state
         without such values, too. Raises ValueError for values that do not fit."""
         for name in self.own_names:
-            setattr(self, name, whole_number(own, name))
+            setattr(self, name, whole_number(own, name=name))
 
     def state_dict(self) -> State:
         return self.own() | states_of(self.children())
@@ -77,7 +77,7 @@ class StatefulTree:
         own = {k: v for k, v in state.items() if k.partition(".")[0] in self.own_names}
         self.take(own)
         rest = {key: value for key, value in state.items() if key not in own}
-        load_states(self.children(), rest, owner=f"a {type(self).__name__}")
+        load_states(self.children(), state=rest, owner=f"a {type(self).__name__}")
 
 
 def states_of(children: StateTree) -> State:
@@ -95,10 +95,10 @@ def load_states(children: StateTree, state: State, owner: str) -> None:
     """Restore named children from their joined states. Raises ValueError for the state of a child
     that is not there."""
     present = {name: child for name, child in children.items() if child is not None}
-    for name, own in split_state(state, present, owner=owner).items():
+    for name, own in split_state(state, names=present, owner=owner).items():
         child = present[name]
         if isinstance(child, Mapping):
-            load_states(child, own, owner=owner)
+            load_states(child, state=own, owner=owner)
         else:
             child.load_state_dict(own)
 

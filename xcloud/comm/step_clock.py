@@ -38,7 +38,7 @@ class Place(NamedTuple):
     micro_batch: int
 
 
-NOWHERE = Place("", -1, micro_batch=-1)
+NOWHERE = Place(direction="", stage=-1, micro_batch=-1)
 
 
 class Span(NamedTuple):
@@ -95,7 +95,10 @@ class StepClock:
         if self._spans is not None:
             self.recorded.append(
                 RecordedStep(
-                    self._step, self._started_at_s, ended_at_s=ended_at_s, spans=self._spans
+                    step=self._step,
+                    started_at_s=self._started_at_s,
+                    ended_at_s=ended_at_s,
+                    spans=self._spans,
                 )
             )
             self._spans = None
@@ -114,7 +117,7 @@ class StepClock:
     def during(self, what: What) -> _During:
         """`with clock.during("forward"):` counts the block's time. A block inside another one
         interrupts it: a moment is counted once."""
-        return _During(self, what)
+        return _During(clock=self, what=what)
 
     @property
     def doing(self) -> What | None:
@@ -159,4 +162,11 @@ class _During:
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
             clock.settle()
             time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))
-        clock.count(Span(self._what, self._started_at, ended_at_s=clock.now(), place=clock.place))
+        clock.count(
+            Span(
+                what=self._what,
+                started_at_s=self._started_at,
+                ended_at_s=clock.now(),
+                place=clock.place,
+            )
+        )

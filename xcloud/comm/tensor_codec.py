@@ -63,24 +63,24 @@ class _Coded(StatefulTree):
         matrix = tensor.detach().reshape(self.spec.shape)
         if not self._has_feedback:
             parts = self.compressor.compress(matrix)
-            seen = self.compressor.decompress(parts, self.spec)
-            return parts, _apart(seen, matrix).view(self.shape)
+            seen = self.compressor.decompress(parts, spec=self.spec)
+            return parts, _apart(seen, source=matrix).view(self.shape)
         # A tensor that is not finite is of an update that nobody makes, or of a replica that is
         # left out: no residual may meet it.
-        if not _is_bounded(matrix, wide(self.spec.dtype)):
-            self._sent.append(_Sent(None, None))
+        if not _is_bounded(matrix, kept=wide(self.spec.dtype)):
+            self._sent.append(_Sent(before=None, after=None))
             parts = self.compressor.compress(matrix)
-            seen = self.compressor.decompress(parts, self.spec)
-            return parts, _apart(seen, matrix).view(self.shape)
+            seen = self.compressor.decompress(parts, spec=self.spec)
+            return parts, _apart(seen, source=matrix).view(self.shape)
         before = self.residual
         self.residual = None
         meant = matrix.to(wide(self.spec.dtype), copy=before is None)
         if before is not None:
             meant = before + meant
-        narrow = _narrowed(meant, self.spec.dtype)
-        parts = tuple(_apart(part, meant) for part in self.compressor.compress(narrow))
-        seen = _apart(self.compressor.decompress(parts, self.spec), meant)
-        self._sent.append(_Sent(before, meant.sub_(seen)))
+        narrow = _narrowed(meant, dtype=self.spec.dtype)
+        parts = tuple(_apart(part, source=meant) for part in self.compressor.compress(narrow))
+        seen = _apart(self.compressor.decompress(parts, spec=self.spec), source=meant)
+        self._sent.append(_Sent(before=before, after=meant.sub_(seen)))
         return parts, seen.view(self.shape)
 
     def settle(self, was_used: bool) -> None:
@@ -117,10 +117,10 @@ class _Coded(StatefulTree):
             places = {key: self._zeros() for key in own if "." in key}
             if "residual" in own or not num_sent:
                 places["residual"] = self._zeros()
-        fill(places, own, owner=repr(self.name))
+        fill(places, state=own, owner=repr(self.name))
         self.residual = places.get("residual")
         self._sent = deque(
-            _Sent(places.get(f"before.{number}"), places.get(f"after.{number}"))
+            _Sent(before=places.get(f"before.{number}"), after=places.get(f"after.{number}"))
             for number in range(num_sent)
         )
 
@@ -152,7 +152,7 @@ class TensorCodec(StatefulTree):
         self._coded: list[_Coded] = []
         for name, shape in shapes.items():
             rows = shape[0] if len(shape) > 1 else 1
-            spec = TensorSpec((rows, shape.numel() // rows if rows else 0), dtype)
+            spec = TensorSpec(shape=(rows, shape.numel() // rows if rows else 0), dtype=dtype)
             compressor = copy.deepcopy(choose(name, shape))
             if compressor.feedback == "needed" and not feedback:
                 raise ConfigError(
@@ -163,8 +163,8 @@ class TensorCodec(StatefulTree):
             is_kept = feedback and compressor.feedback in ("useful", "needed")
             self._coded.append(
                 _Coded(
-                    name,
-                    shape,
+                    name=name,
+                    shape=shape,
                     spec=spec,
                     compressor=compressor,
                     has_feedback=is_kept,
@@ -187,7 +187,10 @@ class TensorCodec(StatefulTree):
     def wire_specs(self) -> tuple[TensorSpec, ...]:
         """One part for each dtype, all of one axis."""
         return tuple(
-            TensorSpec((sum(part.numel for part in self._parts if part.dtype == dtype),), dtype)
+            TensorSpec(
+                shape=(sum(part.numel for part in self._parts if part.dtype == dtype),),
+                dtype=dtype,
+            )
             for dtype in self._dtypes
         )
 
@@ -251,7 +254,7 @@ class TensorCodec(StatefulTree):
         for coded in self._coded:
             specs = coded.compressor.wire_specs(coded.spec)
             own = tuple(next(rest[spec.dtype]).view(spec.shape) for spec in specs)
-            decoded.append(coded.compressor.decompress(own, coded.spec).view(coded.shape))
+            decoded.append(coded.compressor.decompress(own, spec=coded.spec).view(coded.shape))
         return decoded
 
     def settle(self, was_used: bool) -> None:

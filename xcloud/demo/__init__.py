@@ -42,32 +42,35 @@ def pairs(num: int) -> Sequence[tuple[str, str]]:
     "used to", and so on; so BLEU measures the model, not ambiguity in the corpus. Raises
     ConfigError for more than NUM_ROWS, as the other functions do.
     """
-    return [(es, en) for es, en in _rows("pairs", num)]
+    return [(es, en) for es, en in _rows("pairs", num=num)]
 
 
 def reviews(num: int) -> list[tuple[str, bool]]:
     """Return the first `num` film reviews of one English sentence: (text, is it positive)."""
-    return [(text, positive) for text, positive in _rows("reviews", num)]
+    return [(text, positive) for text, positive in _rows("reviews", num=num)]
 
 
 def answers(num: int) -> list[tuple[str, str, bool]]:
     """Return the first `num` English (question, sentence, does the sentence answer it)."""
-    return [(question, sentence, yes) for question, sentence, yes in _rows("answers", num)]
+    return [(question, sentence, yes) for question, sentence, yes in _rows("answers", num=num)]
 
 
 def inferences(num: int) -> list[tuple[dict[str, tuple[str, str]], str]]:
     """Return the first `num` inference pairs, each in both languages, with their relation:
     ({"en": (premise, hypothesis), "es": the same}, "entailment", "neutral" or "contradiction").
     """
-    rows = _rows("inferences", num)
+    rows = _rows("inferences", num=num)
     return [({"en": (en[0], en[1]), "es": (es[0], es[1])}, relation) for en, es, relation in rows]
 
 
 def stories(num: int) -> list[Story]:
     """Return the first `num` paragraphs of four events, with questions that spans answer."""
     return [
-        Story(text, tuple((question, answer, start) for question, answer, start in questions))
-        for text, questions in _rows("stories", num)
+        Story(
+            text=text,
+            questions=tuple((question, answer, start) for question, answer, start in questions),
+        )
+        for text, questions in _rows("stories", num=num)
     ]
 
 
@@ -77,7 +80,7 @@ def public_sentences(num: int) -> list[str]:
     Every cloud has them, so they serve for what clouds must share without showing each other
     text: a tokenizer, a pretrained start, a basis for a boundary.
     """
-    return [text for (text,) in _rows("public_sentences", num)]
+    return [text for (text,) in _rows("public_sentences", num=num)]
 
 
 def _rows(name: str, num: int) -> Sequence[Any]:

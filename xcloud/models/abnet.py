@@ -124,7 +124,7 @@ class AbNet(EncoderDecoder):
 
     def __post_init__(self) -> None:
         if self.decoder.hidden is not None:  # else it is checked when loaded
-            check_heads(HEADS, self.cross_attention_heads, whole=self.decoder.hidden)
+            check_heads(HEADS, num_heads=self.cross_attention_heads, whole=self.decoder.hidden)
 
     def describe(self) -> str:
         return (
@@ -153,18 +153,20 @@ class AbNet(EncoderDecoder):
             if is_last and context.group_rank == 0 and not weights.have_head:
                 context.report("the decoder's checkpoint has no tied output head: training one")
         else:
-            weights = Weights(EncoderConfig(**about["backbone"]), None)
+            weights = Weights(config=EncoderConfig(**about["backbone"]), tensors=None)
         config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
         hidden = config.hidden
         parts = range(config.num_layers)
         width = 0
         if is_last:
-            check_heads(HEADS, self.cross_attention_heads, whole=hidden)
+            check_heads(HEADS, num_heads=self.cross_attention_heads, whole=hidden)
             width = about["source_hidden"] if about else self.encoder.width()
         else:
-            parts = self.encoder_layers(config.num_layers, stage, num_stages)
+            parts = self.encoder_layers(config.num_layers, stage=stage, num_stages=num_stages)
         with seeded(context.seed, side):
-            frozen = Encoder(config, parts, embeddings=is_last or 0 in parts, head=is_last)
+            frozen = Encoder(
+                config=config, layers=parts, embeddings=is_last or 0 in parts, head=is_last
+            )
         if weights.tensors is not None:
             frozen.load_part(weights.tensors)
         frozen.requires_grad_(False)
@@ -173,9 +175,15 @@ class AbNet(EncoderDecoder):
             # One random stream per layer: initial weights do not depend on the layout.
             with seeded(context.seed, f"{side} adapter", i):
                 heads = self.cross_attention_heads
-                cross = CrossAttention(hidden, width, num_heads=heads) if is_last else None
-                adapter = Adapter(hidden, self.adapter_size, dropout=self.dropout, cross=cross)
-            layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
+                cross = (
+                    CrossAttention(hidden=hidden, source_hidden=width, num_heads=heads)
+                    if is_last
+                    else None
+                )
+                adapter = Adapter(
+                    hidden=hidden, size=self.adapter_size, dropout=self.dropout, cross=cross
+                )
+            layers[str(i)] = AdaptedLayer(layer=frozen.layer(i), adapter=adapter)
         bases = dict(weights.bases if about is None else about[BASES])
         made: dict[str, Any] = {"backbone": asdict(weights.config), BASES: bases}
         embeddings = frozen.embeddings
@@ -185,11 +193,24 @@ class AbNet(EncoderDecoder):
                 embeddings.adapt_words()
             ids = context.vocabularies.get(SOURCE)
             return RowsStage(
-                made, embeddings, layers=layers, field=SOURCE, pad=ids.pad if ids else 0
+                architecture=made,
+                embeddings=embeddings,
+                layers=layers,
+                field=SOURCE,
+                pad=ids.pad if ids else 0,
             )
         head.requires_grad_(self.train_head or not weights.have_head)
-        last = AdaptedHead(head, embeddings.words.weight) if self.word_adapters else head
+        last = (
+            AdaptedHead(head=head, words_VH=embeddings.words.weight)
+            if self.word_adapters
+            else head
+        )
         made["source_hidden"] = width
         return TargetStage(
-            embeddings, layers, head=last, settings=self, context=context, architecture=made
+            embeddings=embeddings,
+            layers=layers,
+            head=last,
+            settings=self,
+            context=context,
+            architecture=made,
         )

@@ -131,7 +131,9 @@ class OwnSizes(Source):
     dropout: Fraction = 0.1
 
     def __post_init__(self) -> None:
-        check_heads(f"{type(self).__name__}.num_heads", self.num_heads, whole=self.hidden)
+        check_heads(
+            f"{type(self).__name__}.num_heads", num_heads=self.num_heads, whole=self.hidden
+        )
 
     def width(self) -> int:
         return self.hidden
@@ -186,7 +188,7 @@ class OwnBackbone(OwnSizes):
             with same_arithmetic():
                 score = pretrain(
                     encoder,
-                    sentences,
+                    sentences=sentences,
                     ids=ids,
                     settings=settings,
                     report=report,
@@ -201,7 +203,7 @@ class OwnBackbone(OwnSizes):
             del given["max_epochs"]
         described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
         key = key_of(described | {"pretraining": given}, bytes_of(sentences))
-        path, made = made_once(f"backbones/{key}.safetensors", context, build=build)
+        path, made = made_once(f"backbones/{key}.safetensors", context=context, build=build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
                 score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
@@ -209,7 +211,9 @@ class OwnBackbone(OwnSizes):
         tensors = load_file(path)
         values = (tensors[key].numpy().tobytes() for key in sorted(tensors))
         # Not of the file: safetensors writes its metadata in any order.
-        return Weights(config, tensors, bases={f"backbone for {name!r}": key_of({}, values)})
+        return Weights(
+            config=config, tensors=tensors, bases={f"backbone for {name!r}": key_of({}, values)}
+        )
 
 
 @settings("SeededBackbone")
@@ -227,7 +231,7 @@ class SeededBackbone(OwnSizes):
         config = self.config(context.vocabularies[name], context.max_length)
         with seeded(context.seed, "backbone", name):
             encoder = Encoder(config)
-        return Weights(config, encoder.state_dict())
+        return Weights(config=config, tensors=encoder.state_dict())
 
 
 @settings("PublicBackbone", kw_only=True)
@@ -330,7 +334,9 @@ class PretrainedBackbone(Source):
         files, (_, theirs) = WeightFiles(resolve(self.name_or_path)), self._read()
         if not any(there.endswith("pooler.dense.weight") for there in files):
             return None
-        return {k: _tensor(files, f"pooler.dense.{k}", theirs=theirs) for k in ("weight", "bias")}
+        return {
+            k: _tensor(files, name=f"pooler.dense.{k}", theirs=theirs) for k in ("weight", "bias")
+        }
 
     def _read(self) -> tuple[EncoderConfig, Any]:
         return read_config(resolve(self.name_or_path))
@@ -376,14 +382,14 @@ def read_weights(name_or_path: str) -> Weights:
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
 
     def read(name: str) -> Tensor:
-        return _tensor(files, name, theirs=theirs)
+        return _tensor(files, name=name, theirs=theirs)
 
-    names = _names(config.num_layers, next(heads, None))
+    names = _names(config.num_layers, head=next(heads, None))
     weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}
     if getattr(theirs, "use_task_id", False):
         weights["embeddings.types.weight"] += read("embeddings.task_type_embeddings.weight")[0]
     positions = weights["embeddings.positions.weight"][-config.max_positions :].clone()
-    return Weights(config, weights | {"embeddings.positions.weight": positions})
+    return Weights(config=config, tensors=weights | {"embeddings.positions.weight": positions})
 
 
 def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
@@ -428,7 +434,7 @@ def export(encoder: Encoder, folder: Path, pad: int, **replaced: nn.Linear) -> N
     for name, layer in replaced.items():
         theirs |= layer.state_dict(prefix=f"discriminator_predictions.{name}.")
     weights = encoder.state_dict()
-    for ours, names in _names(config.num_layers, None if replaced else HEAD_NAMES[0]).items():
+    for ours, names in _names(config.num_layers, head=None if replaced else HEAD_NAMES[0]).items():
         inside = "" if ours.startswith("head.") else f"{kind}."
         parts = weights[ours].chunk(len(names))
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}

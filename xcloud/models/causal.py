@@ -143,16 +143,18 @@ class CausalLM(TextModel):
         draws = any(getattr(config, name, 0) for name in DROPOUTS)
         trains = self.embeddings != "freeze" or len(below) > 0
         if self.lora is not None:  # beside which a narrow cut trains its projections
-            trains = self.split.rank is not None or self.lora.adapts(config, below)
+            trains = self.split.rank is not None or self.lora.adapts(config, blocks=below)
         if stage == 0 and self.split.freeze_bottom:
             trains = draws = False
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
-            BoundaryField("places", (), dtype=torch.int16, rows="counted", most=max_length - 1),
+            BoundaryField(
+                name="places", features=(), dtype=torch.int16, rows="counted", most=max_length - 1
+            ),
             whole=whole,
             gradient_returns=trains,
-            start=self.split.start_specs(whole, max_length) if stage == 0 else (),
+            start=self.split.start_specs(whole, max_length=max_length) if stage == 0 else (),
             is_constant=not (trains or draws),
         )
 
@@ -165,7 +167,7 @@ class CausalLM(TextModel):
             if self.lora is None:
                 config = config_of(about["config"])
                 part = self._parts(config, num_stages)[stage]
-                network = network_of(config, part)
+                network = network_of(config, part=part)
                 return self._stage(
                     network, part, stage=stage, name="", bases=about[BASES], context=context
                 )
@@ -182,15 +184,15 @@ class CausalLM(TextModel):
                 f"{ids.size}: use the checkpoint's own tokenizer"
             )
         part = self._parts(config, num_stages)[stage]
-        network = laid_out(config, part)
+        network = laid_out(config, part=part)
         built = self._stage(network, part, stage=stage, name=name, bases={}, context=context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
-                self.lora.draw(prefix, block, context.seed)
+                self.lora.draw(prefix, block=block, seed=context.seed)
             context.deal(block)
 
-        load_weights(network, name, end_block=end_block)
+        load_weights(network, name_or_path=name, end_block=end_block)
         built.architecture[BASES].update(self._digests(name, context))
         return built
 
@@ -240,13 +242,16 @@ class CausalLM(TextModel):
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
         if self.lora is None:
-            network = network_of(config, Part(range(config.num_hidden_layers), True, is_last=True))
+            network = network_of(
+                config,
+                part=Part(blocks=range(config.num_hidden_layers), is_first=True, is_last=True),
+            )
             # Of a tied pair one will do.
             if missing := {name for name, _ in network.named_parameters()} - set(tensors):
                 raise DataError(f"no part of the model holds {sorted(missing)[0]}")
             network.load_state_dict(tensors, strict=False)
             network.config.use_cache = True
-            write_checkpoint(network, out)
+            write_checkpoint(network, folder=out)
             return [out]
         save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
         base = self._base(replace(context, architecture=architecture))
@@ -257,15 +262,15 @@ class CausalLM(TextModel):
             base = str(folders[-1])
         elif Path(base).expanduser().is_dir():  # peft may be started in another folder
             base = str(Path(base).expanduser().resolve())
-        self.lora.adapter_config(config, base).save_pretrained(out)
+        self.lora.adapter_config(config, base=base).save_pretrained(out)
         return folders
 
     def _lower(self, name: str) -> Stage:
         config = read_config(name)
-        part = Part(range(self.split.block + 1), True, is_last=False)
-        load_weights(network := laid_out(config, part), name)
+        part = Part(blocks=range(self.split.block + 1), is_first=True, is_last=False)
+        load_weights(network := laid_out(config, part=part), name_or_path=name)
         return CausalStage(
-            network, part, chunk=self.vocabulary_chunk, architecture={"lora": False}
+            network=network, part=part, chunk=self.vocabulary_chunk, architecture={"lora": False}
         )
 
     def _stage(
@@ -286,7 +291,12 @@ class CausalLM(TextModel):
         sizes = (config.vocab_size, config.hidden_size)
         lower = partial(self._lower, name)
         cut, handed = projection_at(
-            self.split, stage, sizes=sizes, lower=lower, public=self._public_text, context=context
+            self.split,
+            stage=stage,
+            sizes=sizes,
+            lower=lower,
+            public=self._public_text,
+            context=context,
         )
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
@@ -294,7 +304,7 @@ class CausalLM(TextModel):
             if part.is_first and part.is_last:
                 head.weight = nn.Parameter(head.weight.detach().clone())
         if self.lora is not None:
-            self.lora.add_to(network, part)
+            self.lora.add_to(network, part=part)
         elif self.embeddings == "freeze":
             kind = KINDS[config.model_type]
             for name in (kind.embeddings, *kind.first):
@@ -311,8 +321,8 @@ class CausalLM(TextModel):
         frozen = stage == 0 and self.split.freeze_bottom
         chunk = self.vocabulary_chunk
         return CausalStage(
-            network,
-            part,
+            network=network,
+            part=part,
             chunk=chunk,
             architecture=about,
             cut=cut,
@@ -367,7 +377,7 @@ class CausalLM(TextModel):
             starts = [*accumulate(counts, initial=0), num_blocks]
         last = num_stages - 1
         return [
-            Part(range(*ends), n == 0, is_last=n == last)
+            Part(blocks=range(*ends), is_first=n == 0, is_last=n == last)
             for n, ends in enumerate(pairwise(starts))
         ]
 

@@ -49,9 +49,13 @@ class Kind:
 LLAMAS = ("llama", "mistral", "gemma", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(LLAMAS, Kind()),
-    "gpt2": Kind("wte", "h", norm="ln_f", first=("wpe", "drop")),
+    "gpt2": Kind(embeddings="wte", blocks="h", norm="ln_f", first=("wpe", "drop")),
     "gpt_neox": Kind(
-        "embed_in", "layers", norm="final_layer_norm", first=("emb_dropout",), old_head="embed_out"
+        embeddings="embed_in",
+        blocks="layers",
+        norm="final_layer_norm",
+        first=("emb_dropout",),
+        old_head="embed_out",
     ),
 }
 
@@ -92,8 +96,8 @@ def config_of(described: Mapping[str, Any]) -> Any:
 
 def network_of(config: Any, part: Part) -> Any:
     """With memory and buffers, its weights not set yet."""
-    network = laid_out(config, part)
-    give_memory(network, network)
+    network = laid_out(config, part=part)
+    give_memory(network, module=network)
     tie(network)
     return network
 
@@ -176,7 +180,7 @@ def run(
         past.length += places_BS.shape[1]
         cache = past.keys_and_values
         seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
-    masks = attention_masks(network.config, seen_BS, num_new=places_BS.shape[1])
+    masks = attention_masks(network.config, places_BS=seen_BS, num_new=places_BS.shape[1])
     output = network.base_model(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
         past_key_values=cache, use_cache=cache is not None,
@@ -243,7 +247,7 @@ def load_weights(
 
     with torch.no_grad():
         for prefix, module in (*blocks_of(network), ("", network)):
-            give_memory(network, module)
+            give_memory(network, module=module)
             tie(network)
             for name, parameter in module.named_parameters(prefix):
                 if name in filled or ".lora_" in name:
@@ -296,7 +300,9 @@ class Lora:
         """Raise ConfigError for a matrix or a block that the model has not."""
         from transformers.pytorch_utils import Conv1D
 
-        _, block = next(blocks_of(laid_out(config, Part(range(1), False, is_last=False))))
+        _, block = next(
+            blocks_of(laid_out(config, part=Part(blocks=range(1), is_first=False, is_last=False)))
+        )
         linears = (n for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
         matrices = sorted({name.rsplit(".", 1)[-1] for name in linears})
         if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
@@ -305,7 +311,11 @@ class Lora:
                 f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
-            check("model.lora.layers", layer, annotation=between(0, config.num_hidden_layers - 1))
+            check(
+                "model.lora.layers",
+                value=layer,
+                annotation=between(0, maximum=config.num_hidden_layers - 1),
+            )
 
     def targets_in(self, config: Any) -> list[str]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
@@ -321,7 +331,7 @@ class Lora:
         from peft import inject_adapter_in_model
 
         network.requires_grad_(False)
-        if self.adapts(network.config, part.blocks):
+        if self.adapts(network.config, blocks=part.blocks):
             with seeded(0, "replaced by draw"):
                 inject_adapter_in_model(self.adapter_config(network.config), network, ADAPTER)
 

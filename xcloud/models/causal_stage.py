@@ -158,7 +158,7 @@ class CausalStage(Stage):
         """Logits [B, V] of what follows each sample."""
         packing, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
-        return _logits(last_BH, self._head.weight, softcap=self._softcap)
+        return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
 
     def _rows(
         self, received: Message | None, batch: Batch, past: Past | None = None
@@ -170,15 +170,15 @@ class CausalStage(Stage):
             places_R = packed_places(batch[TYPES])[there_BS]
             if past is not None:
                 places_R = places_R + past.length
-            packing = Packing(there_BS.sum(1), places_R)
+            packing = Packing(counts=there_BS.sum(1), positions=places_R)
             ids_BS = packing.unpack(batch[TEXT][there_BS])
         else:
-            packing = Packing(received["counts"], received["places"].long())
+            packing = Packing(counts=received["counts"], positions=received["places"].long())
             hidden = received["hidden"]
             rows_BSH = packing.unpack(hidden if self.cut is None else self.cut(hidden, packing))
         places_BS = packing.unpack(packing.positions)
         rows = packing.pack(
-            run(self.network, places_BS, ids_BS=ids_BS, rows_BSH=rows_BSH, past=past)
+            run(self.network, places_BS=places_BS, ids_BS=ids_BS, rows_BSH=rows_BSH, past=past)
         )
         if self.cut is not None and self._part.is_first:
             rows = self.cut(rows, packing)
@@ -190,7 +190,7 @@ class CausalStage(Stage):
         guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
         losses = chunked_cross_entropy(
             rows[guessed],
-            self._head.weight,
+            words_VH=self._head.weight,
             labels_R=labels_R[guessed],
             chunk=self._chunk,
             softcap=self._softcap,
@@ -253,8 +253,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         norms = []
         right_R = torch.zeros(labels_R.shape, device=rows_RH.device)
-        for words_CH, rows, places, _ in _pieces(words_VH, labels_R, chunk=chunk):
-            logits_RC = _logits(rows_RH, words_CH, softcap=softcap)
+        for words_CH, rows, places, _ in _pieces(words_VH, labels_R=labels_R, chunk=chunk):
+            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=softcap)
             norms.append(logits_RC.logsumexp(1))
             right_R[rows] = logits_RC[rows, places]
         norm_R = torch.stack(norms).logsumexp(0)
@@ -270,8 +270,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
-        for words_CH, rows, places, piece in _pieces(words_VH, labels_R, chunk=ctx.chunk):
-            logits_RC = _logits(rows_RH, words_CH, softcap=ctx.softcap)
+        for words_CH, rows, places, piece in _pieces(words_VH, labels_R=labels_R, chunk=ctx.chunk):
+            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
             slope_RC[rows, places] -= 1
             slope_RC *= gradients[0][:, None]
@@ -332,7 +332,12 @@ class NextTokenPretraining(Descent):
             return cast(Tensor, stage(None, batch).loss) / batch[LABEL].numel()
 
         steps = self.descend(
-            stage, windows(), loss_of, report, lambda: f"loss {mean:.3f}", unfinished
+            stage,
+            batches=windows(),
+            loss_of=loss_of,
+            report=report,
+            score=lambda: f"loss {mean:.3f}",
+            unfinished=unfinished,
         )
         for _, loss in steps:
             mean = float(loss) if math.isnan(mean) else 0.95 * mean + 0.05 * float(loss)
@@ -369,10 +374,10 @@ class OwnCausal:
     pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
 
     def __post_init__(self) -> None:
-        check_heads("OwnCausal.num_heads", self.num_heads, whole=self.hidden)
+        check_heads("OwnCausal.num_heads", num_heads=self.num_heads, whole=self.hidden)
         check_heads(
             "OwnCausal.num_kv_heads",
-            self.num_kv_heads or 1,
+            num_heads=self.num_kv_heads or 1,
             whole=self.num_heads,
             what="num_heads",
         )
@@ -382,7 +387,7 @@ class OwnCausal:
 
     def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
         """ids None: of one token, enough for the shapes of blocks."""
-        ids = ids or TokenIds(1, 0, bos=0, eos=0, mask=0)
+        ids = ids or TokenIds(size=1, pad=0, bos=0, eos=0, mask=0)
         described = {
             "model_type": self.kind,
             "vocab_size": ids.size,
@@ -409,15 +414,17 @@ class OwnCausal:
             whose = f"{self.describe()}: pretraining on {len(texts):,} public texts, "
             shorter = "model.own.pretraining.steps=N makes it shorter"
             context.report(f"{whose}{self.pretraining.steps} steps; {shorter}")
-            part = Part(range(self.num_layers), True, is_last=True)
-            network = network_of(config, part)
-            draw_weights(network, self.pretraining.seed)
-            stage = CausalStage(network, part, chunk=8192, architecture={"lora": False})
+            part = Part(blocks=range(self.num_layers), is_first=True, is_last=True)
+            network = network_of(config, part=part)
+            draw_weights(network, seed=self.pretraining.seed)
+            stage = CausalStage(
+                network=network, part=part, chunk=8192, architecture={"lora": False}
+            )
             with same_arithmetic():  # and on the CPU, where every cloud can compute the same
                 loss = self.pretraining.train(
                     stage, texts, ids, lambda line: context.report(whose + line), unfinished
                 )
-            write_checkpoint(network, folder)
+            write_checkpoint(network, folder=folder)
             if self.pretraining.steps:
                 context.report(f"{self.describe()}: loss {loss:.3f} at the end")
 
@@ -427,4 +434,6 @@ class OwnCausal:
             "positions": config.max_position_embeddings,
             "ids": asdict(ids),
         }
-        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build=build)[0]
+        return made_once(
+            f"causal/{key_of(described, bytes_of(texts))}", context=context, build=build
+        )[0]

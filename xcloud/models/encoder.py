@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.output = nn.Linear(hidden, hidden)
-        _start_attention(self, hidden)
+        _start_attention(self, hidden=hidden)
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         """cache: of a decoder, in which a row sees itself and those before it."""
@@ -142,12 +142,12 @@ class CrossAttention(nn.Module):
         self.query = nn.Linear(hidden, hidden)
         self.key_value = nn.Linear(source_hidden, 2 * hidden)
         self.output = nn.Linear(hidden, hidden)
-        _start_attention(self, hidden)
+        _start_attention(self, hidden=hidden)
 
     def open(self, source_RH: Tensor, packing: Packing, decodes: bool) -> Cache:
         grid = packing.unpack(self.key_value(source_RH))
         heads = torch.unflatten(grid, 2, (2, self.num_heads, -1))
-        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask, decodes=decodes)
+        return Cache(source=heads.permute(2, 0, 3, 1, 4), mask=packing.mask, decodes=decodes)
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache) -> Tensor:
         """packing: of the target rows. In a decoding step hypotheses are their positions."""
@@ -178,10 +178,10 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = SelfAttention(hidden, num_heads)
+        self.attention = SelfAttention(hidden=hidden, num_heads=num_heads)
         if crosses:
             self.cross_norm = nn.LayerNorm(hidden)
-            self.cross = CrossAttention(hidden, hidden, num_heads=num_heads)
+            self.cross = CrossAttention(hidden=hidden, source_hidden=hidden, num_heads=num_heads)
         self.feed_norm = nn.LayerNorm(hidden)
         up = nn.Linear(hidden, feed_forward)
         down = nn.Linear(feed_forward, hidden)
@@ -219,7 +219,7 @@ class EncoderConfig:
     type_vocab_size: Positive = 1
 
     def __post_init__(self) -> None:
-        check_heads("EncoderConfig.num_heads", self.num_heads, whole=self.hidden)
+        check_heads("EncoderConfig.num_heads", num_heads=self.num_heads, whole=self.hidden)
 
 
 def check_heads(name: str, num_heads: int, whole: int, what: str = "the hidden size") -> None:
@@ -262,7 +262,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.attention = SelfAttention(
-            config.hidden, config.num_heads, dropout=config.attention_dropout
+            hidden=config.hidden, num_heads=config.num_heads, dropout=config.attention_dropout
         )
         self.attention_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
         self.up = nn.Linear(config.hidden, config.feed_forward)
@@ -272,7 +272,7 @@ class EncoderLayer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
-        return self.feed(self.attend(rows_RH, packing, cache=cache))
+        return self.feed(self.attend(rows_RH, packing=packing, cache=cache))
 
     def attend(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         attended = self.attention(rows_RH, packing, cache)

@@ -100,13 +100,18 @@ class LowRankSplit(TextModel):
                 max_length,
                 whole=whole,
                 gradient_returns=not split.freeze_bottom,
-                start=split.start_specs(whole, max_length),
+                start=split.start_specs(whole, max_length=max_length),
                 is_constant=split.freeze_bottom,
             )
         width = split.head_rank or whole
         if self.output == "sample":
             return Boundary(
-                (BoundaryField("pooled", (width,), dtype=torch.float32, replaces=whole),), 1
+                fields=(
+                    BoundaryField(
+                        name="pooled", features=(width,), dtype=torch.float32, replaces=whole
+                    ),
+                ),
+                max_rows_per_sample=1,
             )
         return rows_boundary(width, max_length, whole=whole)
 
@@ -121,16 +126,20 @@ class LowRankSplit(TextModel):
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
-            widen = way_to_head(hidden, split.head_rank, seed=context.seed)[1]
+            widen = way_to_head(hidden, rank=split.head_rank, seed=context.seed)[1]
             answer = self._answer(hidden, context)
             about[BASES] = {} if given is None else given[BASES]
             if given is None and self.backbone.is_checkpoint and self.output == "sample":
                 about[BASES] = self.backbone.digests(TEXT, context)  # its pooler is in the head
             return UpperStage(
-                about | {"hidden": hidden}, {}, pooling=None, way=widen, answer=answer
+                architecture=about | {"hidden": hidden},
+                layers={},
+                pooling=None,
+                way=widen,
+                answer=answer,
             )
         if given is not None:
-            weights = Weights(EncoderConfig(**given["backbone"]), None)
+            weights = Weights(config=EncoderConfig(**given["backbone"]), tensors=None)
         else:
             weights = self.backbone.weights(TEXT, context)
         about[BASES] = dict(weights.bases if given is None else given[BASES])
@@ -147,12 +156,17 @@ class LowRankSplit(TextModel):
             del layers[str(split.block)]  # the stage below or the cut has it
         handed: tuple[Tensor, ...] = ()
         if split.is_inside:
-            cut: nn.Module | None = cut_inside(split, stage, block=cut_block)
+            cut: nn.Module | None = cut_inside(split, stage=stage, block=cut_block)
         else:
             sizes = (config.vocab_size, hidden)
             lower = partial(self.lower, weights)
             cut, handed = projection_at(
-                split, stage, sizes=sizes, lower=lower, public=self.public_text, context=context
+                split,
+                stage=stage,
+                sizes=sizes,
+                lower=lower,
+                public=self.public_text,
+                context=context,
             )
             about[BASES] |= {} if cut is None else cut.measured_on
         ends = {} if cut is None else {"cut": cut}
@@ -163,8 +177,8 @@ class LowRankSplit(TextModel):
             words = encoder.embeddings
             frozen = split.freeze_bottom
             return RowsStage(
-                about,
-                words,
+                architecture=about,
+                embeddings=words,
                 layers=layers | ends,
                 field=TEXT,
                 pad=pad,
@@ -172,13 +186,15 @@ class LowRankSplit(TextModel):
                 handed_over=handed,
                 frozen=frozen,
             )
-        way, widen = way_to_head(hidden, split.head_rank, seed=context.seed)
+        way, widen = way_to_head(hidden, rank=split.head_rank, seed=context.seed)
         end: TextHead | None = None
         if num_stages == 2:
             way = nn.Sequential(way, widen)
             end = self._answer(hidden, context)
         pooling = self.pooling if self.output == "sample" else None
-        return UpperStage(about, ends | layers, pooling=pooling, way=way, answer=end)
+        return UpperStage(
+            architecture=about, layers=ends | layers, pooling=pooling, way=way, answer=end
+        )
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
@@ -187,7 +203,12 @@ class LowRankSplit(TextModel):
         has_types = weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)
         return RowsStage(
-            about, encoder.embeddings, layers=layers, field=TEXT, pad=NO_TOKEN, has_types=has_types
+            architecture=about,
+            embeddings=encoder.embeddings,
+            layers=layers,
+            field=TEXT,
+            pad=NO_TOKEN,
+            has_types=has_types,
         )
 
     def _part(self, weights: Weights, blocks: range, is_bottom: bool) -> Encoder:
@@ -195,7 +216,7 @@ class LowRankSplit(TextModel):
         dropout, in_attention = (0.0, 0.0) if is_bottom and self.split.freeze_bottom else drops
         config = replace(weights.config, dropout=dropout, attention_dropout=in_attention)
         with seeded(0, "replaced by the backbone's weights"):
-            encoder = Encoder(config, blocks, embeddings=is_bottom, head=False)
+            encoder = Encoder(config=config, layers=blocks, embeddings=is_bottom, head=False)
         if weights.tensors is not None:
             encoder.load_part(weights.tensors)
         return encoder
@@ -213,9 +234,13 @@ class LowRankSplit(TextModel):
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
         if head.kind == "span":
-            return SpanHead(hidden, self.max_answer_tokens, seed=context.seed)
+            return SpanHead(
+                hidden=hidden, max_answer_tokens=self.max_answer_tokens, seed=context.seed
+            )
         pooler = self.backbone.pooler() if context.architecture is None else None
-        return SampleHead(hidden, head, dropout=self.dropout, seed=context.seed, pooler=pooler)
+        return SampleHead(
+            hidden=hidden, head=head, dropout=self.dropout, seed=context.seed, pooler=pooler
+        )
 
 
 def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:
@@ -224,7 +249,7 @@ def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn
     if rank is None:
         return nn.Identity(), nn.Identity()
     rows_KH = orthonormal_rows(rank, hidden, seed, "way to the head")
-    return filled(rows_KH), filled(rows_KH.T, torch.zeros(hidden))
+    return filled(rows_KH), filled(rows_KH.T, bias=torch.zeros(hidden))
 
 
 @torch.no_grad()
@@ -241,10 +266,10 @@ def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
     assert split.rank is not None
     in_attention = split.linear == "attention_output"
     if stage:
-        return SvdTop(block, split.rank, in_attention=in_attention)
+        return SvdTop(block=block, rank=split.rank, in_attention=in_attention)
     if not in_attention:
-        return FeedForwardBottom(block, split.rank)
-    block.attention.output = filled(factors(block.attention.output.weight, split.rank)[2])
+        return FeedForwardBottom(block=block, rank=split.rank)
+    block.attention.output = filled(factors(block.attention.output.weight, rank=split.rank)[2])
     return block.attention
 
 
@@ -254,12 +279,14 @@ class FeedForwardBottom(nn.Module):
     def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
         self.block = block
-        block.down = filled(factors(block.down.weight, rank)[2])
+        block.down = filled(factors(block.down.weight, rank=rank)[2])
         del block.norm
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         block = self.block
-        return cast(Tensor, block.down(block.activation(block.up(block.attend(rows_RH, packing)))))
+        return cast(
+            Tensor, block.down(block.activation(block.up(block.attend(rows_RH, packing=packing))))
+        )
 
 
 class SvdTop(nn.Module):
@@ -269,9 +296,9 @@ class SvdTop(nn.Module):
     def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
         super().__init__()
         linear = block.attention.output if in_attention else block.down
-        u, s, _ = factors(linear.weight, rank)
+        u, s, _ = factors(linear.weight, rank=rank)
         self.s = filled(s)
-        self.u = filled(u, linear.bias)
+        self.u = filled(u, bias=linear.bias)
         del block.attention
         if not in_attention:
             del block.attention_norm, block.up, block.down

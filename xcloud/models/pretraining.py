@@ -108,14 +108,16 @@ class Descent:
         network.train()
         decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
         optimizer = decayed.build(network.parameters())
-        parts: dict[str, Stateful] = {"network": TrainedModule(network, optimizer)}
+        parts: dict[str, Stateful] = {
+            "network": TrainedModule(module=network, optimizer=optimizer)
+        }
         parts["generators"] = _Generators(next(network.parameters()).device)
         if more is not None:
-            parts["more"] = TrainedModule(more, None)
+            parts["more"] = TrainedModule(module=more, optimizer=None)
         folder = CheckpointFolder(unfinished)
         first = next((step for step in folder.steps() if folder.ranks(step)), 0)
         if first:
-            load_states(parts, folder.read(first, 0), owner="an unfinished backbone")
+            load_states(parts, state=folder.read(first, 0), owner="an unfinished backbone")
             report(f"resumed after step {first} of {self.steps}, where it was interrupted")
         batches = islice(batches, first, None)
         began_at_s = saved_at_s = time.monotonic()
@@ -141,7 +143,7 @@ class Descent:
             if now_s - saved_at_s >= SAVE_EVERY_S:
                 folder.write(step + 1, 0, states_of(parts), {})
                 for earlier in folder.steps()[1:]:
-                    folder.delete(earlier, 0)
+                    folder.delete(earlier, rank=0)
                 saved_at_s = now_s
 
 
@@ -268,15 +270,21 @@ def pretrain(
 
     score = partial(evaluate, encoder, held_out, ids, settings)
     modes = _evenly(settings.causal_share)
-    several = _batches(train, settings.batch_tokens, draw=draw)
+    several = _batches(train, batch_tokens=settings.batch_tokens, draw=draw)
     batches = (
-        _guesses(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
+        _guesses(texts, ids=ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
         for texts in several
     )
     best = None if settings.max_epochs is None else _Best(encoder)
-    with seeded_on(device, seed_of(settings.seed, "dropout")):
+    with seeded_on(device, seed=seed_of(settings.seed, "dropout")):
         steps = settings.descend(
-            encoder, batches, lambda b: _loss(encoder, b)[0], report, score, unfinished, best
+            encoder,
+            batches=batches,
+            loss_of=lambda b: _loss(encoder, batch=b)[0],
+            report=report,
+            score=score,
+            unfinished=unfinished,
+            more=best,
         )
         for step, _ in steps:
             if best is not None and (step + 1) % a_pass == 0:
@@ -305,18 +313,18 @@ def evaluate(
     for start in range(0, len(texts), 64):
         guesses = _guesses(
             texts[start : start + 64],
-            ids,
+            ids=ids,
             mask_share=settings.mask_share,
             draw=draw,
             causal=causal,
         )
-        loss, hits = _loss(encoder, guesses)
+        loss, hits = _loss(encoder, batch=guesses)
         masked = len(guesses.truth_M)
         total += float(loss) * masked
         right += int(hits)
         num += masked
     encoder.train(was_training)
-    return HeldOutScore(total / num, right / num)
+    return HeldOutScore(loss=total / num, accuracy=right / num)
 
 
 def _evenly(share: float) -> Iterator[bool]:
@@ -368,11 +376,15 @@ def _guesses(
     truth_R = torch.cat(list(texts))
     lengths = torch.tensor([len(text) for text in texts])
     if not causal:
-        seen_R, from_M = mask_tokens(truth_R, ids, mask_share=mask_share, draw=draw)
-        return _Guesses(seen_R, lengths, from_M=from_M, truth_M=truth_R[from_M], causal=False)
+        seen_R, from_M = mask_tokens(truth_R, ids=ids, mask_share=mask_share, draw=draw)
+        return _Guesses(
+            seen_R=seen_R, lengths=lengths, from_M=from_M, truth_M=truth_R[from_M], causal=False
+        )
     has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
     from_M = has_next_R.nonzero()[:, 0]
-    return _Guesses(truth_R, lengths, from_M=from_M, truth_M=truth_R[from_M + 1], causal=True)
+    return _Guesses(
+        seen_R=truth_R, lengths=lengths, from_M=from_M, truth_M=truth_R[from_M + 1], causal=True
+    )
 
 
 def _loss(encoder: Encoder, batch: _Guesses) -> tuple[Tensor, Tensor]:
@@ -389,7 +401,7 @@ def mask_tokens(
     truth_R: Tensor, ids: TokenIds, mask_share: float, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Network input [R] and the rows to predict [M]: at least one, never bos or eos."""
-    masked_M = choose_masked(truth_R, ids, share=mask_share, draw=draw)
+    masked_M = choose_masked(truth_R, special=ids, share=mask_share, draw=draw)
     fate = torch.rand(len(masked_M), generator=draw)
     words = torch.randint(ids.size, (len(masked_M),), generator=draw)
     replaced = torch.where(fate < 0.8, torch.full_like(words, ids.mask), words)

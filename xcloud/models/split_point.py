@@ -153,7 +153,7 @@ class Split:
         if not self.is_measured or self.needs_public_text:
             return ()
         shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
-        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+        return tuple(TensorSpec(shape=shape, dtype=torch.float32) for shape in shapes)
 
     def check(self, num_blocks: int | None, hidden: int) -> None:
         """Raise ConfigError for a block that the model lacks, or more features than it has."""
@@ -252,20 +252,22 @@ def projection_at(
         return None, ()
     hidden = sizes[1]
     max_length = context.max_length
-    cut = Projection(split, bool(stage), hidden=hidden, max_length=max_length)
-    specs = split.start_specs(hidden, max_length)
+    cut = Projection(split=split, is_up=bool(stage), hidden=hidden, max_length=max_length)
+    specs = split.start_specs(hidden, max_length=max_length)
     if stage and specs:
         cut.start(*(torch.zeros(spec.shape) for spec in specs))
     if context.architecture is not None or (stage and specs):
         return cut, ()
     if split.is_measured:
         text = public if split.needs_public_text else None
-        basis, digest = measured_basis(split, lower(), sizes=sizes, public=text, context=context)
+        basis, digest = measured_basis(
+            split, lower=lower(), sizes=sizes, public=text, context=context
+        )
         if text is not None:
             cut.measured_on = {"public text of the cut, and blocks below it": digest}
     else:
         encode = orthonormal_rows(split.width(hidden), hidden, context.seed, "cut", split.block)
-        basis = Basis(encode.T.contiguous(), torch.zeros(0, hidden), encode=encode)
+        basis = Basis(decode=encode.T.contiguous(), anchor=torch.zeros(0, hidden), encode=encode)
     cut.start(*basis)
     return cut, (basis.decode, basis.anchor) if specs else ()
 
@@ -293,7 +295,7 @@ def measured_basis(
         )
     if public is not None:
         whose = public.describe()
-        batch = _public_batch(split, public, ids=ids, context=context)
+        batch = _public_batch(split, public=public, ids=ids, context=context)
     else:
         whose = "the owner's"
         batch = dict(context.samples(split.calibration_texts))
@@ -317,18 +319,20 @@ def measured_basis(
     def make(part: Path) -> None:
         cut = f"cut in block {split.block}"
         context.report(f"{cut}: measuring a basis on {len(batch[TEXT])} texts ({whose})")
-        moments = _Moments(lower.to(context.device).eval(), hidden, batch=batch, context=context)
+        moments = _Moments(
+            lower=lower.to(context.device).eval(), hidden=hidden, batch=batch, context=context
+        )
         anchor = moments.anchor(split.num_places(context.max_length))
         rank = split.width(hidden)
         if split.method == "identity":
             encode = orthonormal_rows(rank, hidden, context.seed, "cut", split.block)
             decode = encode.T.contiguous()
         else:
-            encode, decode, share = moments.components(anchor, rank, split.whiten)
+            encode, decode, share = moments.components(anchor, rank=rank, whiten=split.whiten)
             context.report(f"{cut}: {rank} features keep {100 * share:.1f} % of the variance")
         save_file({"encode": encode, "decode": decode, "anchor": anchor}, part)
 
-    make_once(path, make)
+    make_once(path, make=make)
     return Basis(**load_file(path)), key
 
 

@@ -105,7 +105,7 @@ class UpperStage(RowsStage):
         cast(Any, self.layers["cut"]).start(*tensors)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        rows, packing = self._answerable(received, batch)
+        rows, packing = self._answerable(received, batch=batch)
         if self.answer is not None:
             return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
         if self._pooling is not None:
@@ -116,7 +116,7 @@ class UpperStage(RowsStage):
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         assert self.answer is not None
-        rows, packing = self._answerable(received, batch)
+        rows, packing = self._answerable(received, batch=batch)
         return self.answer.predict(self.answer(rows), batch[LABEL], packing)
 
     def _answerable(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing | None]:
@@ -126,7 +126,7 @@ class UpperStage(RowsStage):
             return self.way(received["pooled"]), None
         rows, packing = self._rows(received, batch)
         if self._pooling is not None:
-            rows = pool(rows, packing, how=self._pooling)
+            rows = pool(rows, packing=packing, how=self._pooling)
         return self.way(rows), packing
 
 
@@ -174,8 +174,10 @@ class SampleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.is_value = head.kind == "value"
-        self.dense = fresh_linear(hidden, hidden, seed=seed, name="pooler")
-        self.classifier = fresh_linear(hidden, head.num_outputs, seed=seed, name="classifier")
+        self.dense = fresh_linear(hidden, out_features=hidden, seed=seed, name="pooler")
+        self.classifier = fresh_linear(
+            hidden, out_features=head.num_outputs, seed=seed, name="classifier"
+        )
         if pooler is not None:
             self.dense.load_state_dict(dict(pooler))
         self.dropout = nn.Dropout(dropout)
@@ -207,7 +209,7 @@ class SpanHead(nn.Module):
     def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
         super().__init__()
         self.max_answer_tokens = max_answer_tokens
-        self.classifier = fresh_linear(hidden, 2, seed=seed, name="classifier")
+        self.classifier = fresh_linear(hidden, out_features=2, seed=seed, name="classifier")
 
     def forward(self, rows_RH: Tensor) -> Tensor:
         scores: Tensor = self.classifier(rows_RH)
@@ -271,11 +273,17 @@ def rows_boundary(
 
     between: fields that stand between them. whole: features of the uncut model's rows.
     """
-    counts = BoundaryField("counts", (), dtype=torch.int16)
-    hidden = BoundaryField("hidden", (width,), dtype=torch.float32, rows="counted", replaces=whole)
+    counts = BoundaryField(name="counts", features=(), dtype=torch.int16)
+    hidden = BoundaryField(
+        name="hidden", features=(width,), dtype=torch.float32, rows="counted", replaces=whole
+    )
     fields = (counts, *between, hidden)
     return Boundary(
-        fields, max_length, gradient_returns=gradient_returns, start=start, is_constant=is_constant
+        fields=fields,
+        max_rows_per_sample=max_length,
+        gradient_returns=gradient_returns,
+        start=start,
+        is_constant=is_constant,
     )
 
 
@@ -299,4 +307,4 @@ def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
 
 def seeded(seed: int, *names: str | int) -> AbstractContextManager[None]:
     """Use the part's own random stream on the CPU; restores the caller's afterwards."""
-    return seeded_on(torch.device("cpu"), seed_of(seed, *names))
+    return seeded_on(torch.device("cpu"), seed=seed_of(seed, *names))

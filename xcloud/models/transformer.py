@@ -65,7 +65,7 @@ class Greedy(Limits):
         alive = torch.arange(num_sentences, device=limits.device)
         tokens = torch.full_like(alive, ids.bos)
         for position in range(longest):
-            tokens = _without_special(decoder.step(tokens), ids).argmax(1)
+            tokens = _without_special(decoder.step(tokens), ids=ids).argmax(1)
             written[alive, position] = tokens
             going = ((tokens != ids.eos) & (limits[alive] > position + 1)).nonzero()[:, 0]
             if not len(going):
@@ -74,7 +74,7 @@ class Greedy(Limits):
                 decoder.keep(going, going)
                 alive = alive[going]
                 tokens = tokens[going]
-        return _texts(written, ids.eos)
+        return _texts(written, eos=ids.eos)
 
 
 @settings("Beam")
@@ -108,7 +108,7 @@ class Beam(Limits):
         total_BK[:, 0] = 0.0
 
         for position in range(longest):
-            scores_NV = _without_special(decoder.step(tokens_N), ids).float().log_softmax(1)
+            scores_NV = _without_special(decoder.step(tokens_N), ids=ids).float().log_softmax(1)
             num_words = scores_NV.shape[1]
             grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
             candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
@@ -146,7 +146,7 @@ class Beam(Limits):
             tokens_N = word[going].flatten()
             written_BKL = written_BKL.flatten(0, 1)[rows_BK]
             written_BKL[:, :, position] = word[going]
-        return _texts(best_written, ids.eos)
+        return _texts(best_written, eos=ids.eos)
 
 
 Search = Greedy | Beam
@@ -264,8 +264,8 @@ class TargetStage(Stage):
         was_training = self.training
         self.eval()
         decoding = self.settings.decoding
-        limits = decoding.limits(received["counts"].long(), self._max_length - 1)
-        answers = decoding.search(CachedDecoder(self, received), limits, self._ids)
+        limits = decoding.limits(received["counts"].long(), longest=self._max_length - 1)
+        answers = decoding.search(CachedDecoder(stage=self, received=received), limits, self._ids)
         self.train(was_training)
         return answers
 
@@ -280,7 +280,9 @@ class CachedDecoder:
 
     def step(self, tokens_N: Tensor) -> Tensor:
         """Append one token to each hypothesis; return next-token scores [N, V], a new tensor."""
-        packing = Packing(torch.ones_like(tokens_N), torch.full_like(tokens_N, self._position))
+        packing = Packing(
+            counts=torch.ones_like(tokens_N), positions=torch.full_like(tokens_N, self._position)
+        )
         self._position += 1
         return self._stage.scores(tokens_N, packing, self._caches)
 
@@ -307,7 +309,7 @@ class ScaledEmbeddings(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocab_size, hidden)
         nn.init.normal_(self.words.weight, std=hidden**-0.5)
-        self.register_buffer("positions", sinusoids(max_length, hidden), persistent=False)
+        self.register_buffer("positions", sinusoids(max_length, hidden=hidden), persistent=False)
         self.scale = math.sqrt(hidden)
         self.dropout = nn.Dropout(dropout)
 
@@ -379,7 +381,9 @@ class Transformer(EncoderDecoder):
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
         numbers = range(self.num_decoder_layers)
         if not is_last:
-            numbers = self.encoder_layers(self.num_encoder_layers, stage, num_stages)
+            numbers = self.encoder_layers(
+                self.num_encoder_layers, stage=stage, num_stages=num_stages
+            )
         layers: dict[str, nn.Module] = {}
         for i in numbers:
             # One random stream per layer: initial weights do not depend on the layout.
@@ -396,8 +400,8 @@ class Transformer(EncoderDecoder):
                 pad = ids.pad
         if embeddings is not None and is_last:
             return TargetStage(
-                embeddings,
-                layers,
+                embeddings=embeddings,
+                layers=layers,
                 head=TiedHead(self.hidden),
                 settings=self,
                 context=context,
@@ -405,4 +409,6 @@ class Transformer(EncoderDecoder):
             )
         if stage == num_stages - 2:
             layers["norm"] = LastNorm(self.hidden)
-        return RowsStage({}, embeddings, layers=layers, field=SOURCE, pad=pad)
+        return RowsStage(
+            architecture={}, embeddings=embeddings, layers=layers, field=SOURCE, pad=pad
+        )

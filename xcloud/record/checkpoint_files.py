@@ -71,17 +71,19 @@ class CheckpointFolder(CheckpointSteps):
         folder.mkdir(parents=True, exist_ok=True)
         for above in (self.path, self.path.parent):
             sync_names(above)
-        _delete_part(folder, rank)
+        _delete_part(folder, rank=rank)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
-            digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors=tensors)
+            digest, num_bytes = _write_tensors(
+                _tensors_file(folder, rank=rank), rank=rank, tensors=tensors
+            )
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-            write_whole(_json_file(folder, rank), rank, pieces=[data])
+            write_whole(_json_file(folder, rank=rank), rank=rank, pieces=[data])
         except BaseException:
-            _delete_part(folder, rank)
+            _delete_part(folder, rank=rank)
             raise
         return num_bytes + len(data)
 
@@ -92,7 +94,7 @@ class CheckpointFolder(CheckpointSteps):
     def check(self, step: int, rank: int) -> None:
         """Read all of a shard. Raises DataError saying what is wrong with it."""
         head = self._head(step, rank)
-        path = _tensors_file(self.step_dir(step), rank)
+        path = _tensors_file(self.step_dir(step), rank=rank)
         try:
             with open(path, "rb") as file:
                 num_bytes = file.seek(0, os.SEEK_END)
@@ -110,7 +112,7 @@ class CheckpointFolder(CheckpointSteps):
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
         """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
-        tensors = load_file(_tensors_file(self.step_dir(step), rank))
+        tensors = load_file(_tensors_file(self.step_dir(step), rank=rank))
         return {**tensors, **self._head(step, rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
@@ -121,7 +123,7 @@ class CheckpointFolder(CheckpointSteps):
         """
         path = self.step_dir(step) / AGREED_FILE
         if rank == 0:
-            write_whole(path, rank, pieces=[json.dumps(dict(facts)).encode()])
+            write_whole(path, rank=rank, pieces=[json.dumps(dict(facts)).encode()])
         else:
             path.touch()
             sync_names(path.parent)
@@ -138,12 +140,12 @@ class CheckpointFolder(CheckpointSteps):
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
             if kept and step < kept[-1]:
-                self._delete_all(step, rank, fact="places", now=places)
+                self._delete_all(step, rank=rank, fact="places", now=places)
 
     def delete(self, step: int, rank: int) -> None:
         """Delete one rank's shard, and the folder of the step if nothing is left in it."""
         folder = self.step_dir(step)
-        _delete_part(folder, rank)
+        _delete_part(folder, rank=rank)
         with contextlib.suppress(OSError):  # other ranks' parts are there
             folder.rmdir()
 
@@ -155,7 +157,7 @@ class CheckpointFolder(CheckpointSteps):
         """
         if self.is_agreed(step):
             return False
-        self.delete(step, rank)
+        self.delete(step, rank=rank)
         return True
 
     def delete_after(
@@ -179,7 +181,7 @@ class CheckpointFolder(CheckpointSteps):
                 "became of theirs"
             )
         for number in later if step else ():
-            self._delete_all(number, rank, fact="attempt", now=attempt)
+            self._delete_all(number, rank=rank, fact="attempt", now=attempt)
         return later if step else []
 
     def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
@@ -187,12 +189,12 @@ class CheckpointFolder(CheckpointSteps):
         (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
         for other in self.ranks(step):
             with contextlib.suppress(DataError):  # its own rank deletes it just now
-                if json.dumps(self.about(step, other).get(fact)) != json.dumps(now):
-                    self.delete(step, other)
-        self.delete(step, rank)
+                if json.dumps(self.about(step, rank=other).get(fact)) != json.dumps(now):
+                    self.delete(step, rank=other)
+        self.delete(step, rank=rank)
 
     def _head(self, step: int, rank: int) -> dict[str, Any]:
-        path = _json_file(self.step_dir(step), rank)
+        path = _json_file(self.step_dir(step), rank=rank)
         try:
             head = json.loads(path.read_text("utf-8"))
             written = head.pop("own_sha256")
@@ -208,9 +210,9 @@ class CheckpointFolder(CheckpointSteps):
 
 def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
-    parts = (_json_file(folder, rank), _tensors_file(folder, rank))
+    parts = (_json_file(folder, rank=rank), _tensors_file(folder, rank=rank))
     # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
-    drafts = (draft_of(path, rank) for path in (*parts, folder / AGREED_FILE))
+    drafts = (draft_of(path, rank=rank) for path in (*parts, folder / AGREED_FILE))
     for path in (*parts, *drafts):
         path.unlink(missing_ok=True)
 
@@ -254,7 +256,7 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
     text += b" " * (-len(text) % 8)
     pieces = [len(text).to_bytes(8, "little"), text]
     return write_whole(
-        path, rank, pieces=chain(pieces, (_bytes_of(tensors[name]) for name in names))
+        path, rank=rank, pieces=chain(pieces, (_bytes_of(tensors[name]) for name in names))
     )
 
 

@@ -80,7 +80,7 @@ class EventReader:
         is_finished = True
         while is_finished and not self._lines:
             try:
-                new, is_finished = files.read(self.path, self._segment, offset=self._offset)
+                new, is_finished = files.read(self.path, number=self._segment, offset=self._offset)
             except files.DAMAGED as error:
                 new = b""
                 is_finished = True
@@ -166,7 +166,7 @@ class StepTotals:
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
             found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
         found |= {(name,): report.get(name, 0) for name in ("samples", "tokens", "learned")}
-        add_to(self.numbers, found)
+        add_to(self.numbers, more=found)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:

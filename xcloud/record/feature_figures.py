@@ -77,7 +77,7 @@ def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
         if (sampled := privacy["epsilon_if_sampled"]) is not None:
             remark += f"; {sampled:.2f} if batches were random and secret"
-        yield "privacy, epsilon", human_number(privacy["epsilon"], ".2f"), remark
+        yield "privacy, epsilon", human_number(privacy["epsilon"], form=".2f"), remark
 
 
 def _privacy_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

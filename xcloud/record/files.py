@@ -33,7 +33,7 @@ def note_trackable(run_dir: Path, **may: bool) -> None:
     """Write which files of samples a tracker may have. Called before they are written, by the rank
     that writes them: it alone knows what is in them."""
     known = read_json(run_dir / TRACKABLE_FILE)
-    replace_text(run_dir / TRACKABLE_FILE, json.dumps({**known, **may}))
+    replace_text(run_dir / TRACKABLE_FILE, text=json.dumps({**known, **may}))
 
 
 def files_of_samples(run_dir: Path) -> list[str]:
@@ -56,7 +56,7 @@ def error_file(run_dir: Path, rank: int) -> Path:
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
     """Return the error report of a rank that failed on this machine: kind, message, peer_lost,
     expected, may_quote. None if there is none."""
-    return read_json(error_file(run_dir, rank)) or None
+    return read_json(error_file(run_dir, rank=rank)) or None
 
 
 def may_quote_data(run_dir: Path) -> bool:
@@ -76,7 +76,7 @@ def note_attempt(run_dir: Path, restarts_left: int) -> None:
             "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
             "restarts_left": restarts_left,
         }  # fmt: skip
-        replace_text(run_dir / LAUNCHER_FILE, json.dumps(facts))
+        replace_text(run_dir / LAUNCHER_FILE, text=json.dumps(facts))
 
 
 def forget_launcher(run_dir: Path) -> None:
@@ -115,7 +115,7 @@ class CheckpointSteps:
 
     def steps(self) -> list[int]:
         """Return the steps that have any file, newest first."""
-        return sorted(numbers(self.path, r"step-(\d+)"), reverse=True)
+        return sorted(numbers(self.path, pattern=r"step-(\d+)"), reverse=True)
 
     def is_agreed(self, step: int) -> bool:
         return (self.step_dir(step) / AGREED_FILE).exists()
@@ -141,11 +141,11 @@ def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
     path: of the log. number: from 1. Raises one of DAMAGED.
     """
     while True:
-        finished = _finished(path, number)
+        finished = _finished(path, number=number)
         try:
             with _open(finished or path) as file:
                 # If it was finished meanwhile, what is open may be the next one.
-                if finished is None and _finished(path, number) is not None:
+                if finished is None and _finished(path, number=number) is not None:
                     continue
                 file.seek(offset)
                 return file.read(SEGMENT_BYTES), finished is not None
@@ -161,7 +161,7 @@ def segment(path: Path, number: int) -> Path:
 def _finished(path: Path, number: int) -> Path | None:
     """Return a finished segment as it is now. It is compressed before it is deleted, hence the
     order."""
-    plain = segment(path, number)
+    plain = segment(path, number=number)
     return next((f for f in (plain, plain.with_name(f"{plain.name}.gz")) if f.exists()), None)
 
 

@@ -98,7 +98,7 @@ def _kind(name: str, line: str) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
-KINDS = {name: _kind(name, line) for name, line in _TABLE.items()}
+KINDS = {name: _kind(name, line=line) for name, line in _TABLE.items()}
 
 
 class Refused(ValueError):
@@ -166,19 +166,19 @@ class Intake:
             raise FrameError(f"a report of rank {peer} must be one vector of bytes")
         data = frame.parts[0].numpy().tobytes()
         accepted = b""
-        if not self._has_room(peer, len(data)):
-            return self._refuse(peer, f"more than {BYTES_PER_S:,} bytes a second")
+        if not self._has_room(peer, num_bytes=len(data)):
+            return self._refuse(peer, why=f"more than {BYTES_PER_S:,} bytes a second")
         most = BYTES_IN_ALL + BYTES_A_STEP * self._max_steps
         if self._num_bytes[peer] + len(data) > most:
-            return self._refuse(peer, f"more than {most:,} bytes in all")
+            return self._refuse(peer, why=f"more than {most:,} bytes in all")
         self._num_bytes[peer] += len(data)
         for line in filter(bytes.strip, data.split(b"\n")):
             try:
                 accepted += self._checked(peer, line)
             except Refused as why:
-                self._refuse(peer, str(why))
+                self._refuse(peer, why=str(why))
             except (ValueError, RecursionError):  # of what it quotes, too
-                self._refuse(peer, "no JSON")
+                self._refuse(peer, why="no JSON")
         if accepted:
             self._events.append(accepted)
 
@@ -200,7 +200,7 @@ class Intake:
         event = json.loads(line)
         if not isinstance(event, dict) or "event" not in event:
             raise Refused("no event")
-        check(event, self._max_steps)
+        check(event, max_steps=self._max_steps)
         kind = event["event"]
         now_s = round(time.time(), 3)
         at_s = event.get("t")

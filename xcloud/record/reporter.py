@@ -67,7 +67,7 @@ class EventFile:
                         raise OSError("nothing could be written")
                     num_written += num_new
             except (OSError, ValueError) as error:  # ValueError: closed, at the end of a rank
-                self.lost = self.lost or segments.LostLines(self._path, error)
+                self.lost = self.lost or segments.LostLines(log_file=self._path, error=error)
                 self.lost.add(data[data.rfind(b"\n", 0, num_written) + 1 :])
             if num_written:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
@@ -120,7 +120,7 @@ class RankState:
         self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
     ) -> None:
         self.lives: Mapping[int, PeerLife] = {}
-        self._path = state_file(run_dir, rank)
+        self._path = state_file(run_dir, rank=rank)
         self._rank = rank
         self.says = says
         self._facts: dict[str, Any] = {"torchrun": torchrun}
@@ -171,7 +171,7 @@ class RankState:
             "may_leave": self.may_leave, "waits_for": waits,
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         }  # fmt: skip
-        replace_text(self._path, json.dumps(facts))
+        replace_text(self._path, text=json.dumps(facts))
 
 
 class Reporter:

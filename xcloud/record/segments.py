@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def finish(path: Path) -> FileIO:
     """Make what is in the log a finished segment; returns the file to append to from now on.
     Nothing may be written meanwhile. Raises OSError, with the log as it was."""
-    plain = segment(path, 1 + max(_numbers(path), default=0))
+    plain = segment(path, number=1 + max(_numbers(path), default=0))
     path.rename(plain)
     try:
         return open(path, "ab", buffering=0, opener=no_link)
@@ -39,23 +39,25 @@ def finish(path: Path) -> FileIO:
 def compress(path: Path) -> None:
     """Compress the finished segments that are not. Raises OSError, with all of them readable."""
     for number in sorted(_numbers(path)):
-        plain = segment(path, number)
+        plain = segment(path, number=number)
         if not plain.exists():
             continue
         write_whole(
-            plain.with_name(f"{plain.name}.gz"), 0, pieces=[gzip.compress(plain.read_bytes(), 6)]
+            plain.with_name(f"{plain.name}.gz"),
+            rank=0,
+            pieces=[gzip.compress(plain.read_bytes(), 6)],
         )
         plain.unlink()
 
 
 def _numbers(path: Path) -> set[int]:
     name = rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(?:\.gz)?"
-    return {*numbers(path.parent, name)}
+    return {*numbers(path.parent, pattern=name)}
 
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
-    draft = draft_of(path, rank)
+    draft = draft_of(path, rank=rank)
     digest = hashlib.sha256()
     num_bytes = 0
     try:

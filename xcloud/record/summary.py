@@ -158,7 +158,9 @@ class RunStatistics:
         ranks = steps.sums("num_ranks", first=first)
         total_s = {kind: sum(parts.values()) for kind, parts in seconds.items()}
         means = {
-            kind: {cloud: _rounded(value / ranks[cloud], 6) for cloud, value in parts.items()}
+            kind: {
+                cloud: _rounded(value / ranks[cloud], digits=6) for cloud, value in parts.items()
+            }
             for kind, parts in seconds.items()
         }
         step_s = sorted(steps["step_s"][first:])
@@ -167,19 +169,21 @@ class RunStatistics:
         )
         losses = [loss for loss in steps["loss"] if loss != NO_LOSS]
         return {
-            "final_loss": _rounded(losses[-1] if losses else None, 6),
+            "final_loss": _rounded(losses[-1] if losses else None, digits=6),
             "step_time_s": {
-                "median": _rounded(statistics.median(step_s), 6) if step_s else None,
-                "p90": _rounded(step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None, 6),
+                "median": _rounded(statistics.median(step_s), digits=6) if step_s else None,
+                "p90": _rounded(
+                    step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None, digits=6
+                ),
             },
             **means,
-            "bubble_ratio": ratio(total_s["waiting_s"], total_s["compute_s"]),
-            **self._traffic(sum(step_s), first),
-            "samples_per_s": ratio(samples or None, sum(step_s)),
-            "tokens_per_s": ratio(tokens or None, sum(step_s)),
+            "bubble_ratio": ratio(total_s["waiting_s"], below=total_s["compute_s"]),
+            **self._traffic(sum(step_s), first=first),
+            "samples_per_s": ratio(samples or None, below=sum(step_s)),
+            "tokens_per_s": ratio(tokens or None, below=sum(step_s)),
             # A loss counted in samples (classes, spans) learns no tokens.
             "learned_tokens_per_s": ratio(
-                learned if learned and learned != samples else None, sum(step_s)
+                learned if learned and learned != samples else None, below=sum(step_s)
             ),
             "num_steps": self.num_steps,
             "num_skipped_updates": self.num_skipped(),
@@ -200,11 +204,11 @@ class RunStatistics:
         return {
             "wan_bytes_per_step": per_step,
             "compression_ratio": {
-                **{kind: ratio(raw.get(kind) or None, sent.get(kind, 0)) for kind in kinds},
-                "total": ratio(total_raw or None, total_sent),
+                **{kind: ratio(raw.get(kind) or None, below=sent.get(kind, 0)) for kind in kinds},
+                "total": ratio(total_raw or None, below=total_sent),
             },
             "link_utilisation": {
-                kind: ratio(max(busy_s.values(), default=None), timed_s)
+                kind: ratio(max(busy_s.values(), default=None), below=timed_s)
                 for kind, busy_s in lines.items()
             },
         }
@@ -286,10 +290,10 @@ def read_run(path: Path) -> RunStatistics:
     """Return the statistics of the event log of a run that has ended; of a missing log what a run
     has before its first event. Producers of one-way jobs report no steps and are not waited for.
     """
-    steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
+    steps = (event for event in EventReader(path=path, warn=False) if event["event"] == "step")
     num_ranks = 1 + max((event["rank"] for event in steps), default=0)
     run = RunStatistics(ElasticCollector(num_ranks))
-    feed_log(run, EventReader(path, warn=False))
+    feed_log(run, events=EventReader(path=path, warn=False))
     return run
 
 
@@ -312,7 +316,7 @@ def num_warmup_steps(num_steps: int) -> int:
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
     """Write a summary as JSON, which has no NaN: a diverged run's loss becomes null."""
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
-    replace_text(Path(path), text + "\n")
+    replace_text(Path(path), text=text + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -332,7 +336,7 @@ def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
 
 
 def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {name: _rounded(value, score_digits(name)) for name, value in values.items()}
+    return {name: _rounded(value, digits=score_digits(name)) for name, value in values.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -125,16 +125,16 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     steps = {head["step"] for head in heads.values()}
     assert len(steps) == 1, f"the ranks report different steps: {sorted(steps)}"
     sent, received = _messages(parts)
-    offsets = _offsets(heads, sent, received=received)
+    offsets = _offsets(heads, sent=sent, received=received)
     at = {r: one["started_us"] + offsets.shift_us[one["machine"]] for r, one in heads.items()}
     begin = {rank: at_us - min(at.values()) for rank, at_us in at.items()}
-    lanes = tuple(_lane(parts[rank], begin[rank]) for rank in heads)
+    lanes = tuple(_lane(parts[rank], begin_us=begin[rank]) for rank in heads)
     flights: dict[tuple[str, str], list[Flight]] = {}
     until_us = max(lane.until_us for lane in lanes)
     for key, message in sent.items():
         if key[2] not in heads:  # the receiver reported nothing: the run was cut off
             continue
-        flight = _flight(key, message, received_us=received.get(key), begin=begin)
+        flight = _flight(key, message=message, received_us=received.get(key), begin=begin)
         # Leave out reports that overlap only the previous or the next step.
         if flight.kind != "report" or (flight.until_us > 0 and flight.from_us < until_us):
             direction = heads[key[1]]["cloud"], heads[key[2]]["cloud"]
@@ -142,14 +142,14 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     ordered = {
         way: tuple(sorted(some, key=lambda f: f.from_us)) for way, some in sorted(flights.items())
     }
-    return Timeline(steps.pop(), lanes, flights=ordered, clocks=_describe(offsets))
+    return Timeline(step=steps.pop(), lanes=lanes, flights=ordered, clocks=_describe(offsets))
 
 
 def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
     boxes = tuple(
         Box(
-            what,
-            direction,
+            what=what,
+            direction=direction,
             stage=stage,
             micro_batch=number,
             from_us=begin_us + start,
@@ -160,8 +160,8 @@ def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
     )
     head = parts[0]
     return Lane(
-        head["rank"],
-        head["cloud"],
+        rank=head["rank"],
+        cloud=head["cloud"],
         from_us=begin_us,
         until_us=begin_us + head["step_us"],
         boxes=boxes,
@@ -195,11 +195,16 @@ def _offsets(
             left_us = here["started_us"] + sent[key][4]
             came_us = there["started_us"] + received[key]
             passages.append(
-                Passage(here["machine"], there["machine"], sent_us=left_us, received_us=came_us)
+                Passage(
+                    sender=here["machine"],
+                    receiver=there["machine"],
+                    sent_us=left_us,
+                    received_us=came_us,
+                )
             )
     unix_us = {head["machine"]: head["unix_us"] for head in reversed(list(heads.values()))}
     first = next(iter(heads.values()))["machine"]
-    return clock_offsets({first: unix_us.pop(first), **unix_us}, passages)
+    return clock_offsets({first: unix_us.pop(first), **unix_us}, passages=passages)
 
 
 def _flight(
@@ -214,8 +219,8 @@ def _flight(
     queued_us = begin[sender] + queued
     arrived_us = max(until_us, came_us)
     return Flight(
-        sender,
-        receiver,
+        sender=sender,
+        receiver=receiver,
         kind=kind,
         micro_batch=number,
         num_bytes=num_bytes,
@@ -304,14 +309,16 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
 
 
 def write_trace(path: Path, timeline: Timeline, facts: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(chrome_trace(timeline, facts)), encoding="utf-8")
+    path.write_text(json.dumps(chrome_trace(timeline, facts=facts)), encoding="utf-8")
 
 
 def write_predicted(run_dir: Path, timeline: Timeline, strategy: str) -> None:
     """The step of a plan, as a trace that holds the timeline itself as well."""
     flights = [[*between, some] for between, some in timeline.flights.items()]
     own = {"lanes": [asdict(lane) for lane in timeline.lanes], "flights": flights}
-    write_trace(run_dir / PREDICTED_FILE, timeline, facts={"plan": strategy, "timeline": own})
+    write_trace(
+        run_dir / PREDICTED_FILE, timeline=timeline, facts={"plan": strategy, "timeline": own}
+    )
 
 
 def read_predicted(run_dir: Path) -> Timeline | None:
@@ -327,7 +334,9 @@ def read_predicted(run_dir: Path) -> Timeline | None:
         (here, there): tuple(Flight(*one) for one in some)
         for here, there, some in about["timeline"]["flights"]
     }
-    return Timeline(about["step"], tuple(lanes), flights=flights, clocks=about["clocks"])
+    return Timeline(
+        step=about["step"], lanes=tuple(lanes), flights=flights, clocks=about["clocks"]
+    )
 
 
 def predicted_of(run_dir: Path) -> dict[str, Any]:
@@ -391,4 +400,4 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Of
     for machine in {*others} - shift.keys():
         shift[machine], error[machine] = unix_us[machine] - unix_us[first], None
     known_us = [e for e in error.values() if e is not None]
-    return Offsets(shift, max(known_us) if len(known_us) == len(error) else None)
+    return Offsets(shift_us=shift, error_us=max(known_us) if len(known_us) == len(error) else None)

@@ -142,7 +142,7 @@ class ProgressLine:
         lines: dict[object, float] = {**totals.sums("line_s")}
         for key, busy_s in totals.numbers.items():
             if key[0] == "line_busy_s":
-                add_to(lines, {key[-1]: busy_s})
+                add_to(lines, more={key[-1]: busy_s})
         if lines:
             values["line_s"] = max(lines.values())
         for name, (value, weight) in self._sums.items():
@@ -180,7 +180,7 @@ class ProgressLine:
 def _describe_quality(event: Event) -> str:
     errors = event.get("errors", {})
     values = "  ".join(
-        f"{score_name(name)} {score_with_error(name, value, error=errors.get(name))}"
+        f"{score_name(name)} {score_with_error(name, value=value, error=errors.get(name))}"
         for name, value in event["values"].items()
     )
     text = f"{event['split']} at step {event['step']}: {values}"
@@ -199,7 +199,7 @@ def write_record(
     attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
     cause = facts["cause"]
     labels = job.labels
-    pictures = _draw(job, run_dir, run=run) if run.num_steps else []
+    pictures = _draw(job, run_dir=run_dir, run=run) if run.num_steps else []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
     summary["compression"] = labels.compression
@@ -209,13 +209,13 @@ def write_record(
     summary |= timelines.predicted_of(run_dir)
     summary["lost_event_lines"] = facts["lost_event_lines"]
     if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
-        with _may_lack(run_dir, AUDIT_FILE):
+        with _may_lack(run_dir, what=AUDIT_FILE):
             summary["wire"] = compact(join_audit(run_dir))
     if cause is None and job.leak_meter is not None:
-        with _may_lack(run_dir, "leak figures"):
+        with _may_lack(run_dir, what="leak figures"):
             summary |= job.leak_meter.measure(run_dir)
     try:
-        write_summary(run_dir / SUMMARY_FILE, summary)
+        write_summary(run_dir / SUMMARY_FILE, summary=summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
     tracked = summary
@@ -227,7 +227,7 @@ def write_record(
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
-    recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
+    recording.finish(facts["status"], tracked, note_of(tracked, run_dir=run_dir))
     places: dict[str, object] = {"run folder": run_dir}
     if (run_dir / MODEL_DIR).is_dir():
         places["model"] = run_dir / MODEL_DIR
@@ -238,7 +238,7 @@ def write_record(
         shown = {**summary, "num_steps": 0, "num_resumes": 0, "wall_s": None}
     if shown["num_steps"]:  # else there is nothing to compare
         places |= recording.places()
-    print_report(shown, places)
+    print_report(shown, places=places)
     return summary
 
 
@@ -273,10 +273,10 @@ def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
     facts = facts_of(job)
     written = list[Path]()
-    with _may_lack(run_dir, "pictures", lost_files=run.lost_files):
+    with _may_lack(run_dir, what="pictures", lost_files=run.lost_files):
         timeline = timelines.timeline_of(run.events("timeline"))
         if timeline is not None:
-            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts=facts)
+            timelines.write_trace(run_dir / TRACE_FILE, timeline=timeline, facts=facts)
             written.append(run_dir / TRACE_FILE)
         from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
 
@@ -284,7 +284,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
         title += f"link: {facts['link']}, compression: {facts['compression']}"
         predicted = timelines.read_predicted(run_dir)
         written += write_pictures(
-            run_dir, run, timeline=timeline, title=title, predicted=predicted
+            run_dir, run=run, timeline=timeline, title=title, predicted=predicted
         )
     return written
 

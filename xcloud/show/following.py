@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    config, job = read_shared(file, run_dir)
-    return Monitor(job, flatten(config), run_dir=run_dir)
+    config, job = read_shared(file, run_dir=run_dir)
+    return Monitor(experiment=job, params=flatten(config), run_dir=run_dir)
 
 
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine. lost: a rank
     that has not finished."""
-    found = ((rank, failure_of(run_dir, rank)) for rank in ranks)
+    found = ((rank, failure_of(run_dir, rank=rank)) for rank in ranks)
     # Whoever has a reason of its own before those that lost it.
     failures = [(one["peer_lost"], rank, one["message"]) for rank, one in found if one]
     if not failures:
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
             check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
             held.enter_context(owned(run_dir))
         return _monitor(
-            run_dir, arguments.experiment, parent=arguments.parent,
+            run_dir, experiment=arguments.experiment, parent=arguments.parent,
             is_again=arguments.again, past=arguments.past,
         )  # fmt: skip
 
@@ -85,17 +85,17 @@ def _monitor(
     run_dir: Path, experiment: Path, parent: int | None, is_again: bool, past: int | None
 ) -> int:
     try:
-        monitor = monitor_of(run_dir, experiment)
+        monitor = monitor_of(run_dir, file=experiment)
     except XcloudError as error:
         sys.exit(f"xcloud: {printable(error)}")
     try:
         parent = os.getppid() if parent is None else parent
-        return _follow(monitor, parent, is_again=is_again, past=0 if is_again else past)
+        return _follow(monitor, parent=parent, is_again=is_again, past=0 if is_again else past)
     except Exception as error:  # without a summary the run would seem to be running still
         log.exception("the monitor of %s has failed", run_dir)
         failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
         cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
-        write_summary(run_dir / SUMMARY_FILE, {**failed, "cause": cause})
+        write_summary(run_dir / SUMMARY_FILE, summary={**failed, "cause": cause})
         return 1
 
 
@@ -113,14 +113,14 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
         monitor.lost_lines()
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
-    _await(record, parent)
+    _await(record, parent=parent)
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - attempt.finished_ranks)
     if 0 in lost:  # and after it why it ends
-        _await(error_file(run_dir, 0), parent)
+        _await(error_file(run_dir, rank=0), parent=parent)
     ranks = range(monitor.experiment.cluster.num_ranks)
-    cause = first_failure(run_dir, ranks, lost=lost[0]) if lost else None
+    cause = first_failure(run_dir, ranks=ranks, lost=lost[0]) if lost else None
     if attempt.is_stopped and cause is None:
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:

@@ -85,15 +85,15 @@ class Monitor:
             tags["sweep"] = experiment.sweep
         # A collector of its own: it may fall behind while its store is down.
         self.run = TrackedRun(
-            experiment.run_name,
-            params,
+            name=experiment.run_name,
+            params=params,
             tags=tags,
             run_dir=run_dir,
             steps=experiment.statistics().collector,
             num_steps=experiment.max_steps,
         )
         about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
-        self._notices = Notices(experiment.launch.on_event, about)
+        self._notices = Notices(command=experiment.launch.on_event, about=about)
         self._has_told_of_divergence = False  # in this attempt
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self.past: int | None = None  # events of earlier attempts; None: all that are there
@@ -222,17 +222,17 @@ class Monitor:
         else:
             status = "stopped" if is_stopped else "failed"
         if self._keeps_earlier:
-            self._tell_end(status, cause)
+            self._tell_end(status, cause=cause)
             return read_summary(self.run.run_dir)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed,
                  "has_step": self.attempt.has_step}  # fmt: skip
         summary = write_record(
             self.experiment,
-            self.run.run_dir,
+            run_dir=self.run.run_dir,
             run=self._statistics,
             recording=self._recording,
             facts=facts,
         )
-        self._tell_end(status, cause)
+        self._tell_end(status, cause=cause)
         return summary

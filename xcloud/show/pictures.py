@@ -80,10 +80,12 @@ def write_pictures(
     drawn: list[Path | None] = []
     if timeline is not None:
         drawn.append(
-            write_timeline(run_dir / TIMELINE_PICTURE, timeline, title=title, predicted=predicted)
+            write_timeline(
+                run_dir / TIMELINE_PICTURE, timeline=timeline, title=title, predicted=predicted
+            )
         )
-    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title=title))
-    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title=title))
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run=run, title=title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run=run, title=title))
     return [path for path in drawn if path is not None]
 
 
@@ -107,8 +109,8 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     step = step[known]
     loss = loss[known]
     quality = dev_quality(run)
-    figure = canvas(title, 8, height_in=6.4 if quality else 4.2)
-    panels = column(figure, [2, 1] if quality else [1])
+    figure = canvas(title, width_in=8, height_in=6.4 if quality else 4.2)
+    panels = column(figure, heights=[2, 1] if quality else [1])
     mean, window = smoothed(loss)
     if window > 1:
         panels[0].plot(step, loss, color="#9CC3DD", linewidth=0.6, label="each step")
@@ -128,7 +130,7 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     panels[-1].set_xlabel("step")
     for axes in panels:
         over_steps(axes)
-    return save(figure, path)
+    return save(figure, path=path)
 
 
 def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
@@ -138,19 +140,19 @@ def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
     skip = num_warmup_steps(run.num_steps)
     step = np.asarray(run.steps.step)[skip:]
     step_s = np.asarray(run.steps["step_s"])[skip:]
-    figure = canvas(title, 11, height_in=3.2 + 0.4 * len(run.clouds))
+    figure = canvas(title, width_in=11, height_in=3.2 + 0.4 * len(run.clouds))
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     unit, per_s = ("ms", 1e3) if np.median(step_s) < 1 else ("s", 1.0)
-    _draw_parts(left, run, skip=skip, per_s=per_s)
+    _draw_parts(left, run=run, skip=skip, per_s=per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
-    _draw_times(right, step, taken=per_s * step_s, unit=unit)
+    _draw_times(right, step=step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
     for event in run.events("autopilot"):
         after = event["step"] + 0.5
         text = f" {event['choice']}"
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
         right.text(after, 0.02 * top, text, fontsize=7, rotation=90, va="bottom")
-    return save(figure, path)
+    return save(figure, path=path)
 
 
 def _draw_times(
@@ -185,7 +187,7 @@ def _draw_parts(axes: Axes, run: RunStatistics, skip: int, per_s: float) -> None
     parts = [(label, mean(kind), colour) for kind, (label, colour) in PARTS.items()]
     rest = np.maximum(whole - sum(values for _, values, _ in parts), 0)
     for bars, values in stacked(
-        axes, run.clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
+        axes, labels=run.clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
     ):
         texts = [short(value) if value > 0.08 * whole.max() else "" for value in values]
         ink = ink_on(to_hex(bars[0].get_facecolor()))
@@ -211,23 +213,28 @@ def write_timeline(
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
     height_in = _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)
-    figure = canvas(title, _WIDTH_IN, height_in=height_in)
-    panels = column(figure, [len(rows) + 0.7 for rows in lanes])
+    figure = canvas(title, width_in=_WIDTH_IN, height_in=height_in)
+    panels = column(figure, heights=[len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
-        bars = [bar for y, (_, content) in enumerate(rows) for bar in (
-            _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
-        )]  # fmt: skip
+        bars = list[_Bar]()
+        for y, (_, content) in enumerate(rows):
+            if isinstance(content, Lane):
+                bars += _bars_of_rank(y, lane=content)
+            else:
+                bars += _bars_of_link(y, flights=content)
         _draw(
             axes,
-            bars,
+            bars=bars,
             per_us=per_us,
             inches_per_unit=0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9),
         )
-        axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
+        axes.set_title(
+            _headed(one, is_predicted=one is predicted), fontsize=TITLE_POINTS, loc="left"
+        )
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlim(0, per_us * longest_us)
-        plain(axes, "x")
+        plain(axes, grid="x")
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
     panels[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
@@ -236,7 +243,7 @@ def write_timeline(
         handles=list(handles.values()), loc="outside lower center",
         ncols=math.ceil(len(handles) / 2), frameon=False, fontsize=8,
     )  # fmt: skip
-    return save(figure, path)
+    return save(figure, path=path)
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:
@@ -295,10 +302,14 @@ class _Bar(NamedTuple):
 
 
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
-    yield _Bar(y, 0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT)
+    yield _Bar(
+        y=y, height=0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT
+    )
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
     for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
-        bar = _Bar(y, 0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0])
+        bar = _Bar(
+            y=y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
+        )
         if box.what in ("forward", "backward", "weights"):
             small = str(box.stage).translate(_SUBSCRIPT) if several else ""
             bar = bar._replace(edge="white", text=f"{box.micro_batch}{small}")
@@ -317,8 +328,8 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
             if len(rows) <= 2 and flight.kind in FLIGHTS:
                 text = str(flight.micro_batch)
             yield _Bar(
-                middle,
-                height,
+                y=middle,
+                height=height,
                 from_us=flight.from_us,
                 until_us=flight.until_us,
                 colour=colour,
@@ -327,7 +338,11 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
             )
             tail = middle + 0.38 * height
             yield _Bar(
-                tail, 0.05, from_us=flight.until_us, until_us=flight.arrived_us, colour=colour
+                y=tail,
+                height=0.05,
+                from_us=flight.until_us,
+                until_us=flight.arrived_us,
+                colour=colour,
             )
 
 

@@ -53,7 +53,7 @@ class RankStatus:
         self.step = state.get("step")
         self.has_ended = state["ended"]
         self.silent_s = now - state["written"]
-        self.process = "gone" if self.has_ended else _process(state["pid"], state["host"])
+        self.process = "gone" if self.has_ended else _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
         waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
@@ -103,7 +103,7 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
     for path in run_dir.glob("rank*.state.json"):
         try:
             state = json.loads(path.read_text("utf-8"))
-            ranks.append(RankStatus(state, time.time() if now is None else now))
+            ranks.append(RankStatus(state=state, now=time.time() if now is None else now))
         except (OSError, ValueError, LookupError, TypeError) as error:
             say(f"{path} cannot be read: {error!r}", error=True)
     return sorted(ranks, key=lambda status: status.rank)
@@ -157,11 +157,11 @@ def facts_of(run_dir: Path) -> dict[str, Any]:
     """Return what `describe` says, for a program. Raises ConfigError for no folder of a run."""
     now = time.time()
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
-    ranks = ranks_of(run_dir, now)
+    ranks = ranks_of(run_dir, now=now)
     agreed = CheckpointSteps(run_dir).agreed_steps()
     return {
         "run_dir": str(run_dir),
-        "state": _whole(run_dir, ranks, now=now),
+        "state": _whole(run_dir, ranks=ranks, now=now),
         "ranks": [one.as_json() for one in ranks],
         "waited_for_by": {str(rank): sorted(by) for rank, by in culprits(ranks).items()},
         "checkpoint_step": agreed[0] if agreed else None,
@@ -172,16 +172,19 @@ def describe(run_dir: Path) -> str:
     """Return what every rank of a run does, and who waits for whom, as text."""
     now = time.time()
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
-    ranks = ranks_of(run_dir, now)
+    ranks = ranks_of(run_dir, now=now)
     waits = waited_for(ranks)
-    lines = [f"{run_dir}: {_whole(run_dir, ranks, now=now)}", ""]
+    lines = [f"{run_dir}: {_whole(run_dir, ranks=ranks, now=now)}", ""]
     lines += [one.line(waits.get(one.rank)) for one in ranks]
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
         lines.append(f"rank {rank} is waited for by rank{'s' * (len(waiting) > 1)} {names}")
-    refused = {event["sender"]: event for event in EventReader(run_dir / EVENTS_FILE, warn=False)
-            if event["event"] == "refused_reports"}  # fmt: skip
+    refused = {
+        event["sender"]: event
+        for event in EventReader(path=run_dir / EVENTS_FILE, warn=False)
+        if event["event"] == "refused_reports"
+    }
     lines += [f"{event['num']} reports of rank {sender} were refused, the last one as: "
               f"{event.get('reason')}" for sender, event in sorted(refused.items())]  # fmt: skip
     checkpoints = CheckpointSteps(run_dir)
@@ -198,8 +201,8 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
         away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
         return f"degraded: {', '.join(ill)}" if ill else "; ".join(["running", *away])
     launcher = read_json(run_dir / LAUNCHER_FILE)
-    if launcher and _process(launcher["pid"], launcher["host"]) != "gone":
-        return _between_attempts(run_dir, ranks, launcher=launcher, now=now)
+    if launcher and _process(launcher["pid"], host=launcher["host"]) != "gone":
+        return _between_attempts(run_dir, ranks=ranks, launcher=launcher, now=now)
     if summary := read_json(run_dir / SUMMARY_FILE):
         cause = summary.get("cause")
         return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
@@ -217,7 +220,7 @@ def _between_attempts(
     again = f"starting again from step {steps[0]}" if steps else "starting"
     if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before
         return again
-    failures = [failure_of(run_dir, one.rank) for one in ranks]
+    failures = [failure_of(run_dir, rank=one.rank) for one in ranks]
     is_lost = any(failures) or not all(one.has_ended for one in ranks)
     would_come_again = any(failure and failure["expected"] for failure in failures)
     if is_lost and steps and launcher["restarts_left"] and not would_come_again:

@@ -80,7 +80,7 @@ def print_table(
     table.title = title or None
     for index, column in enumerate(columns):
         if isinstance(column, str):
-            column = Column(column, right=index > 0)
+            column = Column(heading=column, right=index > 0)
         table.add_column(
             Text(printable(column.heading)),
             justify="right" if column.right else "left",
@@ -105,14 +105,14 @@ def print_report(
     if summary.get("num_resumes") and summary.get("started_at"):
         heading += f", first started {summary['started_at']}"
     console.print()
-    say(console, heading, style="bold")
+    say(console, text=heading, style="bold")
     if summary.get("cause"):
-        say(console, f"cause: {summary['cause']}", style="red")
+        say(console, text=f"cause: {summary['cause']}", style="red")
     if summary["num_steps"]:
-        _print_figures(summary, console)
+        _print_figures(summary, console=console)
     margin = max(map(len, places), default=0)
     for label, place in places.items():
-        say(console, f"{label:<{margin}}  {place}")
+        say(console, text=f"{label:<{margin}}  {place}")
 
 
 def write_csv(table: pd.DataFrame, path: Path, **more: Any) -> Path:
@@ -146,16 +146,16 @@ def markdown_of(summary: Mapping[str, Any]) -> str:
 
 
 def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
-    remark = Column("", right=False, wraps=True, dim=True)
-    columns = [Column("", right=False, wraps=True), Column(""), remark]
-    print_table(console, columns, rows=_rows(summary), heads=False)
+    remark = Column(heading="", right=False, wraps=True, dim=True)
+    columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
+    print_table(console, columns=columns, rows=_rows(summary), heads=False)
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
         times = [
             [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
             for cloud in summary["compute_s"]
         ]
-        print_table(console, ["cloud", *KINDS.values()], rows=times, title=title)
+        print_table(console, columns=["cloud", *KINDS.values()], rows=times, title=title)
     if memory := summary.get("memory"):
         title = "memory of the fullest rank"
         kinds = (*MEMORY, OTHER_MEMORY)
@@ -167,7 +167,9 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
             [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
             for kind in shown
         ]
-        print_table(console, ["", *(rank["cloud"] for rank in by_rank)], rows=cells, title=title)
+        print_table(
+            console, columns=["", *(rank["cloud"] for rank in by_rank)], rows=cells, title=title
+        )
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
@@ -184,14 +186,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield from rows(summary)
     for figure in FEATURE_FIGURES:
         yield from figure.rows(summary)
-    yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
+    yield "samples per second", human_number(summary["samples_per_s"], form=",.1f"), ""
     if summary["tokens_per_s"] is not None:
         remark = "all that were computed"
         if (learned := summary.get("learned_tokens_per_s")) is not None:
-            remark = (
-                f"computed, of which {human_number(learned, ',.0f')} are learned (in the loss)"
-            )
-        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), remark
+            num_learned = human_number(learned, form=",.0f")
+            remark = f"computed, of which {num_learned} are learned (in the loss)"
+        yield "tokens per second", human_number(summary["tokens_per_s"], form=",.0f"), remark
     if "feed" in summary:
         yield from _feed_rows(summary["feed"])
 
@@ -203,9 +204,9 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for name, value in summary["quality"].items():
         remark = f"test set{at_step}"
         if (started := before.get(name)) is not None:
-            remark += f"; {score_text(name, started)} before training"
-        yield score_name(name), score_with_error(name, value, error=errors.get(name)), remark
-    loss = human_number(summary["final_loss"], ".4f")
+            remark += f"; {score_text(name, value=started)} before training"
+        yield score_name(name), score_with_error(name, value=value, error=errors.get(name)), remark
+    loss = human_number(summary["final_loss"], form=".4f")
     yield "final loss", loss, "training loss of the last step"
     if num_skipped := summary.get("num_skipped_updates"):
         yield "updates skipped", str(num_skipped), "loss or gradient not finite"
@@ -233,7 +234,7 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     use = summary.get("link_utilisation") or {}
     remark = ", without the waits of averaging" * ("averaging" in sent)
     if summary["bubble_ratio"] != 0:
-        bubble = human_number(summary["bubble_ratio"], ".3f")
+        bubble = human_number(summary["bubble_ratio"], form=".3f")
         yield "bubble ratio", bubble, f"waiting / computing{remark}"
     for kind, num_bytes in sent.items():
         if kind != "other" and num_bytes != 0:
@@ -253,25 +254,25 @@ def _leak_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
         known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
         remark = ", ".join([*known, "0.5 = nothing leaks"])
-        yield "label leak, AUC", human_number(summary["label_leak_auc"], ".3f"), remark
+        yield "label leak, AUC", human_number(summary["label_leak_auc"], form=".3f"), remark
     for name, label in {"": "tokens recovered", "averaging_": "tokens read in averages"}.items():
         if (recovered := summary.get(f"{name}token_recovery")) is not None:
-            baseline = human_percent(summary[f"{name}token_recovery_baseline"], 1)
+            baseline = human_percent(summary[f"{name}token_recovery_baseline"], digits=1)
             remark = f"{baseline} without looking"
             if name and (order := summary.get("averaging_order_recovery")) is not None:
-                remark += f", word order {human_percent(order, 1)}"
-            yield label, human_percent(recovered, 1), remark
+                remark += f", word order {human_percent(order, digits=1)}"
+            yield label, human_percent(recovered, digits=1), remark
 
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
     """Return the rows of a one-way job: each producer's share."""
-    per_token = human_number(feed["bytes_per_token"], ".2f")
+    per_token = human_number(feed["bytes_per_token"], form=".2f")
     yield "bytes per token", per_token, "between clouds, counted"
     for name, producer in feed["producers"].items():
         state = f", {producer['state']}" * (producer["state"] in ("slow", "dead"))
-        loss = human_number(producer["loss"], ".3f")
+        loss = human_number(producer["loss"], form=".3f")
         remark = f"{producer['num_batches']} batches, loss {loss}{state}"
-        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
+        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, digits=1), remark
     if feed["num_skipped"]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
 

@@ -108,12 +108,14 @@ class Classification(TextTask):
 
     @property
     def known(self) -> Benchmark:
-        own = Benchmark(self.classes, self.metrics, num_texts=(1, 2), kind=self.kind)
+        own = Benchmark(
+            classes=self.classes, metrics=self.metrics, num_texts=(1, 2), kind=self.kind
+        )
         return self.benchmarks.get(self.name, own)
 
     @property
     def scores(self) -> Sequence[str]:
-        return metrics_of(self.known.kind, self.known.metrics)
+        return metrics_of(self.known.kind, names=self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if the tables cannot be used. Reads the labels, too: what is wrong with
@@ -146,8 +148,8 @@ class Classification(TextTask):
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
         def rows_of(table: Table) -> Rows:
-            rows = read(table, wanted, keys=KEYS)
-            check_are_there(rows.texts.get("label", ()), self.known, where=table.where)
+            rows = read(table, wanted=wanted, keys=KEYS)
+            check_are_there(rows.texts.get("label", ()), known=self.known, where=table.where)
             return rows
 
         corpus = self.arrange(tables, rows_of, dev_as_test=True)
@@ -166,7 +168,7 @@ class Classification(TextTask):
         return labels, {s: labels.parse(of, f"{where}, {s}") for s, of in cells.items()}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
-        return ClassificationData(self, corpus, fields=fields)
+        return ClassificationData(task=self, corpus=corpus, fields=fields)
 
     def agreed_settings(self) -> dict[str, object]:
         classes = None if self.known.classes is None else list(self.known.classes)
@@ -186,10 +188,14 @@ class ClassificationData(View[Classification]):
         tokenizers = {}
         remarks: list[str] = []
         if fields & {"text", "types"}:
-            tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
+            tokenizers["text"] = tokenizer = public_tokenizer(
+                task.tokenizer, cache_dir=task.cache_dir
+            )
             for split, of in cells.items():
                 sides = [of[name] for name in ("first", "second") if name in of]
-                self._pairs[split] = PairTable.encoded(tokenizer, sides, most=task.max_length)
+                self._pairs[split] = PairTable.encoded(
+                    tokenizer, sides=sides, most=task.max_length
+                )
             columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
@@ -213,7 +219,7 @@ class ClassificationData(View[Classification]):
         has parts: the main metric averaged over parts, then every metric of each part (accuracy,
         accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
         error of the mean is over rows that are drawn in all parts alike."""
-        self.check_predictions(split, predictions)
+        self.check_predictions(split, predictions=predictions)
         label = self._label
         labels = self._columns["label"][split]
         parts = self._parts.get(split)
@@ -228,8 +234,8 @@ class ClassificationData(View[Classification]):
             if parts is not None:
                 samples[i]["part"] = parts[i]
             by_part.setdefault("" if parts is None else parts[i], []).append((right, said))
-        values, errors = label_scores(self._task.scores, by_part)
-        return Scores(values, errors, samples=samples)
+        values, errors = label_scores(self._task.scores, parts=by_part)
+        return Scores(values=values, errors=errors, samples=samples)
 
     def signature(self) -> dict[str, str]:
         names = self._task.scores
@@ -311,7 +317,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
         files = dict[str, TextFile]()
-        for file in list_files(Path(self.where), Form(expected)):
+        for file in list_files(Path(self.where), form=Form(expected)):
             if (other := files.setdefault(file.name, file)) is not file:
                 both = f"{name_of(other)} and {name_of(file)}"
                 raise DataError(f"{self.where}: {both} are both {file.name}; remove one")
@@ -332,7 +338,10 @@ class FolderCrossLingual(InFolder, CrossLingual):
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
         facts = {"train": names, "languages": list(wanted)}
         return SplitTables(
-            tables, facts, remarks=[] if trained else [remark], test_key="task.languages"
+            tables=tables,
+            facts=facts,
+            remarks=[] if trained else [remark],
+            test_key="task.languages",
         )
 
 
@@ -360,8 +369,8 @@ class HubCrossLingual(OnHub, CrossLingual):
 
     def find(self) -> SplitTables:
         def table(language: str, split: str) -> list[Table]:
-            loaded = load_hub(self.where, language, revision=self.revision, split=split)
-            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
+            loaded = load_hub(self.where, config=language, revision=self.revision, split=split)
+            return [HubTable(dataset=loaded, where=f"{self.where} {language}, split {split}")]
 
         here = self.train_language
         tested = list(self.languages or self.known.languages)
@@ -371,7 +380,7 @@ class HubCrossLingual(OnHub, CrossLingual):
             "test": {language: table(language, "test") for language in tested},
         }
         facts = {"revision": self.revision, "languages": tested}
-        return SplitTables(tables, facts, test_key="task.languages")
+        return SplitTables(tables=tables, facts=facts, test_key="task.languages")
 
 
 @settings("task", kw_only=True)
@@ -388,10 +397,10 @@ class DemoClassification(DemoSized, Classification):
         if self.name != "qnli":
             liked = reviews(self.total)
             rows = [(text, str(int(positive))) for text, positive in liked]
-            return self.generated(("sentence", "label"), rows, liked)
+            return self.generated(("sentence", "label"), rows=rows, samples=liked)
         asked = answers(self.total)
         labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
-        return self.generated(("question", "sentence", "label"), labelled, asked)
+        return self.generated(("question", "sentence", "label"), rows=labelled, samples=asked)
 
 
 @settings("task", kw_only=True)
@@ -409,7 +418,9 @@ class DemoCrossLingual(DemoSized, CrossLingual):
         here = str(self.train_language)
         names = ("premise", "hypothesis", "label")
         made = {
-            x: self.generated(names, [(*texts[x], relation) for texts, relation in pairs], pairs)
+            x: self.generated(
+                names, rows=[(*texts[x], relation) for texts, relation in pairs], samples=pairs
+            )
             for x in (here, "es" if here == "en" else "en")
         }
         test = {x: made[x].tables["test"][""] for x in self.languages or made}

@@ -68,7 +68,7 @@ class Labels:
         if known.kind == "value":
             return Labels(None)
         if known.classes is None:
-            names = _classes_of(train_set, f"{where}, train")
+            names = _classes_of(train_set, where=f"{where}, train")
         else:
             names = tuple(known.classes)
         by_name = {name: number for number, name in enumerate(names)}
@@ -76,7 +76,7 @@ class Labels:
         found = {split: set(of) for split, of in cells.items()}
         for numbers in (by_name, by_index):
             if all(of <= numbers.keys() for of in found.values()):
-                return Labels(names, numbers)
+                return Labels(names=names, numbers=numbers)
         for split, of in found.items():
             if unknown := sorted(of - by_name.keys() - by_index.keys()):
                 said = f"unknown labels: {_some(unknown)}; the classes are {listed(names)}"
@@ -92,7 +92,11 @@ class Labels:
 
     @property
     def head(self) -> Head:
-        return Head("value", 1) if self.names is None else Head("classes", len(self.names))
+        return (
+            Head(kind="value", num_outputs=1)
+            if self.names is None
+            else Head(kind="classes", num_outputs=len(self.names))
+        )
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
         """Return a number for each cell. Raises DataError for a value that is none."""
@@ -183,36 +187,42 @@ class Benchmark:
 ENTAILMENT = ("entailment", "not_entailment")
 RELATIONS = ("entailment", "neutral", "contradiction")
 GLUE: Mapping[str, Benchmark] = {
-    "sst2": Benchmark(("negative", "positive"), ("accuracy",), num_texts=(1,)),
+    "sst2": Benchmark(classes=("negative", "positive"), metrics=("accuracy",), num_texts=(1,)),
     "cola": Benchmark(
-        ("unacceptable", "acceptable"),
-        ("matthews", "accuracy"),
+        classes=("unacceptable", "acceptable"),
+        metrics=("matthews", "accuracy"),
         num_texts=(1,),
         files={
             "train": {"in_domain_train": ""},
             "dev": {"in_domain_dev": "", "out_of_domain_dev": ""},
         },
     ),
-    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), num_texts=(2,)),
-    "qnli": Benchmark(ENTAILMENT, ("accuracy",), num_texts=(2,)),
-    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), num_texts=(2,)),
-    "stsb": Benchmark(None, ("pearson", "spearman"), num_texts=(2,), kind="value"),
+    "mrpc": Benchmark(
+        classes=("not_equivalent", "equivalent"), metrics=("f1", "accuracy"), num_texts=(2,)
+    ),
+    "qnli": Benchmark(classes=ENTAILMENT, metrics=("accuracy",), num_texts=(2,)),
+    "qqp": Benchmark(
+        classes=("not_duplicate", "duplicate"), metrics=("f1", "accuracy"), num_texts=(2,)
+    ),
+    "stsb": Benchmark(classes=None, metrics=("pearson", "spearman"), num_texts=(2,), kind="value"),
     "mnli": Benchmark(
-        RELATIONS,
-        ("accuracy",),
+        classes=RELATIONS,
+        metrics=("accuracy",),
         num_texts=(2,),
         files={"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
         hub_splits={
             "dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}
         },
     ),
-    "rte": Benchmark(ENTAILMENT, ("accuracy",), num_texts=(2,)),
-    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), num_texts=(2,)),
+    "rte": Benchmark(classes=ENTAILMENT, metrics=("accuracy",), num_texts=(2,)),
+    "wnli": Benchmark(
+        classes=("not_entailment", "entailment"), metrics=("accuracy",), num_texts=(2,)
+    ),
 }
 CROSS_LINGUAL: Mapping[str, Benchmark] = {
     "xnli": Benchmark(
-        RELATIONS,
-        ("accuracy",),
+        classes=RELATIONS,
+        metrics=("accuracy",),
         num_texts=(2,),
         hub="facebook/xnli",
         languages=(
@@ -234,8 +244,8 @@ CROSS_LINGUAL: Mapping[str, Benchmark] = {
         ),
     ),
     "pawsx": Benchmark(
-        ("different", "paraphrase"),
-        ("accuracy",),
+        classes=("different", "paraphrase"),
+        metrics=("accuracy",),
         num_texts=(2,),
         hub="google-research-datasets/paws-x",
         languages=("en", "de", "es", "fr", "ja", "ko", "zh"),

@@ -92,12 +92,14 @@ def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitte
             for start in range(0, len(ids) if split else 1, max_length)
         ]
         kept = [place for place in places if any(learned[place][1:])]
-        pieces += [Document(ids[place], learned[place], number=number) for place in kept]
+        pieces += [
+            Document(ids=ids[place], learned=learned[place], number=number) for place in kept
+        ]
         if not kept:
             num_left_out += 1
         elif sum(len(ids[place]) for place in kept) < len(ids):
             num_cut += 1
-    return Fitted(pieces, len(documents), num_cut=num_cut, num_left_out=num_left_out)
+    return Fitted(pieces=pieces, num=len(documents), num_cut=num_cut, num_left_out=num_left_out)
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
@@ -141,8 +143,12 @@ class CausalTokenizer:
         eos = pretrained.eos_token_id
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
-        self.token_ids = TokenIds(len(pretrained), NO_TOKEN, bos=first, eos=eos, mask=NO_TOKEN)
-        self._reader = TextReader(pretrained.backend_tokenizer, pretrained.all_special_ids)
+        self.token_ids = TokenIds(
+            size=len(pretrained), pad=NO_TOKEN, bos=first, eos=eos, mask=NO_TOKEN
+        )
+        self._reader = TextReader(
+            backend=pretrained.backend_tokenizer, special=pretrained.all_special_ids
+        )
         self.vocabularies = {"text": self.token_ids}
 
     @staticmethod
@@ -153,16 +159,16 @@ class CausalTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         pad, bos, eos, _, unknown = SPECIAL_TOKENS
-        backend = public_tokenizer(choice, cache_dir).backend
+        backend = public_tokenizer(choice, cache_dir=cache_dir).backend
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
             unk_token=unknown, clean_up_tokenization_spaces=False,
         )  # fmt: skip
-        return CausalTokenizer(made, repr(choice))
+        return CausalTokenizer(pretrained=made, name=repr(choice))
 
     @staticmethod
     def _of_checkpoint(choice: PretrainedTokenizer) -> CausalTokenizer:
-        found = CausalTokenizer(choice.load(), choice.name_or_path)
+        found = CausalTokenizer(pretrained=choice.load(), name=choice.name_or_path)
         found._generation = generation_config(resolve(choice.name_or_path))
         return found
 
@@ -197,7 +203,7 @@ class CausalTokenizer:
         question = {"role": "user", "content": content}
         answer = {"role": "assistant", "content": content}
         try:
-            written = self._render([question, answer], False, where="end of a turn")
+            written = self._render([question, answer], ask=False, where="end of a turn")
         except DataError:  # it wants other turns: then the end of a text has to do
             return None
         after = self._reader.encode_written([written.rpartition(content)[2]])[0]
@@ -213,19 +219,21 @@ class CausalTokenizer:
         chats = rows.texts.get(MESSAGES, ())
         self.learns_chats |= bool(chats)
         documents = self.texts(rows.texts.get(TEXT, ()))
-        documents += [self.chat(c, f"{where}, chat {n}") for n, c in enumerate(chats, start=1)]
-        found = fitted(documents, max_length, split=not chats)
+        documents += [
+            self.chat(c, where=f"{where}, chat {n}") for n, c in enumerate(chats, start=1)
+        ]
+        found = fitted(documents, max_length=max_length, split=not chats)
         if not found.pieces:
             said = f"nothing to guess in {found.num:,} {'chats' if chats else 'texts'}: "
             said += "their prompts fill" if chats else "they are too short for"
             raise DataError(f"{where}: {said} task.max_length={max_length}")
-        return pack(found.pieces, max_length), found
+        return pack(found.pieces, max_length=max_length), found
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Return texts as documents: begin token (where there is one), text, end token, all to be
         guessed."""
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
-        return [Document(ids, [True] * len(ids)) for ids in found]
+        return [Document(ids=ids, learned=[True] * len(ids)) for ids in found]
 
     def chat(self, messages: Chat, where: str) -> Document:
         """Return what the tokenizer's own template writes, of which only the assistant's turns are
@@ -236,8 +244,8 @@ class CausalTokenizer:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:number], True, where=where)
-            answered = self._render(messages[: number + 1], False, where=where)
+            asked = self._render(messages[:number], ask=True, where=where)
+            answered = self._render(messages[: number + 1], ask=False, where=where)
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
@@ -253,7 +261,9 @@ class CausalTokenizer:
             for ids, (_, learned) in zip(encoded, pieces, strict=True)
             for token in ids
         ]
-        return Document([token for token, _ in tokens], [learned for _, learned in tokens])
+        return Document(
+            ids=[token for token, _ in tokens], learned=[learned for _, learned in tokens]
+        )
 
     def prompt(self, text: str, system: str | None = None, plain: bool = False) -> list[int]:
         """Return what a model is given to go on from: a chat with one question if it has learned
@@ -270,7 +280,7 @@ class CausalTokenizer:
 
     def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
         """Return a chat up to the place where the assistant is to answer."""
-        return self._reader.encode_written([self._render(messages, True, where=where)])[0]
+        return self._reader.encode_written([self._render(messages, ask=True, where=where)])[0]
 
     @cached_property
     def digest(self) -> int:
@@ -286,7 +296,7 @@ class CausalTokenizer:
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
         try:
             template = self._pretrained.get_chat_template()
-            return template_process().render(template, plain, how)
+            return template_process().render(template, messages=plain, settings=how)
         except (TemplateError, ValueError) as error:  # ValueError: there is no template
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
@@ -306,8 +316,8 @@ class LanguageModelling(TextTask):
     name: ClassVar[str] = "language_modelling"
     used_as: ClassVar[str] = "causal language model"
     form: ClassVar[Form] = Form(
-        "train.txt (plain text) or train.jsonl (text or messages)",
-        {"txt": "text", "jsonl": "json"},
+        expected="train.txt (plain text) or train.jsonl (text or messages)",
+        endings={"txt": "text", "jsonl": "json"},
     )
     column = TEXT
     tokenizer: TokenizerChoice = TrainedTokenizer()
@@ -315,7 +325,7 @@ class LanguageModelling(TextTask):
 
     def rows_of(self, table: Table) -> Rows:
         """Return the documents of a table, one a row; empty ones are left out."""
-        rows = read(table, {TEXT: self.column}, keys="task.column")
+        rows = read(table, wanted={TEXT: self.column}, keys="task.column")
         kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
         return replace(kept, num_empty=rows.num_rows - kept.num_rows)
 
@@ -328,7 +338,7 @@ class LanguageModelling(TextTask):
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
-        return LanguageData(self, corpus, fields=fields)
+        return LanguageData(task=self, corpus=corpus, fields=fields)
 
     def next_command(self, run_dir: Path) -> str | None:
         """Return the command by which a model that has learned chats answers some: in a run only
@@ -366,7 +376,7 @@ class LanguageData(View[LanguageModelling]):
                 )
                 for what, num in (("left out", found.num_left_out), ("cut", found.num_cut)):
                     by_split = cuts.setdefault(f"{name} {what}", {})
-                    by_split[split] = Cut(num, found.num, setting="task.max_length")
+                    by_split[split] = Cut(num=num, of=found.num, setting="task.max_length")
         sizes = {split: len(samples) for split, samples in self._documents.items()}
         super().__init__(
             task, corpus, fields, {"text": self._tokenizer}, columns, sizes,
@@ -393,14 +403,14 @@ class LanguageData(View[LanguageModelling]):
         return list(self._columns[field]["train"])
 
     def weight(self, ids: Tensor) -> float:
-        check_visible("label", self._fields)
+        check_visible("label", there=self._fields)
         return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Return perplexity and the mean loss in nats of the guessed tokens of these samples;
         errors are over documents. Predicted are millionths of a nat and tokens of each document,
         or piece of one, in a sample."""
-        self.check_predictions(split, predictions)
+        self.check_predictions(split, predictions=predictions)
         order = sorted(predictions)
         found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
         of_piece = [number for i in order for number in self._documents[split][i]]
@@ -408,15 +418,15 @@ class LanguageData(View[LanguageModelling]):
         np.add.at(documents, of_piece, np.concatenate(found))
         nats, tokens = documents.T
         loss = float(nats.sum() / tokens.sum())
-        error = ratio_error(nats, tokens)
+        error = ratio_error(nats, below=tokens)
         perplexity = math.exp(min(loss, LARGEST_LOSS))
         samples = {}
         for i, pieces in zip(order, found, strict=True):
             nats, tokens = pieces.sum(0)
             samples[i] = {"loss": round(float(nats / tokens), 6), "tokens": int(tokens)}
         return Scores(
-            {"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
-            {"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
+            values={"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
+            errors={"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
             samples=samples,
         )
 
@@ -427,7 +437,9 @@ class LanguageData(View[LanguageModelling]):
     def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
         """Return the first documents that were scored: of chats what was asked, where the text may
         be seen, and the answer that was expected; of plain texts the text."""
-        found = chain.from_iterable(self._documents_of(split, ident) for ident in scores.samples)
+        found = chain.from_iterable(
+            self._documents_of(split, ident=ident) for ident in scores.samples
+        )
         lines = []
         for document in islice(found, count):
             for name, tokens in document.items():
@@ -487,12 +499,12 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         file = cast(TextFile, table)
         column = _column(file)
         if file.kind == "text":
-            return Rows(len(cells := self._documents(file)), {TEXT: cells})
+            return Rows(num_rows=len(cells := self._documents(file)), texts={TEXT: cells})
         cells = [cell for (cell,) in file.rows((column,), "task.path: texts or chats")]
         for number, cell in enumerate(cells, start=1):
-            _check_cell(column, cell, where=f"{file.where}, row {number}")
+            _check_cell(column, cell=cell, where=f"{file.where}, row {number}")
         kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
-        return Rows(len(kept), {column: kept}, num_empty=len(cells) - len(kept))
+        return Rows(num_rows=len(kept), texts={column: kept}, num_empty=len(cells) - len(kept))
 
     def check_tables(self, tables: SplitTables) -> None:
         files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
@@ -501,7 +513,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         for file in (file for file in files if file.kind == "json"):
             column = _column(file)
             (first,) = next(file.rows((column,), "task.path: texts or chats"))
-            _check_cell(column, first, where=f"{file.where}, row 1")
+            _check_cell(column, cell=first, where=f"{file.where}, row 1")
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))
@@ -569,4 +581,4 @@ class DemoLanguageModelling(DemoSized, LanguageModelling):
 
     def find(self) -> SplitTables:
         told = stories(self.total)
-        return self.generated((TEXT,), [(one.text,) for one in told], told)
+        return self.generated((TEXT,), rows=[(one.text,) for one in told], samples=told)

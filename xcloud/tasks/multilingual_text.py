@@ -116,14 +116,18 @@ class MultilingualText:
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
             found = Counter(num_texts=0, num_cut=0, num_left_out=0)
-            write_table(self._samples(part, tokenizer, found=found), tokens, offsets=offsets_part)
+            write_table(
+                self._samples(part, tokenizer, found=found), tokens=tokens, offsets=offsets_part
+            )
             counts.write_text(json.dumps(found))
 
-        make_once(offsets, make)  # the last to be written: they mark the table complete
+        make_once(offsets, make=make)  # the last to be written: they mark the table complete
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
-        table = TokenTable.mapped(tokens, offsets)
-        table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
+        table = TokenTable.mapped(tokens, offsets=offsets)
+        table.digest = key_of(
+            {"files": [kept_digest(f, cache_dir=cache_dir) for f in (tokens, offsets)]}
+        )
         found = json.loads(counts.read_text())
         table.num_texts = found["num_texts"]
         table.num_cut = found["num_cut"]
@@ -194,10 +198,10 @@ class TextStream:
         found: dict[str, Mapping[Split, Cut]] = {}
         for part, table in self.tables.items():
             if table.num_cut:
-                cut = Cut(table.num_cut, table.num_texts, setting="model.text.max_length")
+                cut = Cut(num=table.num_cut, of=table.num_texts, setting="model.text.max_length")
                 found[f"{part} pairs cut in {cloud}"] = {"train": cut}
             if table.num_left_out:
-                empty = Cut(table.num_left_out, table.num_texts, setting="they are empty")
+                empty = Cut(num=table.num_left_out, of=table.num_texts, setting="they are empty")
                 found[f"{part} texts left out in {cloud}"] = {"train": empty}
         return found
 
@@ -217,7 +221,7 @@ class TextStream:
     def _take(self) -> list[tuple[str, int]]:
         """Return for each of the N samples of the next batch its part, and how many of that came
         before."""
-        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", number=self._next))
+        draw = torch.Generator().manual_seed(_seed(self.seed, name="parts", number=self._next))
         num = self.batch_size * self.group_size
         names = list(self.tables)
         turns = []
@@ -232,7 +236,7 @@ class TextStream:
         """The sample at this position of a part's endless order."""
         epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
-            draw = torch.Generator().manual_seed(_seed(self.seed, name, number=epoch))
+            draw = torch.Generator().manual_seed(_seed(self.seed, name=name, number=epoch))
             self._orders[name] = (epoch, torch.randperm(len(self.tables[name]), generator=draw))
         return self.tables[name][int(self._orders[name][1][place])]
 
@@ -265,8 +269,8 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-texts", type=int, default=200_000, help="over all languages")
     parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
     asked = parser.parse_args(words)
-    check("--max-texts", asked.max_texts, annotation=Positive)
-    check("--power", asked.power, annotation=Fraction)
+    check("--max-texts", value=asked.max_texts, annotation=Positive)
+    check("--power", value=asked.power, annotation=Fraction)
     choice = TrainedTokenizer(asked.vocab_size, asked.kind, lowercase=asked.lowercase)
     source = FolderText(asked.folder)
     draw = random.Random(0)
@@ -275,10 +279,10 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     drawn: dict[str, list[str]] = {}
     for name in asked.languages:
         texts = (row[0] for row in source.read(name))
-        sizes[name], drawn[name] = draw_texts(texts, asked.max_texts, draw=draw)
+        sizes[name], drawn[name] = draw_texts(texts, most=asked.max_texts, draw=draw)
         if not any(drawn[name]):
             raise DataError(f"{asked.folder}: there is no text of {name!r}, or all is empty")
-    numbers = mixed(sizes, asked.max_texts, power=asked.power)
+    numbers = mixed(sizes, most=asked.max_texts, power=asked.power)
     chosen = [t for name, side in drawn.items() for t in draw.sample(side, numbers[name])]
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = choice.prepare(chosen, Path(scratch))

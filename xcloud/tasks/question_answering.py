@@ -66,7 +66,7 @@ def rows_of(table: Table) -> Rows:
                 where,
                 context,
                 question,
-                [_place(context, one, where=where) for one in answers],
+                [_place(context, answer=one, where=where) for one in answers],
             )
             for column, cell in zip(texts.values(), row, strict=True):
                 column.append(cell)
@@ -76,7 +76,7 @@ def rows_of(table: Table) -> Rows:
         said = 'expected {"context", "qas": [{"question", "answers"}]}, or the columns context, '
         said += f"question, answers, but {quoted(error)}"
         raise DataError(f"{table.where}: {said}") from error
-    return Rows(len(texts["group"]), texts)
+    return Rows(num_rows=len(texts["group"]), texts=texts)
 
 
 def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
@@ -105,7 +105,7 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
         text = answer["text"]
         start = answer.get("start", answer.get("answer_start"))
         if start is None:
-            return _place(context, text, where=where)
+            return _place(context, answer=text, where=where)
     if answer == "" or start < 0 or context[start : start + len(text)] != text:
         raise DataError(
             f"{where}: the answer {quoted(answer)} is not at that place in its context"
@@ -140,7 +140,7 @@ class Windows:
         contexts = list(dict.fromkeys(asked.texts["context"]))
         encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
         questions = tokenizer.encode(asked.texts["question"])
-        room = max_length - PairTable.num_special(True, tokenizer.num_separators)
+        room = max_length - PairTable.num_special(True, num_separators=tokenizer.num_separators)
         made = []
         for number, context in enumerate(asked.texts["context"]):
             ids, _ = encoded[context]
@@ -148,19 +148,23 @@ class Windows:
                 raise DataError(f"a paragraph has no words: {quoted(context)}")
             head = questions[number][:max_question]
             fits = room - len(head)
-            for start in window_starts(len(ids), fits, stride=stride):
+            for start in window_starts(len(ids), fits=fits, stride=stride):
                 made.append((head, ids[start : start + fits], number, start))
         heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
         special = tokenizer.token_ids
         separators = tokenizer.num_separators
         table = PairTable(
-            heads, parts, max_length=max_length, special=special, num_separators=separators
+            firsts=heads,
+            seconds=parts,
+            max_length=max_length,
+            special=special,
+            num_separators=separators,
         )
         offsets = {context: spans for context, (_, spans) in encoded.items()}
         num_long = sum(len(question) > max_question for question in questions)
         return Windows(
-            table,
-            asked,
+            table=table,
+            asked=asked,
             question_of=question_of,
             starts=starts,
             offsets=offsets,
@@ -218,7 +222,8 @@ class QuestionAnswering(TextTask):
     answers: ClassVar[Answers] = "span"
     name: ClassVar[str] = "squad"
     form: ClassVar[Form] = Form(
-        "train.jsonl (a paragraph a line) or train-v1.1.json", {"jsonl": "json", "json": "squad"}
+        expected="train.jsonl (a paragraph a line) or train-v1.1.json",
+        endings={"jsonl": "json", "json": "squad"},
     )
     tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
     max_length: Positive = 384
@@ -227,7 +232,7 @@ class QuestionAnswering(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = self.max_question + PairTable.num_special(True, 2) + LEAST_CONTEXT
+        least = self.max_question + PairTable.num_special(True, num_separators=2) + LEAST_CONTEXT
         if self.max_length < least:
             asked = f"a question of task.max_question={self.max_question} tokens and some of the "
             said = f"too short for {asked}paragraph; set it to at least {least}"
@@ -236,7 +241,7 @@ class QuestionAnswering(TextTask):
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
             rest = ("qas",) if "qas" in table.columns() else ("question", "answers")
-            check_columns(table, ("context", *rest), keys=KEYS)
+            check_columns(table, wanted=("context", *rest), keys=KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
         return self.arrange(self.find(), rows_of, dev_as_test=True)
@@ -246,7 +251,7 @@ class QuestionAnswering(TextTask):
         return {**super().agreed_settings(), **lengths}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> QuestionAnsweringData:
-        return QuestionAnsweringData(self, corpus, fields=fields)
+        return QuestionAnsweringData(task=self, corpus=corpus, fields=fields)
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
         if "label" in fields and not fields & {"text", "types"}:
@@ -265,7 +270,9 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         windows: dict[Split, Windows] = {}
         tokenizers = {}
         if corpus.splits["train"].texts:
-            tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
+            tokenizers["text"] = tokenizer = public_tokenizer(
+                task.tokenizer, cache_dir=task.cache_dir
+            )
             lengths = (task.max_length, task.max_question, task.stride)
             windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
         sizes = {split: len(made.starts) for split, made in windows.items()}
@@ -274,18 +281,20 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         for split, made in windows.items():
             labels = [made.label(i) for i in range(sizes[split])]
             num = made.asked.num_rows
-            cuts["questions cut"][split] = Cut(made.num_long, num, setting="task.max_question")
+            cuts["questions cut"][split] = Cut(
+                num=made.num_long, of=num, setting="task.max_question"
+            )
             seen = {q for q, (first, *_) in zip(made.question_of, labels, strict=True) if first}
             if num and not seen:
                 said = f"the answers to all {num:,} questions of {split} lie in no window whole"
                 raise DataError(f"{task.describe()}: {said}; raise task.max_length")
-            outside = Cut(num - len(seen), num, setting="task.max_length, task.stride")
+            outside = Cut(num=num - len(seen), of=num, setting="task.max_length, task.stride")
             cuts["answers in no window"][split] = outside
             found = (made.table.tokens, made.table.types(), torch.tensor(labels))
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
         self._windows = windows if fields else {}
-        self.head = Head("span", 2) if "label" in fields else None
+        self.head = Head(kind="span", num_outputs=2) if "label" in fields else None
         remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
@@ -300,7 +309,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Return F1 and exact match in percent, over questions with a window in `predictions`: of
         each the best span over all windows."""
-        self.check_predictions(split, predictions)
+        self.check_predictions(split, predictions=predictions)
         # question -> window
         windows = self._windows[split]
         best = dict[int, int]()
@@ -313,16 +322,20 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             answer = windows.answer(window, *predictions[window][:2])
             references = [text for text, _ in windows.asked.texts["answers"][question]]
             texts = {"prediction": answer, "reference": references[0]}
-            f1 = word_f1(answer, references)
-            exact = exact_match(answer, references)
+            f1 = word_f1(answer, references=references)
+            exact = exact_match(answer, references=references)
             samples[question] = {**texts, "f1": f1, "exact_match": exact}
         found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
         values = {name: round(float(each.mean()), 4) for name, each in found.items()}
         f1_N = found["f1"]
-        error = bootstrap_error(len(f1_N), lambda counts: float(np.average(f1_N, weights=counts)))
-        errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], 1)}
+        error = bootstrap_error(
+            len(f1_N), measure=lambda counts: float(np.average(f1_N, weights=counts))
+        )
+        errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], below=1)}
         return Scores(
-            values, {name: round(each, 4) for name, each in errors.items()}, samples=samples
+            values=values,
+            errors={name: round(each, 4) for name, each in errors.items()},
+            samples=samples,
         )
 
     def signature(self) -> dict[str, str]:
@@ -368,4 +381,4 @@ class DemoQuestionAnswering(DemoSized, QuestionAnswering):
         for one in told:
             asked = [(q, [{"text": text, "start": at}]) for q, text, at in one.questions]
             rows.append((one.text, [{"question": q, "answers": said} for q, said in asked]))
-        return self.generated(("context", "qas"), rows, told)
+        return self.generated(("context", "qas"), rows=rows, samples=told)

@@ -43,7 +43,7 @@ class Rows:
 
     def take(self, numbers: Sequence[int]) -> Rows:
         texts = {name: [column[i] for i in numbers] for name, column in self.texts.items()}
-        return Rows(len(numbers), texts)
+        return Rows(num_rows=len(numbers), texts=texts)
 
     @staticmethod
     def joined(parts: Iterable[Rows]) -> Rows:
@@ -53,7 +53,7 @@ class Rows:
         num_rows, num_empty = (
             sum(numbers) for numbers in ([p.num_rows for p in parts], [p.num_empty for p in parts])
         )
-        return Rows(num_rows, texts, num_empty=num_empty)
+        return Rows(num_rows=num_rows, texts=texts, num_empty=num_empty)
 
 
 def digest_of(cells: Iterable[Any]) -> str:
@@ -78,7 +78,7 @@ class Corpus:
     remarks: Sequence[str] = ()
     agreed: Mapping[str, object] = field(default_factory=dict)
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    train_set: Rows = Rows(0, {})
+    train_set: Rows = Rows(num_rows=0, texts={})
 
     @property
     def counts(self) -> dict[Split, int]:
@@ -148,7 +148,7 @@ def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
                 raise DataError(f"{table.where}, row {num_rows}: {said}")
             is_missing = cell is None or cell != cell  # NaN differs from itself
             column.append("" if is_missing else str(cell).strip())
-    return Rows(num_rows, dict(zip(wanted, columns, strict=True)))
+    return Rows(num_rows=num_rows, texts=dict(zip(wanted, columns, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -273,13 +273,15 @@ class Source(ABC):
             said = f"{twice[0]} is used for two splits; check {key.format('*')}"
             raise DataError(f"{self.where}: {said}")
         for split in (split for split in SPLITS if split not in chosen):
-            usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split)]
+            usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split=split)]
             if len(usual) > 1:
                 said = f"several for {split}: {listed(map(name_of, usual))}"
                 raise DataError(f"{self.where}: {said}; choose with {key.format(split)}=NAME")
             if usual:
                 chosen[split] = usual
-            elif split != "train" and (other := [n for n in unread if self._may_be(n, split)]):
+            elif split != "train" and (
+                other := [n for n in unread if self._may_be(n, split=split)]
+            ):
                 said = f"{other[0]} is of a form that is not read, and there is no other {split}"
                 raise DataError(f"{self.where}: {said} set; write {expected}, or move it away")
         if "train" not in chosen:
@@ -295,7 +297,7 @@ class Source(ABC):
         return tables
 
     def _may_be(self, file: str, split: Split) -> bool:
-        return self.is_usual(file.partition(".")[0], split)
+        return self.is_usual(file.partition(".")[0], split=split)
 
     def arrange(
         self, tables: SplitTables, rows_of: Callable[[Table], Rows], dev_as_test: bool = False
@@ -322,7 +324,7 @@ class Source(ABC):
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
             remarks.append("test: the dev set, as there is no labelled test set")
-        for split, numbers in self._held_out(splits, train).items():
+        for split, numbers in self._held_out(splits, train=train).items():
             splits[split] = {"": train.take(numbers)}
             if split != "train":
                 remarks.append(f"{split} held out of train, seed {self.split_seed}")
@@ -335,7 +337,7 @@ class Source(ABC):
                 before = sum(rows.num_rows for rows in parts.values())
                 remarks.append(f"{split}: a sample of its {before:,} rows, seed {seed}")
                 parts = {
-                    part: rows.take(chosen_rows(rows.num_rows, most, seed=seed))
+                    part: rows.take(chosen_rows(rows.num_rows, wanted=most, seed=seed))
                     for part, rows in parts.items()
                 }
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
@@ -347,7 +349,9 @@ class Source(ABC):
         drawn = {f.name: getattr(self, f.name) for f in fields(Source)}
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn
-        return Corpus(result, remarks, agreed=agreed, further=tables.further, train_set=train)
+        return Corpus(
+            splits=result, remarks=remarks, agreed=agreed, further=tables.further, train_set=train
+        )
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
         """Return row numbers of train for each missing split and, last, for what remains of it."""
@@ -369,7 +373,7 @@ class Source(ABC):
         split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
             split_of |= {
-                left[i]: split for i in chosen_rows(len(left), count, seed=self.split_seed)
+                left[i]: split for i in chosen_rows(len(left), wanted=count, seed=self.split_seed)
             }
             left = [group for group in left if group not in split_of]
         return {
@@ -391,7 +395,7 @@ def interleaved(sets: Mapping[str, Rows]) -> Rows:
     order = [(p, row) for row in range(most) for p, rows in sets.items() if row < rows.num_rows]
     names = next(iter(sets.values())).texts
     texts = {name: [sets[part].texts[name][row] for part, row in order] for name in names}
-    return Rows(len(order), {**texts, "part": [part for part, _ in order]})
+    return Rows(num_rows=len(order), texts={**texts, "part": [part for part, _ in order]})
 
 
 @dataclass(frozen=True)
@@ -409,7 +413,7 @@ class Given:
         """Do nothing: its cells were made here."""
 
     def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
-        check_columns(self, columns, keys=keys)
+        check_columns(self, wanted=columns, keys=keys)
         if not columns:
             return [()] * len(next(iter(self.cells.values())))
         return list(zip(*(self.cells[name] for name in columns), strict=True))
@@ -450,10 +454,10 @@ class Demo(Source):
         for split in self.order:
             part = slice(start, start + self.counts[split])
             cells = {name: column[part] for name, column in columns.items()}
-            result[split] = {"": [Given(f"demo, {split}", cells)]}
+            result[split] = {"": [Given(where=f"demo, {split}", cells=cells)]}
             start = part.stop
         facts = {"demo": hashlib.sha256(repr(samples).encode()).hexdigest()}
-        return SplitTables(result, facts)
+        return SplitTables(tables=result, facts=facts)
 
 
 @settings("task", kw_only=True)

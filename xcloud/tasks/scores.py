@@ -89,8 +89,10 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
         if name == "accuracy":
             return 100.0 * float(counts[hits].sum() / counts.sum())
         if name in MEANINGS["value"]:
-            x, y = pair if name == "pearson" else (_ranks(values, counts) for values in pair)
-            return 100.0 * _correlation(x, y, counts=counts)
+            x, y = (
+                pair if name == "pearson" else (_ranks(values, counts=counts) for values in pair)
+            )
+            return 100.0 * _correlation(x, y=y, counts=counts)
         hit_C, label_C, said_C = (
             np.bincount(of, weights, len(classes))
             for of, weights in (
@@ -126,9 +128,9 @@ def label_scores(
         key = f"{name}_{part}" if part else name
         values[key] = round(measure(np.ones(num)), 4)
         if name == "accuracy":
-            error = 100 * ratio_error([right == said for right, said in parts[part]], 1)
+            error = 100 * ratio_error([right == said for right, said in parts[part]], below=1)
         else:
-            error = bootstrap_error(num, measure)
+            error = bootstrap_error(num, measure=measure)
         errors[key] = round(error, 4)
     if list(parts) == [""]:
         return values, errors
@@ -138,7 +140,7 @@ def label_scores(
         return sum(each) / len(each)
 
     main = sum(values[f"{names[0]}_{part}"] for part in parts) / len(parts)
-    error = bootstrap_error(max(map(len, parts.values())), mean)
+    error = bootstrap_error(max(map(len, parts.values())), measure=mean)
     return {names[0]: round(main, 4), **values}, {names[0]: round(error, 4), **errors}
 
 

@@ -59,7 +59,7 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in BoundedLines(file, path, max_line=max_line):
+            for line in BoundedLines(file=file, path=path, max_line=max_line):
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
@@ -114,7 +114,7 @@ class TextFile:
             yield from self._line_rows(columns)
             return
         if self.kind == "table":
-            check_columns(self, columns, keys=keys)
+            check_columns(self, wanted=columns, keys=keys)
         for where, row in self._records():
             if missing := [column for column in columns if row.get(column) is None]:
                 said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
@@ -149,7 +149,7 @@ class TextFile:
             if line.lstrip().startswith("["):
                 said = "a JSON array is no object; expected one per line: jq -c '.[]' OLD > NEW"
                 raise DataError(f"{where}: {said}")
-            row = _parsed(line, f"{where}: not JSON", expected="expected one object per line")
+            row = _parsed(line, what=f"{where}: not JSON", expected="expected one object per line")
             if not isinstance(row, dict):
                 raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
             inside = row.get("translation")
@@ -194,7 +194,7 @@ def _parsed(text: str, what: str, expected: str) -> Any:
 def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
     what = f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}}'
     expected = "one paragraph per line must be named .jsonl"
-    whole = _parsed("\n".join(read_lines(path, MAX_WHOLE)), what, expected=expected)
+    whole = _parsed("\n".join(read_lines(path, max_line=MAX_WHOLE)), what=what, expected=expected)
     try:
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (KeyError, TypeError) as error:
@@ -232,12 +232,12 @@ class Folder(InFolder):
     language: Text = "en"
 
     def find(self) -> SplitTables:
-        files = list_files(Path(self.where), self.form)
-        unread = unread_files(Path(self.where), self.form)
+        files = list_files(Path(self.where), form=self.form)
+        unread = unread_files(Path(self.where), form=self.form)
         tables = self.choose(files, "task.{}_file", self.form.expected, unread)
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
-        return SplitTables(tables, {"files": names}, test_key=key)
+        return SplitTables(tables=tables, facts={"files": names}, test_key=key)
 
     def is_usual(self, name: str, split: Split) -> bool:
         stem, _, language = name.rpartition(".")
@@ -266,7 +266,7 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
         if not path.is_file():
             continue
         if ending in form.endings:
-            tables.append(TextFile(name, form.endings[ending], paths={"": path}))
+            tables.append(TextFile(name=name, kind=form.endings[ending], paths={"": path}))
         elif ending in form.languages:
             source, target = form.languages
             for pair in (f".{source}-{target}", f".{target}-{source}"):
@@ -275,7 +275,9 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
                 both = f"{pairs[name][ending].name} and {path.name}"
                 raise DataError(f"{folder}: {both} are both that side; remove one")
             pairs[name][ending] = path
-    return tables + [TextFile(name, "lines", paths=paths) for name, paths in pairs.items()]
+    return tables + [
+        TextFile(name=name, kind="lines", paths=paths) for name, paths in pairs.items()
+    ]
 
 
 def unread_files(folder: Path, form: Form) -> list[str]:
@@ -319,7 +321,7 @@ class HubTable:
         """Yield rows as Table does. Loads only these columns; a rank that sees none counts the
         rows of any."""
         with _reading(self.where):
-            check_columns(self, columns, keys=keys)
+            check_columns(self, wanted=columns, keys=keys)
             nested = self._inside is not None
             kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
@@ -365,7 +367,7 @@ class OnHub(Source):
         if folder is not None:
             check_data_files(folder)
         elif not go_offline_if_unreachable():
-            load_hub(self.where, self.data_set, revision=self.revision)
+            load_hub(self.where, config=self.data_set, revision=self.revision)
 
 
 @settings("task", kw_only=True)
@@ -387,14 +389,16 @@ class Hub(OnHub):
         return f"{name} {self.data_set}" if self.data_set else name
 
     def find(self) -> SplitTables:
-        loaded = load_hub(self.where, self.data_set, revision=self.revision)
+        loaded = load_hub(self.where, config=self.data_set, revision=self.revision)
         there = [
-            HubTable(of, f"{self.where}, split {name}", names=[name])
+            HubTable(dataset=of, where=f"{self.where}, split {name}", names=[name])
             for name, of in loaded.items()
         ]
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
-        return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
+        return SplitTables(
+            tables=self.choose(there, "task.{}", "a split train"), facts=facts, test_key=key
+        )
 
 
 def check_data_files(folder: Path) -> None:
@@ -420,10 +424,10 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
 
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
-    with _reading(name, reached):
+    with _reading(name, reached=reached):
         if "revision" in which or folder is not None:
             _check_data_files(
-                datasets, folder, name=name, config=config, revision=which.get("revision")
+                datasets, folder=folder, name=name, config=config, revision=which.get("revision")
             )
         return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
 

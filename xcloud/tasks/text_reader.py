@@ -51,7 +51,7 @@ class TextReader:
             if token["content"] in self._names:
                 token |= {"content": self._names[token["content"]], "normalized": False}
         content |= {"truncation": None, "padding": None}
-        _rename(content["model"], self._names)
+        _rename(content["model"], names=self._names)
         renamed = json.dumps(content)
         del content  # a quarter of a million pieces take a lot of room as Python objects
         self._backend = type(backend).from_str(renamed)

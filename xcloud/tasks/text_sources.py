@@ -46,7 +46,7 @@ def languages_of(part: str) -> tuple[str, ...]:
 
 def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
     """Return names and digests of these files: what they hold, wherever they lie."""
-    return " ".join(f"{path.name} {kept_digest(path, cache_dir)}" for path in paths)
+    return " ".join(f"{path.name} {kept_digest(path, cache_dir=cache_dir)}" for path in paths)
 
 
 class TextSource(ABC):
@@ -136,7 +136,7 @@ class FolderText(TextSource):
 
     def identity(self, part: str, cache_dir: Path) -> str:
         files = [path for file, *_ in self._files(part) for path in file.paths.values()]
-        return f"files {self.text_key} {part} {named_digests(files, cache_dir)}"
+        return f"files {self.text_key} {part} {named_digests(files, cache_dir=cache_dir)}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         for file, columns, language in self._files(part):
@@ -154,15 +154,17 @@ class FolderText(TextSource):
             expected = f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the "
             expected += "columns lang and text"
             kinds: dict[str, FileKind] = {"tsv": "table", "jsonl": "json", "txt": "lines"}
-            form = Form(expected, {**kinds, part: "lines"})
+            form = Form(expected=expected, endings={**kinds, part: "lines"})
         else:
             a, b = languages
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
-            form = Form(expected, languages=languages)
+            form = Form(expected=expected, languages=languages)
         folder = Path(self.path).expanduser()
-        files = list_files(folder, form, key="text.source.path")
+        files = list_files(folder, form=form, key="text.source.path")
         files = [file for file in files if not HELD_OUT.match(file.path.name)]
-        chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
+        chosen = [
+            (file, *way) for file in files for way in self._ways(file, languages=languages)[:1]
+        ]
         if not chosen:
             there = listed(map(name_of, files))
             said = f"no text of {part!r}; expected {expected} (each may end in .gz)"
@@ -220,7 +222,7 @@ class HubText(TextSource):
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
         folder = local_folder(name or "")
         files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
-        return f"hub {self!r} {part} {named_digests(files, cache_dir)}".rstrip()
+        return f"hub {self!r} {part} {named_digests(files, cache_dir=cache_dir)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         columns = languages_of(part)
@@ -231,8 +233,10 @@ class HubText(TextSource):
             name = self.name
             config = self.config
         config = config and config.format(language=part, pair=part)
-        loaded = load_hub(name, config, streaming=True, revision=self.revision, split=self.split)
-        for row in HubTable(loaded, name).rows(columns, "text.source.column"):
+        loaded = load_hub(
+            name, config=config, streaming=True, revision=self.revision, split=self.split
+        )
+        for row in HubTable(dataset=loaded, where=name).rows(columns, "text.source.column"):
             yield tuple(cell or "" for cell in row)
 
 
@@ -251,10 +255,10 @@ class PublicText:
         return "public sentences of the demo texts" if self.path is None else self.path
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
-        return public_tokenizer(self.tokenizer, str(cache_dir)).token_ids
+        return public_tokenizer(self.tokenizer, cache_dir=str(cache_dir)).token_ids
 
     def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
-        return public_tokenizer(self.tokenizer, str(cache_dir)).encode(self._texts(num))
+        return public_tokenizer(self.tokenizer, cache_dir=str(cache_dir)).encode(self._texts(num))
 
     def _texts(self, num: int) -> list[str]:
         if self.path is None:

@@ -71,7 +71,7 @@ class SourceTask(Source):
                 f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
                 f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
             )
-        return self.view(self.read_for(fields), fields)
+        return self.view(self.read_for(fields), fields=fields)
 
     def describe(self) -> str:
         return f"{self.name} ({self.source_name()})"
@@ -121,7 +121,7 @@ class TextTask(SourceTask):
     def read_for(self, fields: frozenset[str]) -> Corpus:
         if fields or self.sizes is None:
             return self.read(fields)
-        return Corpus({split: Rows(num, {}) for split, num in self.sizes.items()})
+        return Corpus({split: Rows(num_rows=num, texts={}) for split, num in self.sizes.items()})
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         if self.sizes is not None and dict(self.sizes) != dict(rows):
@@ -157,7 +157,7 @@ class Tokenized:
         return {field: tokenizer.token_ids for field, tokenizer in self._tokenizers.items()}
 
     def tokenizer(self, field: str) -> Any:
-        check_visible(field, self._tokenizers)
+        check_visible(field, there=self._tokenizers)
         return self._tokenizers[field]
 
     def save_tokenizers(self, folder: Path) -> None:
@@ -238,7 +238,7 @@ class View(Tokenized, Generic[T]):
     def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
         """Raise DataError if what they are compared with is not visible here, ValueError if there
         are none, or one is for no sample of the split."""
-        check_visible(self._task.fields[-1], self._fields)
+        check_visible(self._task.fields[-1], there=self._fields)
         if not predictions:
             raise ValueError(f"no predictions to score on {split}")
         num = self._rows[split]
@@ -254,7 +254,7 @@ class View(Tokenized, Generic[T]):
         lines = []
         for ident, sample in islice(scores.samples.items(), count):
             said = {name: text for name, text in sample.items() if not isinstance(text, list)}
-            entries = {**self.shown(split, ident), **said}.items()
+            entries = {**self.shown(split, ident=ident), **said}.items()
             lines += [f"{name:10} {text}" for name, text in entries] + [""]
         return "\n".join(lines)
 
@@ -273,7 +273,8 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
 def cuts_of(tables: Mapping[Split, TokenTable]) -> dict[Split, Cut]:
     """Return how many rows of each table were longer than max_length."""
     return {
-        s: Cut(table.num_cut, len(table), setting="task.max_length") for s, table in tables.items()
+        s: Cut(num=table.num_cut, of=len(table), setting="task.max_length")
+        for s, table in tables.items()
     }
 
 
@@ -363,7 +364,9 @@ class PairTable:
         num_separators: int = 1,
     ) -> None:
         self._num_separators = 1 if seconds is None else num_separators
-        room = max(0, max_length - self.num_special(seconds is not None, num_separators))
+        room = max(
+            0, max_length - self.num_special(seconds is not None, num_separators=num_separators)
+        )
         pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
         self.second_at: list[int] = []
 
@@ -374,7 +377,7 @@ class PairTable:
                 self.second_at.append(len(row))
                 yield row if seconds is None else [*row, *second, special.eos]
 
-        self.tokens = TokenTable(rows(), special.pad)
+        self.tokens = TokenTable(rows=rows(), pad=special.pad)
         self.tokens.num_cut = sum(len(first) + len(second) > room for first, second in pairs)
 
     @staticmethod

@@ -70,7 +70,7 @@ class Tokenizer:
 
     @cached_property
     def _reader(self) -> TextReader:
-        return TextReader(self.backend, self.special)
+        return TextReader(backend=self.backend, special=self.special)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self._reader.encode(texts)
@@ -106,7 +106,7 @@ class Tokenizer:
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self.special
-            or begins_word(piece, continuation, byte_level="ByteLevel" in decoder)
+            or begins_word(piece, continuation=continuation, byte_level="ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
@@ -204,7 +204,7 @@ class TrainedTokenizer(TokenizerChoice):
         described = {"format": FORMAT, "version": tokenizers.__version__, "settings": repr(self)}
         key = key_of(described, (text.encode() + b"\n" for text in texts))
         path = cache_dir / "tokenizers" / f"{key}.json"
-        make_once(path, lambda part: self._train(texts).save(part))
+        make_once(path, make=lambda part: self._train(texts).save(part))
         return Tokenizer.load(path)
 
     def _train(self, texts: Sequence[str]) -> Tokenizer:
@@ -236,8 +236,10 @@ class TrainedTokenizer(TokenizerChoice):
         backend = backend.from_str(json.dumps(content))
         ids = range(len(SPECIAL_TOKENS))
         assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)
-        token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
-        return Tokenizer(backend, token_ids, special=ids, rejoin=self.kind == "wordpiece")
+        token_ids = TokenIds(size=backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
+        return Tokenizer(
+            backend=backend, token_ids=token_ids, special=ids, rejoin=self.kind == "wordpiece"
+        )
 
     def _pieces(self, texts: Iterable[str]) -> list[str]:
         """Return the pieces of one character each.
@@ -351,8 +353,8 @@ class PretrainedTokenizer(TokenizerChoice):
         rejoin = type(backend.model).__name__ == "WordPiece"
         between = max(1, backend.encode("a", "b").ids[1:-1].count(ids["eos"]))
         return Tokenizer(
-            backend,
-            TokenIds(len(pretrained), **ids),
+            backend=backend,
+            token_ids=TokenIds(len(pretrained), **ids),
             special=special,
             rejoin=rejoin,
             num_separators=between,

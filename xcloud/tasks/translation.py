@@ -78,7 +78,7 @@ class Translation(SourceTask):
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
             if not set(table.columns()) <= {self.source, self.target}:  # no line pair
-                check_columns(table, [*self._columns.values()], keys=KEYS)
+                check_columns(table, wanted=[*self._columns.values()], keys=KEYS)
 
     def agreed_settings(self) -> dict[str, object]:
         """The settings without tokenizers, which are private to the side that sees the text."""
@@ -88,7 +88,7 @@ class Translation(SourceTask):
     def form(self) -> Form:
         expected = "train.tsv (first line: column names), train.jsonl, or "
         expected += f"train.{self.source} and train.{self.target}"
-        return Form(expected, languages=(self.source, self.target))
+        return Form(expected=expected, languages=(self.source, self.target))
 
     @property
     def language(self) -> str:
@@ -103,13 +103,13 @@ class Translation(SourceTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         wanted = {key: column for key, column in self._columns.items() if key in fields}
         tables = self.find()
-        corpus = self.arrange(tables, lambda table: read(table, wanted, keys=KEYS))
+        corpus = self.arrange(tables, lambda table: read(table, wanted=wanted, keys=KEYS))
         further = {}
         remarks = []
         for key in sorted(wanted):
             further[key] = tables.further.get(getattr(self, key), ())
             if (path := getattr(self, f"{key}_monolingual_file")) is not None:
-                further[key], remark = self._further_texts(key, path, corpus=corpus)
+                further[key], remark = self._further_texts(key, path=path, corpus=corpus)
                 remarks.append(remark)
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
@@ -129,7 +129,7 @@ class Translation(SourceTask):
         return TranslationText.load(folder, self.max_length)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> TranslationData:
-        return TranslationData(self, corpus, fields=fields)
+        return TranslationData(task=self, corpus=corpus, fields=fields)
 
 
 def learnable(corpus: Corpus, key: str) -> list[str]:
@@ -151,10 +151,10 @@ class TranslationText(Tokenized):
         found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
         if not found:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
-        return TranslationText(found, max_length)
+        return TranslationText(tokenizers=found, max_length=max_length)
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
-        return PairTable.encoded(self.tokenizer(key), [texts], most=self._max_length).tokens
+        return PairTable.encoded(self.tokenizer(key), sides=[texts], most=self._max_length).tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
@@ -169,7 +169,7 @@ class TranslationData(View[Translation], TranslationText):
         choices = {key: getattr(task, f"{key}_tokenizer") for key in FIELDS if key in fields}
         cache_dir = in_project(task.cache_dir)
         tokenizers = {
-            k: one.prepare(learnable(corpus, k), cache_dir) for k, one in choices.items()
+            k: one.prepare(learnable(corpus, key=k), cache_dir) for k, one in choices.items()
         }
         TranslationText.__init__(self, tokenizers, task.max_length)
         texts = {key: {s: corpus.splits[s].texts[key] for s in SPLITS} for key in tokenizers}
@@ -182,7 +182,7 @@ class TranslationData(View[Translation], TranslationText):
         self._references = texts.get("target", {})
         cuts = {f"{key} texts cut": cuts_of(tables) for key, tables in self._tables.items()}
         for key, table in self._further.items():
-            further = Cut(table.num_cut, len(table), setting="task.max_length")
+            further = Cut(num=table.num_cut, of=len(table), setting="task.max_length")
             cuts[f"further {key} texts cut"] = {"train": further}
         View.__init__(self, task, corpus, fields, tokenizers, self._tables, cuts=cuts)
 
@@ -200,7 +200,7 @@ class TranslationData(View[Translation], TranslationText):
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
-        self.check_predictions(split, predictions)
+        self.check_predictions(split, predictions=predictions)
         samples: dict[int, dict[str, Any]] = {
             i: {"prediction": self.decode(predictions[i]), "reference": self._references[split][i]}
             for i in sorted(predictions)
@@ -209,10 +209,12 @@ class TranslationData(View[Translation], TranslationText):
         errors = {}
         outputs, wanted = zip(*map(dict.values, samples.values()), strict=True)
         for name, metric in _metrics(self._task.language).items():
-            values[name], errors[name], sentences = _score(metric, outputs, references=wanted)
+            values[name], errors[name], sentences = _score(
+                metric, outputs=outputs, references=wanted
+            )
             for sample, (score, counts) in zip(samples.values(), sentences, strict=True):
                 sample |= {name: score, f"{name}_counts": counts}
-        return Scores(values, errors, samples=samples)
+        return Scores(values=values, errors=errors, samples=samples)
 
     def signature(self) -> dict[str, str]:
         metrics = _metrics(self._task.language)
@@ -241,7 +243,7 @@ def _score(
     sentences = [(round(score(own).score, 4), own) for own in counts]
     return (
         round(metric._aggregate_and_compute(counts).score, 4),
-        round(bootstrap_error(len(counts), measure), 4),
+        round(bootstrap_error(len(counts), measure=measure), 4),
         sentences,
     )
 
@@ -320,6 +322,6 @@ class DemoTranslation(Demo, Translation):
             "es": [es for es, _ in every[num : num + extra]],
             "en": [en for _, en in every[num + extra :]],
         }
-        made = self.generated(("es", "en"), every[:num], every)
+        made = self.generated(("es", "en"), rows=every[:num], samples=every)
         more = [f"{extra:,} further sentences in each language"] * bool(extra)
         return replace(made, remarks=[*more, *made.remarks], further=further)

@@ -70,13 +70,17 @@ class Wit3Translation(InFolder, Translation):
                 "to the folder with train.tags.*; nothing is downloaded"
             )
         tables: Tables = {
-            "train": {"": [TextFile(f"train.tags.{pair}", "lines", paths=train, read=_untagged)]}
+            "train": {
+                "": [
+                    TextFile(name=f"train.tags.{pair}", kind="lines", paths=train, read=_untagged)
+                ]
+            }
         }
         chosen: dict[Split, Sequence[str]] = {"dev": self.dev, "test": self.test}
         for split, sets in chosen.items():
             if sets:
-                tables[split] = {"": [_set(folder, name, pair=pair) for name in sets]}
-        return SplitTables(tables, {"dev": list(self.dev), "test": list(self.test)})
+                tables[split] = {"": [_set(folder, name=name, pair=pair) for name in sets]}
+        return SplitTables(tables=tables, facts={"dev": list(self.dev), "test": list(self.test)})
 
 
 def _set(folder: Path, name: str, pair: str) -> TextFile:
@@ -94,7 +98,7 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
             f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing, a part of the WIT3 "
             "archive (release 2014-01). To omit a set remove it from task.dev or task.test"
         )
-    return TextFile(f"{name}.{pair}", "lines", paths=paths, read=_segments)
+    return TextFile(name=f"{name}.{pair}", kind="lines", paths=paths, read=_segments)
 
 
 def _untagged(path: Path) -> Iterator[str]:

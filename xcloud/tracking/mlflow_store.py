@@ -124,7 +124,10 @@ class Point(NamedTuple):
 
 
 def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
-    return [Point(key, value, at_ms=int(1000 * at_s), step=step) for key, value in metrics.items()]
+    return [
+        Point(key=key, value=value, at_ms=int(1000 * at_s), step=step)
+        for key, value in metrics.items()
+    ]
 
 
 @dataclass
@@ -246,7 +249,7 @@ class Store:
             experiment = client.get_experiment(made)
         if VIEW_TAG + view_of(None) not in experiment.tags:
             columns = ("accuracy", "bleu", "f1", "perplexity", *COSTS)
-            show_first(client, experiment.experiment_id, metrics=columns)
+            show_first(client, experiment_id=experiment.experiment_id, metrics=columns)
         return client, str(experiment.experiment_id)
 
     def artifacts(self, run_id: str = "") -> Path:
@@ -271,18 +274,20 @@ class Store:
         """Prepare a sweep's page; yields lines with its links. files: its tables and pictures,
         logged to a run of their own, reused every time, which is not listed among the sweep's."""
         client, key = self.open()
-        show_first(client, key, metrics=metrics, params=params, sweep=sweep)
+        show_first(client, experiment_id=key, metrics=metrics, params=params, sweep=sweep)
         yield f"MLflow table   {self.runs(key, sweep)}"
-        yield f"MLflow charts  {self.charts(key, sweep)}"
+        yield f"MLflow charts  {self.charts(key, sweep=sweep)}"
         if files:
             mark = {"report_of_sweep": sweep}
             name = f"report of sweep {sweep}"
-            runs = client.search_runs([key], _of_sweep(sweep, "report_of_sweep"), max_results=1)
+            runs = client.search_runs(
+                [key], _of_sweep(sweep, tag="report_of_sweep"), max_results=1
+            )
             run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
             for path in files:
                 self.keep(client, run.info.run_id, path)
             client.set_terminated(run.info.run_id)
-            yield f"MLflow report  {self.page(key, f'runs/{run.info.run_id}/artifacts')}"
+            yield f"MLflow report  {self.page(key, path=f'runs/{run.info.run_id}/artifacts')}"
         if self.uri is None:
             yield f"served by      {ui_command(self.root)} --sweep {sweep}"
 
@@ -308,7 +313,7 @@ class Store:
 
     def runs(self, experiment_id: str, sweep: str | None = None) -> str:
         """A link to the table of all runs, or of a sweep's."""
-        return self.page(experiment_id, "runs") + f"&viewStateShareKey={view_of(sweep)}"
+        return self.page(experiment_id, path="runs") + f"&viewStateShareKey={view_of(sweep)}"
 
     def charts(self, experiment_id: str, sweep: str | None = None) -> str:
         return self.runs(experiment_id, sweep) + "&compareRunsMode=CHART"
@@ -321,7 +326,7 @@ def _of_sweep(sweep: str | None, tag: str = "sweep") -> str:
     """
     if not sweep:
         return ""
-    check_name("sweep", sweep)
+    check_name("sweep", name=sweep)
     return f"tags.{tag} = '{sweep}'"
 
 
@@ -362,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--sweep", help="print the links of this sweep only")
     given = parser.parse_args(arguments)
-    store = Store(project_root() / given.root, port=given.port)
+    store = Store(root=project_root() / given.root, port=given.port)
     if not store.database.exists():
         why = f"{store.database} does not exist; for another folder use --root."
         raise ConfigError(f"No runs are recorded yet: {why}")
@@ -388,11 +393,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     try:
         say("Starting MLflow's server ...")
-        lines = list(links(store, given.sweep))  # imports MLflow while the server does
+        lines = list(links(store, sweep=given.sweep))  # imports MLflow while the server does
         if not lines:
             what = f"sweep {given.sweep!r}" if given.sweep else "run"
             raise ConfigError(f"No {what} is recorded in {store.database}.")
-        if not _answers(server, store.port):
+        if not _answers(server, port=store.port):
             end = "\n".join(log_file.read_text().splitlines()[-20:])
             raise RunFailed(f"It did not start; the end of {log_file}:\n{end}")
         say("\n".join([*lines, "Ctrl+C ends it."]))
@@ -421,12 +426,12 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
             yield f"{experiment.name}:"
             yield f"  runs     {store.runs(key)}"
             yield f"  charts   {store.charts(key)}"
-            yield f"  models   {store.page(key, 'models')}"
+            yield f"  models   {store.page(key, path='models')}"
         sweeps = dict.fromkeys(run.data.tags["sweep"] for run in runs if "sweep" in run.data.tags)
         for name in reversed(list(sweeps)[:5]):
             yield f"sweep {name}:"
             yield f"  table    {store.runs(key, name)}"
-            yield f"  charts   {store.charts(key, name)}"
+            yield f"  charts   {store.charts(key, sweep=name)}"
 
 
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:

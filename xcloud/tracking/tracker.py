@@ -137,14 +137,14 @@ class MlflowTracker(Tracker):
                 f"tracker.uri must be the address of a tracking server, such as "
                 f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
             )
-        check_no_password("tracker.uri", self.uri)
+        check_no_password("tracker.uri", uri=self.uri)
 
     @property
     def store(self) -> Store:
-        return Store(project_root() / self.root, self.experiment, uri=self.uri)
+        return Store(root=project_root() / self.root, experiment=self.experiment, uri=self.uri)
 
     def start(self, run: TrackedRun) -> Sender:
-        sender = Sender(self, run)
+        sender = Sender(tracker=self, run=run)
         sender.start()
         return sender
 
@@ -160,13 +160,13 @@ class Sender(threading.Thread, Recording):
         self._store = tracker.store
         self._run = run
         # The monitor reads the file too and warns about lines that are not events.
-        self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
+        self._events = EventReader(path=run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
         self._started_at_s = time.time()
         self._load_due_s = 0.0
         self._closing = threading.Event()
-        self._thinner = Thinner(tracker.points, run.num_steps)
+        self._thinner = Thinner(points=tracker.points, num_steps=run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
         self._ending: list[tuple[str, Callable[[], object]]] = []  # sent after all events
         self._last_step = 0  # whose values MLflow has
@@ -189,12 +189,12 @@ class Sender(threading.Thread, Recording):
         # A resumed run may end at an earlier step than it had come to before.
         attempt = int(summary.get("num_resumes") or 0)
         step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
-        values = points_of(final_metrics(summary), now_s, step=step)
+        values = points_of(final_metrics(summary), at_s=now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
             (
                 "final values",
-                lambda: self._log([*values, *self._outdated(values, now_s, step=step)]),
+                lambda: self._log([*values, *self._outdated(values, now_s=now_s, step=step)]),
             ),
         ]
         if status == "finished":
@@ -261,7 +261,7 @@ class Sender(threading.Thread, Recording):
     def _create_run(self) -> None:
         self._client, self.experiment_id = self._store.open()
         earlier = self._named_by(TRACKED_FILE)
-        if "run_id" in earlier and self._reopen(self._client, earlier["run_id"]):
+        if "run_id" in earlier and self._reopen(self._client, run_id=earlier["run_id"]):
             self.run_id = earlier["run_id"]
             self._note_changes(earlier.get("params", {}))
             return
@@ -283,7 +283,7 @@ class Sender(threading.Thread, Recording):
             "params": params,
         }
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
-            replace_text(self._run.run_dir / TRACKED_FILE, json.dumps(tracked))
+            replace_text(self._run.run_dir / TRACKED_FILE, text=json.dumps(tracked))
 
     def _named_by(self, file: str) -> dict[str, Any]:
         """Return what the file says of a run in this store; empty if it names none.
@@ -320,7 +320,7 @@ class Sender(threading.Thread, Recording):
         """Return "not a number" for the final values that only an earlier attempt has had."""
         there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
         old = {key for key in there if "/" not in key} - {value.key for value in values}
-        return points_of(dict.fromkeys(sorted(old), math.nan), now_s, step=step)
+        return points_of(dict.fromkeys(sorted(old), math.nan), at_s=now_s, step=step)
 
     def _reopen(self, client: Any, run_id: str) -> bool:
         """Resume an earlier record, after its last step; False if the store has it no more."""
@@ -352,7 +352,9 @@ class Sender(threading.Thread, Recording):
         load = {"cpu_utilization_percentage": psutil.cpu_percent(),
                 "system_memory_usage_megabytes": memory.used / 1e6,
                 "system_memory_usage_percentage": memory.percent}  # fmt: skip
-        points = points_of({f"system/{k}": v for k, v in load.items()}, time.time(), step=second)
+        points = points_of(
+            {f"system/{k}": v for k, v in load.items()}, at_s=time.time(), step=second
+        )
         self._waiting.append(("the machine's load", partial(self._log, points)))
 
     def _read(self, last: bool) -> bool:
@@ -377,12 +379,12 @@ class Sender(threading.Thread, Recording):
             self._waiting.append(("data sets", partial(self._log_data, event)))
         points = []
         totals = self._run.steps.feed(event)
-        if totals is not None and self._is_new(_STEP_CURVE, totals.step):
-            values = points_of(step_metrics(totals), event["t"], step=totals.step)
+        if totals is not None and self._is_new(_STEP_CURVE, step=totals.step):
+            values = points_of(step_metrics(totals), at_s=event["t"], step=totals.step)
             points = self._thinner.feed(values)
         if event["event"] == "quality":
-            scores = points_of(quality_metrics(event), event["t"], step=event["step"])
-            points += [point for point in scores if self._is_new(point.key, point.step)]
+            scores = points_of(quality_metrics(event), at_s=event["t"], step=event["step"])
+            points += [point for point in scores if self._is_new(point.key, step=point.step)]
         return points
 
     def _is_new(self, key: str, step: int) -> bool:

@@ -110,7 +110,7 @@ class MultilingualElectra:
         stream = TextStream(tables, tokenizer.token_ids, *how)
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(
-            settings.backbone, "generator", tokenizer=tokenizer, context=context
+            settings.backbone, name="generator", tokenizer=tokenizer, context=context
         )
         packing = self._packing(tokenizer)
         return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
@@ -119,7 +119,7 @@ class MultilingualElectra:
         settings = self.discriminator
         tokenizer = self._tokenizer(context)
         encoder = self._encoder(
-            settings.backbone, "discriminator", tokenizer=tokenizer, context=context
+            settings.backbone, name="discriminator", tokenizer=tokenizer, context=context
         )
         if (used := encoder.config.activation) != "gelu":
             said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
@@ -162,8 +162,8 @@ class MultilingualElectra:
         size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
         known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
         return IdPacking(
-            known[0],
-            most,
+            vocab_size=known[0],
+            max_samples=most,
             max_length=self.text.max_length - 2,
             digest=known[1],
             coding=self.coding,
@@ -197,6 +197,6 @@ class MultilingualElectra:
                 "checkpoint with one (BERT, RoBERTa, XLM-R), a SeededBackbone or a PublicBackbone"
             )
         with seeded(context.seed, name):
-            encoder = Encoder(weights.config, head=generates)
+            encoder = Encoder(config=weights.config, head=generates)
         encoder.load_part(weights.tensors)
         return encoder

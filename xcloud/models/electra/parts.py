@@ -125,7 +125,7 @@ def corrupt(
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
-    words_M = sample_words(scores_MV.detach(), special, temperature=temperature, draw=draw)
+    words_M = sample_words(scores_MV.detach(), special=special, temperature=temperature, draw=draw)
     return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
 
 
@@ -158,7 +158,7 @@ class Discriminator(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.encoder = Encoder(config, head=False)
+        self.encoder = Encoder(config=config, head=False)
         self.dense = nn.Linear(config.hidden, config.hidden)
         self.score = nn.Linear(config.hidden, 1)
         for layer in (self.dense, self.score):
@@ -179,7 +179,7 @@ def detect_replaced(
     A token counts as detected if its score is positive.
     """
     ids_C, counts_B, replaced_C = texts
-    ids_R, inner_C = with_ends(ids_C, counts_B, special=special)
+    ids_R, inner_C = with_ends(ids_C, counts_B=counts_B, special=special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
     found_C = scores_C.detach() > 0
@@ -223,11 +223,11 @@ class _Learner(StatefulTree):
         self.network.to(self.context.device).train(is_trained).requires_grad_(is_trained)
         self._num_steps = self.context.num_steps
         self._device = self.context.device
-        self._autocast = autocast_for(self.settings.precision, self._device)
+        self._autocast = autocast_for(self.settings.precision, device=self._device)
         rule = self.settings.optimizer
         parameters = self.network.parameters()
         self._optimizer = rule.build(parameters) if is_trained else None
-        self._trained = TrainedModule(self.network, self._optimizer)
+        self._trained = TrainedModule(module=self.network, optimizer=self._optimizer)
 
     def children(self) -> dict[str, Stateful]:
         return {"network": self._trained}
@@ -278,18 +278,18 @@ class GeneratorRank(_Learner):
         settings = self.settings
         special = self.tokenizer.token_ids
         ids_R, counts_B = self.stream.batch(number)
-        draw = torch.Generator().manual_seed(self._random("masks", number))
+        draw = torch.Generator().manual_seed(self._random("masks", number=number))
         masked_M = choose_masked(
-            ids_R, special, share=settings.mask_share, draw=draw, starts_V=self._starts_V
+            ids_R, special=special, share=settings.mask_share, draw=draw, starts_V=self._starts_V
         )
         with (
-            seeded_on(self._device, self._random("dropout", number)),
+            seeded_on(self._device, seed=self._random("dropout", number=number)),
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
             made_R, loss = corrupt(
                 self.network,
-                ids_R.to(self._device),
+                ids_R=ids_R.to(self._device),
                 packing=Packing(counts_B.to(self._device)),
                 masked_M=masked_M.to(self._device),
                 special=special,
@@ -301,15 +301,18 @@ class GeneratorRank(_Learner):
         if not loss.isfinite():
             raise diverged(
                 f"the loss of batch {number} of producer {self.context.cloud!r} is {loss.item()}",
-                "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
+                remark="the batch cannot be skipped: nothing can be sampled, nothing can be sent",
             )
         inner_C = inner_rows(counts_B)
         made_R = made_R.cpu()  # a token that is drawn as it was is not replaced
         texts = CorruptedTexts(
-            made_R[inner_C], counts_B - 2, replaced_R=(made_R != ids_R)[inner_C]
+            ids_R=made_R[inner_C], counts_B=counts_B - 2, replaced_R=(made_R != ids_R)[inner_C]
         )
         return Fed(
-            self.packing.pack(texts), len(counts_B), num_tokens=len(inner_C), loss=loss.item()
+            payload=self.packing.pack(texts),
+            num_samples=len(counts_B),
+            num_tokens=len(inner_C),
+            loss=loss.item(),
         )
 
     def replan(self, num_steps: int) -> None:
@@ -323,8 +326,8 @@ class GeneratorRank(_Learner):
         if self.settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self.context.cloud}"
-        export(self.network, folder, pad=self.tokenizer.token_ids.pad)
-        self.tokenizer.save_pretrained(folder, self.network.config.max_positions)
+        export(self.network, folder=folder, pad=self.tokenizer.token_ids.pad)
+        self.tokenizer.save_pretrained(folder, max_length=self.network.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
         of = self.context
@@ -361,9 +364,9 @@ class DiscriminatorRank(_Learner):
             content = zlib.crc32(texts.ids_R.numpy().tobytes())
             dropout = seed_of(self.context.seed, "discriminator dropout", content)
             there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
-            with seeded_on(self._device, dropout), self._autocast():
+            with seeded_on(self._device, seed=dropout), self._autocast():
                 loss, counts = detect_replaced(
-                    self.network, there, special=self.tokenizer.token_ids
+                    self.network, texts=there, special=self.tokenizer.token_ids
                 )
             torch.autograd.backward(loss)
             tokens = len(texts.ids_R)
@@ -402,7 +405,7 @@ class DiscriminatorRank(_Learner):
         pad = self.tokenizer.token_ids.pad
         heads = {"dense": network.dense, "dense_prediction": network.score}
         export(network.encoder, folder, pad=pad, **heads)
-        self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
+        self.tokenizer.save_pretrained(folder, max_length=network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:
         """Return replaced-token detection over this rank's batches of the last steps: percent, and
@@ -423,5 +426,5 @@ class DiscriminatorRank(_Learner):
         errors = {}
         for name, (above, below, digits) in ratios.items():
             values[name] = round(float(above.sum()) / max(1.0, float(below.sum())), digits)
-            errors[name] = round(ratio_error(above, below), digits)
-        return Scores(values, errors)
+            errors[name] = round(ratio_error(above, below=below), digits)
+        return Scores(values=values, errors=errors)
