@@ -133,13 +133,19 @@ class Layout(ABC):
         """Return the line between two ranks; None if they are in one cloud."""
         here = self.cloud_of(rank)
         there = self.cloud_of(peer)
-        return None if here == there or not self.crosses_clouds else self.wan_of(here, there=there)
+        if here == there or not self.crosses_clouds:
+            return None
+        return self.wan_of(here, there=there)
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """Return how long `rank` waits for `num_bytes` from `peer` before calling it silent."""
         wan = self.wan_between(rank, peer=peer)
-        limit_s = wan.overdue_s(num_bytes) if wan is not None else None
-        return self.liveness.overdue_after_s if limit_s is None else limit_s
+        limit_s = None
+        if wan is not None:
+            limit_s = wan.overdue_s(num_bytes)
+        if limit_s is None:
+            return self.liveness.overdue_after_s
+        return limit_s
 
     def overdue_advice(self, rank: int, peer: int) -> str:
         """Return which setting makes `rank` wait longer for `peer`, as a sentence."""

@@ -191,7 +191,9 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
     if not isinstance(described, dict):
         raise DataError(f"{path} holds no settings")
     if quantized := described.get("quantization_config"):
-        how = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        how = None
+        if isinstance(quantized, dict):
+            how = quantized.get("quant_method")
         raise DataError(
             f"checkpoint {name_or_path!r} is quantized ({how or 'quantization_config'}), and such "
             "weights are not read here: give the one that it was made from"
@@ -216,7 +218,9 @@ def on_hub(name: str) -> tuple[str, dict[str, str]]:
     `from_pretrained` takes beside it. A commit's hash is a revision that cannot change."""
     plain, _, revision = name.partition("@")
     is_folder = Path(name).expanduser().is_dir()
-    return (name, {}) if is_folder or not revision else (plain, {"revision": revision})
+    if is_folder or not revision:
+        return (name, {})
+    return (plain, {"revision": revision})
 
 
 def _fetch(name: str, load: Callable[..., T]) -> T:
@@ -376,6 +380,9 @@ def _folder(name: str) -> Path | None:
     """Find the package without importing it, which would load a whole model library."""
     package, inside = PACKAGED[name]
     spec = find_spec(package)
-    places = [] if spec is None else spec.submodule_search_locations or []
+    if spec is None:
+        places = []
+    else:
+        places = spec.submodule_search_locations or []
     found = (Path(place) / inside for place in places)
     return next((folder for folder in found if folder.is_dir()), None)

@@ -329,7 +329,9 @@ def _prompts(text: Any, arguments: argparse.Namespace) -> list[tuple[str, list[i
         raise ConfigError("--chats needs a model that has learned chats; this one has plain texts")
     found = []
     for number, messages in enumerate(read_chats(arguments.chats), start=1):
-        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        asked = messages
+        if messages[-1]["role"] == "assistant":
+            asked = messages[:-1]
         if not asked:
             raise DataError(f"{arguments.chats.name}, chat {number}: there is no question in it")
         found.append((asked[-1]["content"], text.asked(asked, f"chat {number}")))

@@ -27,7 +27,9 @@ def as_override(key: str, text: object) -> str:
     """Return the word that sets a key to this text, quoted only where it must be."""
     bare = f"{key}={text}"
     read = _read(bare)
-    return bare if read is not None and read.value() == text else f"{key}={literal(str(text))}"
+    if read is not None and read.value() == text:
+        return bare
+    return f"{key}={literal(str(text))}"
 
 
 def readable(word: str) -> str:

@@ -97,7 +97,9 @@ def file_digest(file: Path) -> str:
 
 def _checkout() -> Path | None:
     beside_package = Path(__file__).resolve().parents[2]
-    return beside_package if (beside_package / "pyproject.toml").is_file() else None
+    if (beside_package / "pyproject.toml").is_file():
+        return beside_package
+    return None
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -112,4 +114,6 @@ def _git(root: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return None

@@ -45,7 +45,9 @@ def human_duration(seconds: float) -> str:
     if seconds < 99.5:
         return f"{max(0, seconds):.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def human_bytes(num_bytes: float | None) -> str:
@@ -67,7 +69,9 @@ def human_bandwidth(bits_per_s: float) -> str:
 
 
 def human_percent(share: float | None, digits: int = 0) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+    if share is None:
+        return UNKNOWN
+    return f"{100 * share:.{digits}f} %"
 
 
 def human_number(value: float | None, form: str) -> str:
@@ -77,7 +81,9 @@ def human_number(value: float | None, form: str) -> str:
 
 def _three_digits(value: float) -> str:
     size = abs(value)
-    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+    if size >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
 def score_name(name: str) -> str:
@@ -99,7 +105,9 @@ def score_with_error(name: str, value: float | None, error: float | None) -> str
     if value is None:
         return UNKNOWN
     text = score_text(name, value=value)
-    return text if error is None else f"{text} ± {score_text(name, value=error)}"
+    if error is None:
+        return text
+    return f"{text} ± {score_text(name, value=error)}"
 
 
 def shown_scores(names: Iterable[str]) -> list[str]:

@@ -32,7 +32,9 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _cut(text: str, max_length: int) -> str:
-    return text if len(text) <= max_length else f"{text[:max_length]}…"
+    if len(text) <= max_length:
+        return text
+    return f"{text[:max_length]}…"
 
 
 def worded(error: ValidationError, cls: type, path: str) -> Exception:
@@ -47,11 +49,16 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
         return raised
     if first["type"] in ("missing", "missing_argument", "unexpected_keyword_argument"):
         name = first["loc"][-1]
-        what = "is missing" if "missing" in first["type"] else "is unknown"
+        what = "is unknown"
+        if "missing" in first["type"]:
+            what = "is missing"
         return TypeError(f"{cls.__name__}: setting {name!r} {what}")
     names = list(inspect.signature(cls).parameters)
     where = first["loc"]
-    field = names[where[0]] if isinstance(where[0], int) else str(where[0])
+    if isinstance(where[0], int):
+        field = names[where[0]]
+    else:
+        field = str(where[0])
     annotation = get_type_hints(cls, include_extras=True)[field]
     key = field
     for part in where[1:]:  # an index, a key, or the name that a member of a union goes by

@@ -64,7 +64,10 @@ class BoundaryField:
 
     def raw_bytes(self, num_rows: int) -> int:
         """FP32 bytes of what the uncut model would hand on."""
-        values = math.prod(self.features) if self.replaces is None else self.replaces
+        if self.replaces is None:
+            values = math.prod(self.features)
+        else:
+            values = self.replaces
         return 4 * num_rows * values
 
     def spec(self, num_rows: int) -> TensorSpec:
@@ -315,7 +318,9 @@ class ReceiveChannel(_Channel):
             for field in self.fields:
                 counts = message.get("counts")
                 spec = field.spec(field.num_rows(samples, counts))
-                codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
+                codec = PLAIN
+                if spec.is_floating:
+                    codec = self.codecs[field.name].at(key.step)
                 wire = codec.compressor.wire_specs(spec)
                 taken = parts[: len(wire)]
                 parts = parts[len(wire) :]

@@ -135,7 +135,9 @@ class Compression(CompressionPlan):
 
     @property
     def averaging_choice(self) -> TensorChoice:
-        return self.backward if self.averaging is None else self.averaging
+        if self.averaging is None:
+            return self.backward
+        return self.averaging
 
     @property
     def has_memory(self) -> bool:
@@ -148,7 +150,9 @@ class Compression(CompressionPlan):
         them that of averaging, if it has its own."""
         both = ((self.forward, self.forward_memory), (self.backward, self.backward_memory))
         label = "+".join(f"{m.label}({c.label})" if m.label else c.label for c, m in both)
-        return label if self.averaging is None else f"{label}, averaging {self.averaging.label}"
+        if self.averaging is None:
+            return label
+        return f"{label}, averaging {self.averaging.label}"
 
     @property
     def is_identity(self) -> bool:

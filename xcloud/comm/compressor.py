@@ -96,7 +96,9 @@ def refuse_integers(tensor: Tensor) -> None:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def seed_from(*names: str | int) -> int:
@@ -166,7 +168,9 @@ class Chain(Compressor):
 
     @property
     def family(self) -> Family:
-        return [*self.members.values()][-1].family if self.members else "none"
+        if self.members:
+            return [*self.members.values()][-1].family
+        return "none"
 
     @property
     def feedback(self) -> Feedback:
@@ -179,7 +183,10 @@ class Chain(Compressor):
         """The paper's notation, the first member innermost."""
         label = ""
         for member in self.members.values():
-            label = f"{member.label}({label})" if label else member.label
+            if label:
+                label = f"{member.label}({label})"
+            else:
+                label = member.label
         return label or "none"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -202,7 +209,9 @@ class Chain(Compressor):
             remaining = list(parts)
             decoded = []
             for part_spec in before:
-                size = len(member.wire_specs(part_spec)) if part_spec.is_floating else 1
+                size = 1
+                if part_spec.is_floating:
+                    size = len(member.wire_specs(part_spec))
                 taken = tuple(remaining[:size])
                 remaining = remaining[size:]
                 decoded.append(

@@ -82,14 +82,21 @@ class WarmFactors(Compressor):
 
     def own(self) -> State:
         """The warm start: the next call depends on it. Never changed in place."""
-        return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
+        if self._basis_Dl is None:
+            return {}
+        return {"basis": self._basis_Dl}
 
     def take(self, own: State) -> None:
-        self._basis_Dl = torch.as_tensor(own["basis"]) if own else None
+        if own:
+            self._basis_Dl = torch.as_tensor(own["basis"])
+        else:
+            self._basis_Dl = None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    if shape:
+        return (shape[0], math.prod(shape[1:]))
+    return (1, 1)
 
 
 _EXTRA_COLUMNS = 16
@@ -237,7 +244,9 @@ def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
     total_RD = left_Rr.new_zeros(num_rows, num_features)
     if not total_RD.numel() or not len(right_rD):
         return total_RD
-    rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
+    rows = num_rows
+    if left_Rr.device.type == "cpu":
+        rows = max(1, _CHUNK // num_features)
     term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
     for first in range(0, num_rows, rows):
         total_CD = total_RD[first : first + rows]

@@ -86,7 +86,9 @@ class _PerSample(Memory):
     def _get(self, sample: int, like: Tensor) -> Tensor | None:
         """The sample's tensor; None if there is none or it has another number of rows."""
         tensor = self._tensors.get(sample)
-        return tensor.to(like) if tensor is not None and tensor.shape == like.shape else None
+        if tensor is not None and tensor.shape == like.shape:
+            return tensor.to(like)
+        return None
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
         found = self._get(sample, like=like)

@@ -157,7 +157,9 @@ class BlockInt(Draws):
         num_values = len(values_N)
         if tail := num_values % self.block:
             # Codes of the padding are not sent; at 1 bit it must not change the mean.
-            padding = float(values_N[-tail:].abs().mean()) if self.bits == 1 else 0.0
+            padding = 0.0
+            if self.bits == 1:
+                padding = float(values_N[-tail:].abs().mean())
             values_N = pad(values_N, (0, self.block - tail), value=padding)
         blocks_MK = values_N.view(-1, self.block)
         codes_MK = torch.empty_like(blocks_MK, dtype=torch.uint8)
@@ -260,7 +262,9 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     start = 0
     for width, shift in _planes(bits):
         is_whole = bits == width
-        plane = codes_N if is_whole else (codes_N >> shift).bitwise_and_((1 << width) - 1)
+        plane = codes_N
+        if not is_whole:
+            plane = (codes_N >> shift).bitwise_and_((1 << width) - 1)
         plane = plane.to(torch.uint8)
         size = _plane_bytes(num_codes, width=width)
         target = packed[start : start + size]

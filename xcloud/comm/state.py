@@ -141,7 +141,9 @@ def fill(targets: Mapping[str, Tensor], state: State, owner: str) -> None:
     others."""
 
     def spec(value: Tensor | int | None) -> object:
-        return (value.dtype, value.shape) if isinstance(value, Tensor) else None
+        if isinstance(value, Tensor):
+            return (value.dtype, value.shape)
+        return None
 
     names = sorted(targets.keys() | state.keys())
     wrong = [name for name in names if spec(targets.get(name)) != spec(state.get(name))]
@@ -168,7 +170,9 @@ def copy_of(tensor: Tensor, *more: Tensor) -> Tensor:
 
 def own_copy(tensors: tuple[Tensor, ...]) -> Tensor:
     """Return a copy in new memory; several tensors are joined along axis 0."""
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
+    if len(tensors) > 1:
+        return torch.cat(tensors)
+    return tensors[0].clone()
 
 
 @contextlib.contextmanager

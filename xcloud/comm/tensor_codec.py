@@ -89,7 +89,10 @@ class _Coded(StatefulTree):
         sent = self._sent.popleft()
         kept = sent.after if was_used else sent.before
         if kept is not None:
-            self.residual = kept if self.residual is None else self.residual + kept
+            if self.residual is None:
+                self.residual = kept
+            else:
+                self.residual = self.residual + kept
 
     def scale(self, factor: float) -> None:
         """Multiply what is kept, whose tensors come in another unit from now on."""
@@ -171,7 +174,10 @@ class TensorCodec(StatefulTree):
                     device=self.device,
                 )
             )
-            chain = compressor.members if isinstance(compressor, Chain) else {"": compressor}
+            if isinstance(compressor, Chain):
+                chain = compressor.members
+            else:
+                chain = {"": compressor}
             for member_name, member in chain.items():
                 whose = "all" if member.family == "sparse" else replica
                 member.use_stream(seed_from(identity, name, member_name, whose))

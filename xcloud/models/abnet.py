@@ -160,7 +160,10 @@ class AbNet(EncoderDecoder):
         width = 0
         if is_last:
             check_heads(HEADS, num_heads=self.cross_attention_heads, whole=hidden)
-            width = about["source_hidden"] if about else self.encoder.width()
+            if about:
+                width = about["source_hidden"]
+            else:
+                width = self.encoder.width()
         else:
             parts = self.encoder_layers(config.num_layers, stage=stage, num_stages=num_stages)
         with seeded(context.seed, side):
@@ -175,11 +178,9 @@ class AbNet(EncoderDecoder):
             # One random stream per layer: initial weights do not depend on the layout.
             with seeded(context.seed, f"{side} adapter", i):
                 heads = self.cross_attention_heads
-                cross = (
-                    CrossAttention(hidden=hidden, source_hidden=width, num_heads=heads)
-                    if is_last
-                    else None
-                )
+                cross = None
+                if is_last:
+                    cross = CrossAttention(hidden=hidden, source_hidden=width, num_heads=heads)
                 adapter = Adapter(
                     hidden=hidden, size=self.adapter_size, dropout=self.dropout, cross=cross
                 )

@@ -295,7 +295,9 @@ class PretrainedBackbone(Source):
         return self.hidden or self._read()[0].hidden
 
     def depth(self) -> int | None:
-        return None if self.hidden is not None else self._read()[0].num_layers
+        if self.hidden is not None:
+            return None
+        return self._read()[0].num_layers
 
     def check_length(self, max_length: int) -> None:
         if self.hidden is None and max_length > (most := self._read()[0].max_positions):
@@ -350,7 +352,9 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
     raw = raw_config(name_or_path)
     model_type = raw.get("model_type")
     positions = raw.get("position_embedding_type", "absolute")
-    theirs = AutoConfig.for_model(**raw) if model_type in MODEL_TYPES else None
+    theirs = None
+    if model_type in MODEL_TYPES:
+        theirs = AutoConfig.for_model(**raw)
     reason = None
     if theirs is None:
         reason = f"is of type {model_type!r}"
@@ -394,7 +398,9 @@ def read_weights(name_or_path: str) -> Weights:
 
 def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
     """float32. Norms of the first BERTs are gamma and beta; bare encoders have no prefix."""
-    prefix = "roberta." if theirs.model_type in OFFSET_TYPES else f"{theirs.model_type}."
+    prefix = "roberta."
+    if theirs.model_type not in OFFSET_TYPES:
+        prefix = f"{theirs.model_type}."
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
     old = old.replace("LayerNorm.bias", "LayerNorm.beta")
     return files.tensor(files.first_of(prefix + name, name, prefix + old, old)).float()

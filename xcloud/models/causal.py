@@ -123,14 +123,23 @@ class CausalLM(TextModel):
                 raise ConfigError(said)
 
     def describe(self) -> str:
-        name = self.checkpoint if self.own is None else self.own.describe()
-        trained = "all weights" if self.lora is None else f"LoRA r={self.lora.r}"
-        cut = "" if self.split.layer is None else f", {self.split.describe()}"
+        if self.own is None:
+            name = self.checkpoint
+        else:
+            name = self.own.describe()
+        trained = "all weights"
+        if self.lora is not None:
+            trained = f"LoRA r={self.lora.r}"
+        cut = ""
+        if self.split.layer is not None:
+            cut = f", {self.split.describe()}"
         return f"{name}, {trained}{cut}"
 
     @property
     def _public_text(self) -> PublicTexts | None:
-        return self.own.text if self.public_text is None and self.own else self.public_text
+        if self.public_text is None and self.own:
+            return self.own.text
+        return self.public_text
 
     def ties_ends(self, num_stages: int) -> bool:
         return self.embeddings == "tie" and num_stages > 1
@@ -333,7 +342,10 @@ class CausalLM(TextModel):
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
-        config = self.own.config(max_length) if self.own else read_config(str(self.checkpoint))
+        if self.own:
+            config = self.own.config(max_length)
+        else:
+            config = read_config(str(self.checkpoint))
         positions = min(MAX_LENGTH, config.max_position_embeddings)
         if max_length > positions:
             whose = f"{self.describe()} has {positions} positions"
@@ -363,7 +375,10 @@ class CausalLM(TextModel):
         num_blocks = config.num_hidden_layers
         counts = self.blocks_per_stage
         self.split.check(num_blocks, int(config.hidden_size))
-        starts = [0] if self.split.layer is None else [0, self.split.layer + 1]
+        if self.split.layer is None:
+            starts = [0]
+        else:
+            starts = [0, self.split.layer + 1]
         if counts is None:
             spread = num_stages - len(starts) + 1
             rest = num_blocks - starts[-1]
@@ -383,7 +398,9 @@ class CausalLM(TextModel):
 
     def num_blocks(self, max_length: int) -> int:
         is_free = self.split.layer is None
-        return int(self._config(max_length).num_hidden_layers) if is_free else 0
+        if is_free:
+            return int(self._config(max_length).num_hidden_layers)
+        return 0
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
         return [len(part.blocks) for part in self._parts(self._config(max_length), num_stages)]

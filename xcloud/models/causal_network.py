@@ -64,7 +64,9 @@ class Elsewhere(nn.Module):
     """Stands where another stage holds the module: hands on rows, and adds no learned position."""
 
     def forward(self, given: Tensor, *others: object, **options: object) -> Tensor:
-        return given if given.is_floating_point() else torch.zeros((), device=given.device)
+        if given.is_floating_point():
+            return given
+        return torch.zeros((), device=given.device)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ def laid_out(config: Any, part: Part) -> Any:
     from transformers import AutoModelForCausalLM
 
     # Only eager attention knows the soft cap of Gemma 2's scores.
-    way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    way = "sdpa"
+    if getattr(config, "attn_logit_softcapping", None):
+        way = "eager"
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=way, dtype=torch.float32, trust_remote_code=False
@@ -153,7 +157,9 @@ def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) 
     full = mask_of(length)
     near = full if window >= length else mask_of(window)
     by_type = getattr(config, "layer_types", None)
-    return {"full_attention": full, "sliding_attention": near} if by_type else near
+    if by_type:
+        return {"full_attention": full, "sliding_attention": near}
+    return near
 
 
 class Past:
@@ -348,7 +354,9 @@ class Lora:
         """peft's own. base: folder or hub id of the model; of adapters that are written."""
         from peft import LoraConfig
 
-        layers = None if self.layers is None else sorted(self.layers)
+        layers = None
+        if self.layers is not None:
+            layers = sorted(self.layers)
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,

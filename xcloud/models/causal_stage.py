@@ -103,7 +103,10 @@ class CausalStage(Stage):
 
     def exported(self) -> dict[str, Tensor]:
         """Return what training changes, adapters or all, by the names of peft or transformers."""
-        cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
+        if self.cut is None:
+            cut = {}
+        else:
+            cut = self.cut.state_dict(prefix="cut.")
         state: dict[str, Tensor] = self.network.state_dict()
         if self.architecture["lora"]:
             names = {n: n.replace(f".{ADAPTER}.", ".") for n in state if ".lora_" in n}
@@ -229,7 +232,9 @@ def chunked_cross_entropy(
 def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
     """float32 [R, C]."""
     logits_RC = (rows_RH @ words_CH.T).float()
-    return logits_RC if softcap is None else softcap * torch.tanh(logits_RC / softcap)
+    if softcap is None:
+        return logits_RC
+    return softcap * torch.tanh(logits_RC / softcap)
 
 
 def _pieces(
@@ -268,8 +273,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows_RH, words_VH, labels_R, norm_R = ctx.saved_tensors
         wants_rows, wants_words = ctx.needs_input_grad[:2]
         # Summed over the pieces, so in float32 whatever the dtype of the products.
-        to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
-        to_words = torch.zeros_like(words_VH) if wants_words else None
+        to_rows = None
+        if wants_rows:
+            to_rows = torch.zeros_like(rows_RH, dtype=torch.float32)
+        to_words = None
+        if wants_words:
+            to_words = torch.zeros_like(words_VH)
         for words_CH, rows, places, piece in _pieces(words_VH, labels_R=labels_R, chunk=ctx.chunk):
             logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
@@ -340,7 +349,10 @@ class NextTokenPretraining(Descent):
             unfinished=unfinished,
         )
         for _, loss in steps:
-            mean = float(loss) if math.isnan(mean) else 0.95 * mean + 0.05 * float(loss)
+            if math.isnan(mean):
+                mean = float(loss)
+            else:
+                mean = 0.95 * mean + 0.05 * float(loss)
         return mean
 
 

@@ -71,11 +71,15 @@ class Packing:
     def pack(self, grid: Tensor) -> Tensor:
         """[B, at least S, ...] -> [R, ...]."""
         flat = grid[:, : self.longest].flatten(0, 1)
-        return flat if self.mask is None else flat.index_select(0, self._cells_R)
+        if self.mask is None:
+            return flat
+        return flat.index_select(0, self._cells_R)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B, S, ...]; padded cells hold arbitrary values."""
-        flat = rows if self.mask is None else rows.index_select(0, self._rows)
+        flat = rows
+        if self.mask is not None:
+            flat = rows.index_select(0, self._rows)
         return torch.unflatten(flat, 0, (len(self.counts), self.longest))
 
 
@@ -98,7 +102,8 @@ class Cache:
             self.past = self.past.index_select(1, rows)
         if sentences is not None and self.source is not None:
             self.source = self.source.index_select(1, sentences)
-            self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
+            if self.mask is not None:
+                self.mask = self.mask.index_select(0, sentences)
 
 
 class SelfAttention(nn.Module):
@@ -248,7 +253,10 @@ class Embeddings(nn.Module):
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""
         packing.check(self.positions.num_embeddings)
-        of_type = self.types.weight[0] if types_R is None else self.types(types_R)
+        if types_R is None:
+            of_type = self.types.weight[0]
+        else:
+            of_type = self.types(types_R)
         words = self.words(ids_R)
         if self.word_adapter is not None:
             words = words + self.word_adapter(ids_R)

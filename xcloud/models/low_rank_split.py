@@ -84,7 +84,9 @@ class LowRankSplit(TextModel):
         return super().fields(stage, num_stages)
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        return frozenset({"head"}) if stage == 2 else super().parts(stage, num_stages)
+        if stage == 2:
+            return frozenset({"head"})
+        return super().parts(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """Return what crosses after a stage: rows [R, K] after stage 0; before a separate head
@@ -124,7 +126,10 @@ class LowRankSplit(TextModel):
         answers = context.head and asdict(context.head)
         about: dict[str, Any] = {"head": answers, "max_length": context.max_length}
         if stage == 2:  # a separate head needs only the encoder's width
-            hidden = self.backbone.width() if given is None else int(given["hidden"])
+            if given is None:
+                hidden = self.backbone.width()
+            else:
+                hidden = int(given["hidden"])
             split.check(None, hidden)
             widen = way_to_head(hidden, rank=split.head_rank, seed=context.seed)[1]
             answer = self._answer(hidden, context)
@@ -148,7 +153,10 @@ class LowRankSplit(TextModel):
         hidden = config.hidden
         split.check(num_blocks, hidden)
         about["backbone"] = asdict(config)
-        blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
+        if stage:
+            blocks = range(split.block, num_blocks)
+        else:
+            blocks = range(split.block + 1)
         encoder = self._part(weights, blocks, is_bottom=stage == 0)
         layers = dict(encoder.layers)
         cut_block = encoder.layer(split.block)
@@ -237,7 +245,9 @@ class LowRankSplit(TextModel):
             return SpanHead(
                 hidden=hidden, max_answer_tokens=self.max_answer_tokens, seed=context.seed
             )
-        pooler = self.backbone.pooler() if context.architecture is None else None
+        pooler = None
+        if context.architecture is None:
+            pooler = self.backbone.pooler()
         return SampleHead(
             hidden=hidden, head=head, dropout=self.dropout, seed=context.seed, pooler=pooler
         )
@@ -295,7 +305,10 @@ class SvdTop(nn.Module):
 
     def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
         super().__init__()
-        linear = block.attention.output if in_attention else block.down
+        if in_attention:
+            linear = block.attention.output
+        else:
+            linear = block.down
         u, s, _ = factors(linear.weight, rank=rank)
         self.s = filled(s)
         self.u = filled(u, bias=linear.bias)

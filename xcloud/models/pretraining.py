@@ -151,9 +151,10 @@ class _Generators:
     """Torch's own random generators, from which dropout draws on this device."""
 
     def __init__(self, device: torch.device) -> None:
-        on_gpu = (
-            [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-        )
+        if device.type == "cuda":
+            on_gpu = [torch.cuda.default_generators[device.index or 0]]
+        else:
+            on_gpu = []
         self._all = dict(enumerate([torch.default_generator, *on_gpu]))
 
     def state_dict(self) -> State:
@@ -275,7 +276,9 @@ def pretrain(
         _guesses(texts, ids=ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
         for texts in several
     )
-    best = None if settings.max_epochs is None else _Best(encoder)
+    best = None
+    if settings.max_epochs is not None:
+        best = _Best(encoder)
     with seeded_on(device, seed=seed_of(settings.seed, "dropout")):
         steps = settings.descend(
             encoder,
@@ -433,4 +436,6 @@ def choose_masked(
         chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
     chance_R = chance_R.masked_fill(fixed_R, 1.0)
     masked_M = (chance_R < share).nonzero()[:, 0]
-    return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)
+    if len(masked_M):
+        return masked_M
+    return chance_R.argmin(0, keepdim=True)

@@ -200,7 +200,10 @@ class Projection(nn.Module):
 
     def __init__(self, split: Split, is_up: bool, hidden: int, max_length: int) -> None:
         super().__init__()
-        ends = (split.width(hidden), hidden) if is_up else (hidden, split.width(hidden))
+        if is_up:
+            ends = (split.width(hidden), hidden)
+        else:
+            ends = (hidden, split.width(hidden))
         self.linear = nn.Linear(*ends, bias=False)
         if split.method == "orthogonal":
             register_parametrization(self.linear, "weight", Orthonormal())
@@ -287,7 +290,10 @@ def measured_basis(
     the run's seed if the basis starts at random.
     """
     cache_dir, (num_words, hidden) = context.cache_dir, sizes
-    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies[TEXT]
+    if public is not None:
+        ids = public.token_ids(cache_dir)
+    else:
+        ids = context.vocabularies[TEXT]
     if ids.size > num_words:
         raise ConfigError(
             f"the public text's tokenizer has {ids.size} token ids, but the model has "
@@ -385,7 +391,10 @@ class _Moments:
                 None, {TEXT: text.to(context.device), TYPES: types.to(context.device)}
             ).send
             rows = sent["hidden"].double().cpu()
-            places = sent["places"] if "places" in sent else Packing(sent["counts"]).positions
+            if "places" in sent:
+                places = sent["places"]
+            else:
+                places = Packing(sent["counts"]).positions
             places = places.long().cpu()
             self.count_P += torch.bincount(places, minlength=context.max_length)
             self.sum_PH.index_add_(0, places, rows)
@@ -412,6 +421,9 @@ class _Moments:
         basis_HK = vectors.flip(1)[:, :rank]
         basis_HK = basis_HK * largest_entry_sign(basis_HK)
         share = float(kept.sum() / values.clamp_min(0).sum())
-        scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
+        if whiten:
+            scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt()))
+        else:
+            scale = kept * 0 + 1
         encode = (basis_HK / scale).T.float().contiguous()
         return encode, (basis_HK * scale).float().contiguous(), share

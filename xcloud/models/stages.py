@@ -77,7 +77,10 @@ class RowsStage(Stage):
         else:
             assert self.embeddings is not None
             packing = Packing.of(batch[self._field], self._pad)
-            types = [packing.pack(batch[TYPES])] if self._has_types else []
+            if self._has_types:
+                types = [packing.pack(batch[TYPES])]
+            else:
+                types = []
             rows = self.embeddings(packing.pack(batch[self._field]), packing, *types)
         for layer in self.layers.values():
             rows = layer(rows, packing)
@@ -251,7 +254,10 @@ class TextModel:
     """A SplitModel whose first stage reads a text, and whose last one reads labels."""
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
+        if stage == 0:
+            read = frozenset({TEXT, TYPES})
+        else:
+            read = frozenset[str]()
         return read | {LABEL} if stage == num_stages - 1 else read
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:

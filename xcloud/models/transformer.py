@@ -180,7 +180,9 @@ class EncoderDecoder:
             )
         if stage == 0:
             return frozenset({SOURCE})
-        return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
+        if stage == num_stages - 1:
+            return frozenset({TARGET})
+        return frozenset()
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
         if stage == num_stages - 1:

@@ -58,7 +58,10 @@ class RunStatistics:
     """
 
     def __init__(self, steps: StepCollector | int, more: Sequence[FeatureFigure] = ()) -> None:
-        self.collector = StepCollector(steps) if isinstance(steps, int) else steps
+        if isinstance(steps, int):
+            self.collector = StepCollector(steps)
+        else:
+            self.collector = steps
         self._figures = (*FEATURE_FIGURES, *more)
         self._kept = dict(KEPT)
         for figure in self._figures:
@@ -86,7 +89,8 @@ class RunStatistics:
         if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
                 self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
-            self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
+            if self._started_at_s is None:
+                self._started_at_s = at_s
             self._last_event_at_s = at_s
         if kind == "resume":
             self._go_back(int(event["step"]))
@@ -216,9 +220,14 @@ class RunStatistics:
     def _of_attempts(self) -> Summary:
         since_s = self._started_at_s
         until_s = self._last_event_at_s
-        elapsed_s = 0.0 if since_s is None or until_s is None else until_s - since_s
+        if since_s is None or until_s is None:
+            elapsed_s = 0.0
+        else:
+            elapsed_s = until_s - since_s
         lost_s = sum(one["lost_s"] for one in self.resumes)
-        started = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
+        started = None
+        if since_s is not None:
+            started = datetime.fromtimestamp(since_s, UTC)
         return {
             "num_resumes": len(self.resumes),
             "num_steps_done_twice": sum(one["steps_again"] for one in self.resumes),
@@ -263,7 +272,10 @@ class RunStatistics:
         scores, errors = ({split: event[key] for split, event in latest.items()}
                           for key in ("values", "errors"))  # fmt: skip
         test = latest.get("test", {"step": self.num_steps})
-        at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
+        if test["step"] < self.num_steps:
+            at_step = {"quality_at_step": test["step"]}
+        else:
+            at_step = {}
         return {
             "quality": scores.get("test", {}),
             "quality_error": errors.get("test", {}),
@@ -332,7 +344,9 @@ def drop_unfinished(run_dir: Path) -> None:
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """Return above / below; None if either was not measured."""
-    return round(above / below, digits) if above is not None and below else None
+    if above is not None and below:
+        return round(above / below, digits)
+    return None
 
 
 def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -37,11 +37,15 @@ class Box(NamedTuple):
     def name(self) -> str:
         """F3, B3 and W3 as in the textbooks; "wait for F3" is waiting for the input of F3."""
         if not self.direction:
-            return "wait for norm" if self.what == "wait" else self.what
+            if self.what == "wait":
+                return "wait for norm"
+            return self.what
         action = f"{_LETTER[self.direction]}{self.micro_batch}"
         if self.what == self.direction:
             return action
-        return f"wait for {action}" if self.what == "wait" else f"{self.what} {action}"
+        if self.what == "wait":
+            return f"wait for {action}"
+        return f"{self.what} {action}"
 
 
 class Flight(NamedTuple):
@@ -61,7 +65,9 @@ class Flight(NamedTuple):
     @property
     def name(self) -> str:
         letter = _LETTER.get(self.kind)
-        return f"{letter}{self.micro_batch}" if letter else self.kind
+        if letter:
+            return f"{letter}{self.micro_batch}"
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,9 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float | None:
         computing_us = self.total_us(*COMPUTING)
-        return self.total_us("wait") / computing_us if computing_us else None
+        if computing_us:
+            return self.total_us("wait") / computing_us
+        return None
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
@@ -213,7 +221,9 @@ def _flight(
     _, sender, receiver, _ = key
     kind, number, num_bytes, queued, start, end = message
     start_us = begin[sender] + start
-    came_us = start_us if received_us is None else begin[receiver] + received_us
+    came_us = start_us
+    if received_us is not None:
+        came_us = begin[receiver] + received_us
     # An error in the joined clocks can make a message arrive before it was sent.
     until_us = max(start_us, came_us if end is None else begin[sender] + end)
     queued_us = begin[sender] + queued
@@ -281,7 +291,10 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
         at = {"pid": process_of[lane.cloud], "tid": lane.rank}
         name(f"rank {lane.rank}", **at)
         for box in lane.boxes:
-            place = {"stage": box.stage, "micro_batch": box.micro_batch} if box.direction else {}
+            if box.direction:
+                place = {"stage": box.stage, "micro_batch": box.micro_batch}
+            else:
+                place = {}
             add(box, box.what, place, **at)
     links = len(process_of) + 1
     if timeline.flights:
@@ -342,7 +355,10 @@ def read_predicted(run_dir: Path) -> Timeline | None:
 def predicted_of(run_dir: Path) -> dict[str, Any]:
     """For the summary of a run: what its plan predicted; empty for a run without one."""
     path = run_dir / PLAN_FILE
-    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if path.exists():
+        table = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        table = {}
     if not table.get("chosen"):
         return {}
     told: dict[str, Any] = {"predicted_step_time_s": round(table["predicted_step_time_s"], 6)}
@@ -396,7 +412,10 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Of
         half_round_trip, a, b = min(steps)
         shift[b] = shift[a] - round((fastest[a, b] - fastest[b, a]) / 2)
         known = error[a]
-        error[b] = None if known is None else known + round(half_round_trip)
+        if known is None:
+            error[b] = None
+        else:
+            error[b] = known + round(half_round_trip)
     for machine in {*others} - shift.keys():
         shift[machine], error[machine] = unix_us[machine] - unix_us[first], None
     known_us = [e for e in error.values() if e is not None]

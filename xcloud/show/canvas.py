@@ -97,7 +97,9 @@ def stacked(
 def ink_on(colour: str) -> str:
     """Black or white, whichever is more legible on `colour` ("#RRGGBB")."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#FFFFFF"
+    if 0.3 * red + 0.59 * green + 0.11 * blue > 140:
+        return INK
+    return "#FFFFFF"
 
 
 def wrapped(title: str, width_in: float) -> str:

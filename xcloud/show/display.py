@@ -107,7 +107,9 @@ class ProgressLine:
         elif kind == "autopilot":
             self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
         elif kind == "resume":
-            text = f"resumes from step {event['step']}" if event["step"] else "begins anew"
+            text = "begins anew"
+            if event["step"]:
+                text = f"resumes from step {event['step']}"
             if again := event.get("steps_again"):
                 text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
             changed = ", ".join(event.get("changed", ()))
@@ -161,7 +163,9 @@ class ProgressLine:
             parts.append(f"loss {smooth['loss']:.3f}")
         parts += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
         for name, count in sorted(self._taken.items()):
-            loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
+            loss = ""
+            if name in self._losses:
+                loss = f" {self._losses[name]:.2f}"
             parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
         parts.append(f"{step_s:.3f} s/step")
         if smooth["tokens"] and step_s:
@@ -199,7 +203,10 @@ def write_record(
     attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
     cause = facts["cause"]
     labels = job.labels
-    pictures = _draw(job, run_dir=run_dir, run=run) if run.num_steps else []
+    if run.num_steps:
+        pictures = _draw(job, run_dir=run_dir, run=run)
+    else:
+        pictures = []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
     summary["compression"] = labels.compression
@@ -293,4 +300,6 @@ def facts_of(job: Job) -> dict[str, str]:
     labels = job.labels
     facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
              "compression": labels.compression}  # fmt: skip
-    return {**facts, "strategy": labels.strategy} if labels.strategy else facts
+    if labels.strategy:
+        return {**facts, "strategy": labels.strategy}
+    return facts

@@ -208,7 +208,10 @@ def write_timeline(
     path: Path, timeline: Timeline, title: str, predicted: Timeline | None = None
 ) -> Path:
     """predicted: a step that a plan foresaw, drawn above at the same scale."""
-    shown = [timeline] if predicted is None else [predicted, timeline]
+    if predicted is None:
+        shown = [timeline]
+    else:
+        shown = [predicted, timeline]
     lanes = [list(_lanes(one)) for one in shown]
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
@@ -247,11 +250,15 @@ def write_timeline(
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:
-    named = "predicted" if is_predicted else f"step {timeline.step}"
+    named = "predicted"
+    if not is_predicted:
+        named = f"step {timeline.step}"
     text = f"{named}: {1e-3 * timeline.step_us:.4g} ms"
     if timeline.bubble_ratio is None:
         return text
-    more = "" if is_predicted else " (waiting / computing, averaging left out)"
+    more = " (waiting / computing, averaging left out)"
+    if is_predicted:
+        more = ""
     return f"{text}, bubble ratio {timeline.bubble_ratio:.2f}{more}"
 
 
@@ -311,7 +318,9 @@ def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
             y=y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
         )
         if box.what in ("forward", "backward", "weights"):
-            small = str(box.stage).translate(_SUBSCRIPT) if several else ""
+            small = ""
+            if several:
+                small = str(box.stage).translate(_SUBSCRIPT)
             bar = bar._replace(edge="white", text=f"{box.micro_batch}{small}")
         yield bar
 

@@ -53,7 +53,10 @@ class RankStatus:
         self.step = state.get("step")
         self.has_ended = state["ended"]
         self.silent_s = now - state["written"]
-        self.process = "gone" if self.has_ended else _process(state["pid"], host=state["host"])
+        if self.has_ended:
+            self.process = "gone"
+        else:
+            self.process = _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
         waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
@@ -176,7 +179,10 @@ def describe(run_dir: Path) -> str:
     waits = waited_for(ranks)
     lines = [f"{run_dir}: {_whole(run_dir, ranks=ranks, now=now)}", ""]
     lines += [one.line(waits.get(one.rank)) for one in ranks]
-    ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
+    if all(one.process == "gone" for one in ranks):
+        ends = {}
+    else:
+        ends = culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
         lines.append(f"rank {rank} is waited for by rank{'s' * (len(waiting) > 1)} {names}")
@@ -199,7 +205,9 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
         ill = [one.trouble for one in ranks if not one.is_well and not one.is_away]
         away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
-        return f"degraded: {', '.join(ill)}" if ill else "; ".join(["running", *away])
+        if ill:
+            return f"degraded: {', '.join(ill)}"
+        return "; ".join(["running", *away])
     launcher = read_json(run_dir / LAUNCHER_FILE)
     if launcher and _process(launcher["pid"], host=launcher["host"]) != "gone":
         return _between_attempts(run_dir, ranks=ranks, launcher=launcher, now=now)
@@ -217,7 +225,9 @@ def _between_attempts(
     run_dir: Path, ranks: Sequence[RankStatus], launcher: Mapping[str, Any], now: float
 ) -> str:
     steps = CheckpointSteps(run_dir).agreed_steps()
-    again = f"starting again from step {steps[0]}" if steps else "starting"
+    again = "starting"
+    if steps:
+        again = f"starting again from step {steps[0]}"
     if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before
         return again
     failures = [failure_of(run_dir, rank=one.rank) for one in ranks]

@@ -219,10 +219,14 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     left_out = summary.get("num_warmup_steps_left_out")
     median_s = summary["step_time_s"]["median"]
-    remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    remark = ""
+    if left_out:
+        remark = f"times and rates leave out {left_out} first steps"
     yield "step time, median", human_seconds(median_s), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
-        remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
+        remark = ""
+        if median_s:
+            remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
         if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
             remark = f"on average: {epochs_text(epochs)}"
         yield "step time, predicted", human_seconds(predicted_s), remark
@@ -239,7 +243,9 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for kind, num_bytes in sent.items():
         if kind != "other" and num_bytes != 0:
             busy = use.get(kind)
-            remark = "" if busy is None else f"link {human_percent(busy)} used"
+            remark = ""
+            if busy is not None:
+                remark = f"link {human_percent(busy)} used"
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
@@ -322,7 +328,9 @@ class Page:
 def cell_text(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def rendered(template: Path, **values: Any) -> str:

@@ -112,7 +112,8 @@ def main() -> None:
 
     def limit(kind: int, most: int) -> None:
         hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
         resource.setrlimit(kind, (most, hard))
 
     processor_s = int(sys.argv[1])

@@ -143,7 +143,10 @@ class Classification(TextTask):
 
     def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
         tables, columns = self._usable(found)
-        hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
+        if fields & {"text", "types"}:
+            hidden = set[str]()
+        else:
+            hidden = {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
@@ -171,7 +174,9 @@ class Classification(TextTask):
         return ClassificationData(task=self, corpus=corpus, fields=fields)
 
     def agreed_settings(self) -> dict[str, object]:
-        classes = None if self.known.classes is None else list(self.known.classes)
+        classes = None
+        if self.known.classes is not None:
+            classes = list(self.known.classes)
         more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
@@ -205,7 +210,10 @@ class ClassificationData(View[Classification]):
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]
-        cuts = {"texts cut": cuts_of(columns["text"])} if "text" in fields else {}
+        if "text" in fields:
+            cuts = {"texts cut": cuts_of(columns["text"])}
+        else:
+            cuts = {}
         super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
@@ -280,7 +288,9 @@ class HubClassification(Hub, Classification):
     @property
     def data_set(self) -> str | None:
         is_known = self.name in self.benchmarks
-        return self.name if self.config is None and is_known else self.config
+        if self.config is None and is_known:
+            return self.name
+        return self.config
 
     @property
     def own_names(self) -> OwnNames:
@@ -391,7 +401,9 @@ class DemoClassification(DemoSized, Classification):
     benchmarks: ClassVar = {name: GLUE[name] for name in ("sst2", "qnli")}
 
     def source_name(self) -> str:
-        return "demo questions and sentences" if self.name == "qnli" else "demo film reviews"
+        if self.name == "qnli":
+            return "demo questions and sentences"
+        return "demo film reviews"
 
     def find(self) -> SplitTables:
         if self.name != "qnli":

@@ -92,11 +92,9 @@ class Labels:
 
     @property
     def head(self) -> Head:
-        return (
-            Head(kind="value", num_outputs=1)
-            if self.names is None
-            else Head(kind="classes", num_outputs=len(self.names))
-        )
+        if self.names is None:
+            return Head(kind="value", num_outputs=1)
+        return Head(kind="classes", num_outputs=len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
         """Return a number for each cell. Raises DataError for a value that is none."""
@@ -121,7 +119,9 @@ class Labels:
             return f"values {float(low):.3g} to {float(high):.3g}"
         counts = torch.bincount(labels, minlength=len(self.names)).tolist()
         text = listed(f"{n} {count:,}" for n, count in zip(self.names, counts, strict=True))
-        return text if self.numbers.keys() == {*self.names} else f"{text}, by number"
+        if self.numbers.keys() == {*self.names}:
+            return text
+        return f"{text}, by number"
 
     def read(self, prediction: Sequence[int]) -> float:
         """Convert a stage's prediction to a label value."""
@@ -130,7 +130,9 @@ class Labels:
     def show(self, label: float) -> str:
         if self.names is None:
             return f"{label:.3g}"
-        return self.names[int(label)] if 0 <= label < len(self.names) else f"{label} (no class)"
+        if 0 <= label < len(self.names):
+            return self.names[int(label)]
+        return f"{label} (no class)"
 
 
 def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
@@ -138,7 +140,9 @@ def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
     if not 2 <= len(names) <= MOST_CLASSES:
         said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}"
         raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
-    most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
+    most = MOST_CLASSES
+    if all(map(str.isdecimal, names)):
+        most = max(map(int, names))
     return tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names)
 
 

@@ -275,7 +275,10 @@ class CausalTokenizer:
             if system is not None:
                 raise DataError("a system message needs a chat: this prompt is plain text")
             return [*self._first, *self._reader.encode([text])[0]] or [self.token_ids.eos]
-        first = [] if system is None else [{"role": "system", "content": system}]
+        if system is None:
+            first = []
+        else:
+            first = [{"role": "system", "content": system}]
         return self.asked([*first, {"role": "user", "content": text}])
 
     def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
@@ -359,7 +362,9 @@ class LanguageData(View[LanguageModelling]):
         cuts: dict[str, dict[Split, Cut]] = {}
         if corpus.splits["train"].texts:
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
-            name = "chats" if MESSAGES in corpus.splits["train"].texts else "texts"
+            name = "texts"
+            if MESSAGES in corpus.splits["train"].texts:
+                name = "chats"
             for split, rows in corpus.splits.items():
                 samples, found = self._tokenizer.samples(
                     rows, task.max_length, f"{task.describe()}, {split}"
@@ -517,7 +522,10 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))
-        groups = [lines] if self.document == "file" else [[line] for line in lines]
+        if self.document == "file":
+            groups = [lines]
+        else:
+            groups = [[line] for line in lines]
         if self.document == "blank_line":
             groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
         return [text for group in groups if (text := "\n".join(group).strip())]

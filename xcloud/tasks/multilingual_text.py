@@ -78,10 +78,14 @@ class MultilingualText:
 
     def of(self, source: TextSource | None) -> MultilingualText:
         """The same settings for another source; None: this one."""
-        return self if source is None else replace(self, source=source)
+        if source is None:
+            return self
+        return replace(self, source=source)
 
     def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
-        texts = self.source.public_texts() if self.tokenizer.is_trained else None
+        texts = None
+        if self.tokenizer.is_trained:
+            texts = self.source.public_texts()
         return self.tokenizer.prepare(texts or (), cache_dir)
 
     def token_ids(self, cache_dir: Path) -> TokenIds:

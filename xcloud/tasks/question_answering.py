@@ -180,7 +180,9 @@ class Windows:
         last = bisect_left(tokens, first_char + len(text), key=itemgetter(0)) - 1
         shift = begin - self.starts[window]
         inside = begin <= first + shift <= last + shift < end
-        return (first + shift, last + shift, begin) if inside else (0, 0, begin)
+        if inside:
+            return (first + shift, last + shift, begin)
+        return (0, 0, begin)
 
     def answer(self, window: int, first: int, last: int) -> str:
         """Return the text from position to position; empty if it begins outside the paragraph."""
@@ -294,8 +296,14 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
         self._windows = windows if fields else {}
-        self.head = Head(kind="span", num_outputs=2) if "label" in fields else None
-        remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
+        if "label" in fields:
+            self.head = Head(kind="span", num_outputs=2)
+        else:
+            self.head = None
+        if self._windows:
+            remarks = [f"windows of the questions {counted(corpus.counts)}"]
+        else:
+            remarks = []
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:

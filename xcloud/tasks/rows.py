@@ -60,7 +60,9 @@ def digest_of(cells: Iterable[Any]) -> str:
     """Return a digest of a column's cells and their order: texts, or lists of JSON values."""
     digest = hashlib.sha256()
     for cell in cells:
-        text = cell if isinstance(cell, str) else json.dumps(cell, sort_keys=True)
+        text = cell
+        if not isinstance(cell, str):
+            text = json.dumps(cell, sort_keys=True)
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
@@ -260,7 +262,10 @@ class Source(ABC):
             own = self.own_names.get(split, {})
             asked: Names = getattr(self, setting.removeprefix("task."))
             if asked is None:
-                asked = list(own) if own.keys() <= {one.names[0] for one in there} else ()
+                if own.keys() <= {one.names[0] for one in there}:
+                    asked = list(own)
+                else:
+                    asked = ()
             for pattern in [asked] if isinstance(asked, str) else asked:
                 matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
                 if not matching:
@@ -293,7 +298,11 @@ class Source(ABC):
             for one in sets:
                 part = self.own_names.get(split, {}).get(one.names[0], "")
                 parts.setdefault(part, []).append(one)
-            tables[split] = {"": sets} if "" in parts else parts  # only if every set has a part
+            # only if every set has a part
+            if "" in parts:
+                tables[split] = {"": sets}
+            else:
+                tables[split] = parts
         return tables
 
     def _may_be(self, file: str, split: Split) -> bool:
@@ -330,7 +339,10 @@ class Source(ABC):
                 remarks.append(f"{split} held out of train, seed {self.split_seed}")
         result = dict[Split, Rows]()
         for split in SPLITS:
-            most = self.max_train_samples if split == "train" else self.max_eval_samples
+            if split == "train":
+                most = self.max_train_samples
+            else:
+                most = self.max_eval_samples
             parts = splits[split]
             seed = self.split_seed
             if most is not None and any(rows.num_rows > most for rows in parts.values()):
@@ -340,7 +352,10 @@ class Source(ABC):
                     part: rows.take(chosen_rows(rows.num_rows, wanted=most, seed=seed))
                     for part, rows in parts.items()
                 }
-            result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+            if list(parts) == [""]:
+                result[split] = parts[""]
+            else:
+                result[split] = interleaved(parts)
         for split, rows in result.items():
             for column in (name for name in rows.texts if name not in ("label", "part", "group")):
                 if num := sum(cell == "" for cell in rows.texts[column]):

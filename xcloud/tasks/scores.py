@@ -105,10 +105,17 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
             n = counts.sum()
             spread = (n * n - label_C @ label_C) * (n * n - said_C @ said_C)
             together = n * hit_C.sum() - label_C @ said_C
-            return 100.0 * float(together / math.sqrt(spread)) if spread > 0 else 0.0
+            if spread > 0:
+                return 100.0 * float(together / math.sqrt(spread))
+            return 0.0
         f1_C = 2 * hit_C / np.maximum(1, label_C + said_C)
-        chosen_C = label_C + said_C > 0 if name == "macro_f1" else classes == 1
-        return 100.0 * float(f1_C[chosen_C].mean()) if chosen_C.any() else 0.0
+        if name == "macro_f1":
+            chosen_C = label_C + said_C > 0
+        else:
+            chosen_C = classes == 1
+        if chosen_C.any():
+            return 100.0 * float(f1_C[chosen_C].mean())
+        return 0.0
 
     return measured
 

@@ -62,7 +62,9 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
             for line in BoundedLines(file=file, path=path, max_line=max_line):
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        what = "cannot be read"
+        if isinstance(error, UnicodeDecodeError):
+            what = "not UTF-8 text"
         raise DataError(f"{path}: {what} ({error})") from error
 
 
@@ -312,7 +314,9 @@ class HubTable:
 
     def columns(self) -> list[str]:
         with _reading(self.where):
-            return self._names if self._inside is None else self._inside
+            if self._inside is None:
+                return self._names
+            return self._inside
 
     def check(self) -> None:
         """Do nothing: `datasets` reads its form."""
@@ -323,7 +327,10 @@ class HubTable:
         with _reading(self.where):
             check_columns(self, wanted=columns, keys=keys)
             nested = self._inside is not None
-            kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
+            if nested:
+                kept = ["translation"]
+            else:
+                kept = list(dict.fromkeys(columns)) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
                 found = batch[kept[0]]
                 if nested:
@@ -385,7 +392,10 @@ class Hub(OnHub):
         return self.config
 
     def source_name(self) -> str:
-        name = Path(self.where).name if local_folder(self.where) else self.where
+        if local_folder(self.where):
+            name = Path(self.where).name
+        else:
+            name = self.where
         return f"{name} {self.data_set}" if self.data_set else name
 
     def find(self) -> SplitTables:
@@ -438,10 +448,16 @@ def _check_data_files(
     """Raise DataError if the data set's own README.md lists data elsewhere: files of this machine
     or addresses. What `datasets` would open lies in the folder, or in the repository."""
     made = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
-    start = f"hf://datasets/{name}@" if folder is None else os.path.abspath(folder) + os.sep
+    if folder is None:
+        start = f"hf://datasets/{name}@"
+    else:
+        start = os.path.abspath(folder) + os.sep
     for split, files in (made.config.data_files or {}).items():
         for file in files:
-            place = str(file) if folder is None else os.path.normpath(str(file))
+            if folder is None:
+                place = str(file)
+            else:
+                place = os.path.normpath(str(file))
             if not place.startswith(start):
                 raise DataError(f"{name}: its {split} names {file}, no file of its own")
 

@@ -41,7 +41,9 @@ HELD_OUT = re.compile(rf"({'|'.join(DEV_NAMES)}|test)(?![a-z])")
 
 def languages_of(part: str) -> tuple[str, ...]:
     """("es",) for "es", ("es", "en") for "es-en"."""
-    return tuple(part.split("-")) if part.count("-") == 1 else (part,)
+    if part.count("-") == 1:
+        return tuple(part.split("-"))
+    return (part,)
 
 
 def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
@@ -140,7 +142,9 @@ class FolderText(TextSource):
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         for file, columns, language in self._files(part):
-            wanted = columns if language is None else ("lang", *columns)
+            wanted = columns
+            if language is not None:
+                wanted = ("lang", *columns)
             for row in file.rows(wanted, "text.source.text_key"):
                 if language is None:
                     yield row
@@ -177,12 +181,17 @@ class FolderText(TextSource):
         """How a file can be read for these languages: columns, and the `lang` of their rows."""
         if len(languages) == 1 and file.kind != "table":
             named = languages[0] in file.path.name.removesuffix(".gz").split(".")
-            return [((self.text_key if file.kind == "json" else "",), None)] if named else []
+            if named:
+                return [((self.text_key if file.kind == "json" else "",), None)]
+            return []
         ways: list[tuple[tuple[str, ...], str | None]] = [(("text",), languages[0])]
         if len(languages) == 2:
             a, b = languages
             ways = [((a, b), None), (("text", b), a), ((a, "text"), b)]
-        there = set(file.columns()) if file.kind == "table" else set(file.paths)
+        if file.kind == "table":
+            there = set(file.columns())
+        else:
+            there = set(file.paths)
         return [way for way in ways if {*way[0], *(["lang"] if way[1] else [])} <= there]
 
 
@@ -207,7 +216,9 @@ class HubText(TextSource):
 
     def describe(self) -> str:
         folder = local_folder(self.name)
-        return f"files in {folder.resolve().name}" if folder else self.name
+        if folder:
+            return f"files in {folder.resolve().name}"
+        return self.name
 
     def check(self, parts: Sequence[str]) -> None:
         """Checks settings and local files only: the ranks access the hub when they read."""
@@ -221,7 +232,10 @@ class HubText(TextSource):
     def identity(self, part: str, cache_dir: Path) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
         folder = local_folder(name or "")
-        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+        if folder:
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+        else:
+            files = []
         return f"hub {self!r} {part} {named_digests(files, cache_dir=cache_dir)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
@@ -252,7 +266,9 @@ class PublicText:
     path: SharedTextPath | None = None
 
     def describe(self) -> str:
-        return "public sentences of the demo texts" if self.path is None else self.path
+        if self.path is None:
+            return "public sentences of the demo texts"
+        return self.path
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
         return public_tokenizer(self.tokenizer, cache_dir=str(cache_dir)).token_ids

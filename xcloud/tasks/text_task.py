@@ -196,7 +196,10 @@ class View(Tokenized, Generic[T]):
         self._remarks = [*corpus.remarks, *remarks]
         self._agreed = corpus.agreed
         self._digests = corpus.digests() if fields else {}
-        self._in_words = in_words if in_words and fields else counted(self._rows)
+        if in_words and fields:
+            self._in_words = in_words
+        else:
+            self._in_words = counted(self._rows)
         found = {
             what: {split: cut for split, cut in by_split.items() if cut.num and fields}
             for what, by_split in cuts.items()
@@ -216,7 +219,9 @@ class View(Tokenized, Generic[T]):
         return self._digests | self._tokenizer_digests
 
     def shared_digests(self) -> dict[str, str]:
-        return self._tokenizer_digests if self._task.has_public_tokenizer else {}
+        if self._task.has_public_tokenizer:
+            return self._tokenizer_digests
+        return {}
 
     @property
     def _tokenizer_digests(self) -> dict[str, str]:
@@ -229,7 +234,10 @@ class View(Tokenized, Generic[T]):
         batch = {"ids": ids}
         for name, columns in self._columns.items():
             column = columns[split]
-            batch[name] = column[ids] if isinstance(column, Tensor) else column.padded(ids)
+            if isinstance(column, Tensor):
+                batch[name] = column[ids]
+            else:
+                batch[name] = column.padded(ids)
         return batch
 
     def weight(self, ids: Tensor) -> float:
@@ -363,7 +371,10 @@ class PairTable:
         special: TokenIds,
         num_separators: int = 1,
     ) -> None:
-        self._num_separators = 1 if seconds is None else num_separators
+        if seconds is None:
+            self._num_separators = 1
+        else:
+            self._num_separators = num_separators
         room = max(
             0, max_length - self.num_special(seconds is not None, num_separators=num_separators)
         )
@@ -404,7 +415,9 @@ class PairTable:
         row = self.tokens[index]
         start = self.second_at[index]
         first = row[1 : start - self._num_separators]
-        return [first] if start == len(row) else [first, row[start:-1]]
+        if start == len(row):
+            return [first]
+        return [first, row[start:-1]]
 
 
 def cut_pair(

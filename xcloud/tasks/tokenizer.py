@@ -102,7 +102,9 @@ class Tokenizer:
         model = self.backend.model
         decoder = str(self.backend.decoder)
         is_word_piece = type(model).__name__ == "WordPiece"
-        continuation = model.continuing_subword_prefix if is_word_piece else None
+        continuation = None
+        if is_word_piece:
+            continuation = model.continuing_subword_prefix
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self.special

@@ -146,7 +146,9 @@ class Thinner:
         """Take the values of the next step; returns the points that are known by then."""
         # Three points a bucket, and one bucket may be short.
         is_long = self.num_steps > self.points
-        width = 3 * self.num_steps // (self.points - 3) + 1 if is_long else 1
+        width = 1
+        if is_long:
+            width = 3 * self.num_steps // (self.points - 3) + 1
         bucket, after = (step // width for step in (points[0].step, points[0].step + 1))
         known = [] if bucket == self._bucket else self.close()
         self._bucket = bucket
@@ -283,7 +285,10 @@ class Store:
             runs = client.search_runs(
                 [key], _of_sweep(sweep, tag="report_of_sweep"), max_results=1
             )
-            run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
+            if runs:
+                run = runs[0]
+            else:
+                run = client.create_run(key, tags=mark, run_name=name)
             for path in files:
                 self.keep(client, run.info.run_id, path)
             client.set_terminated(run.info.run_id)

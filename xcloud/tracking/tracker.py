@@ -208,9 +208,14 @@ class Sender(threading.Thread, Recording):
     def places(self) -> dict[str, str]:
         lacks = [f"{what}, which it refused" for what in self._refused]
         if not self._complete:
-            late = f"all after step {self._last_step}" if self.run_id else "everything"
+            late = "everything"
+            if self.run_id:
+                late = f"all after step {self._last_step}"
             lacks.append(f"{late} ({self._trouble})")
-        places = {"MLflow lacks": "; ".join(lacks)} if lacks else {}
+        if lacks:
+            places = {"MLflow lacks": "; ".join(lacks)}
+        else:
+            places = {}
         store = self._store
         if self.run_id is None:
             return places
@@ -300,7 +305,9 @@ class Sender(threading.Thread, Recording):
             if not _is_refusal(error):
                 raise
             return {}
-        return tracked if tags.get(TOKEN_TAG) == tracked["token"] else {}
+        if tags.get(TOKEN_TAG) == tracked["token"]:
+            return tracked
+        return {}
 
     def _note_changes(self, first: Mapping[str, str]) -> None:
         """Tag the run with the settings that differ from its parameters, which are those of the
@@ -318,7 +325,10 @@ class Sender(threading.Thread, Recording):
 
     def _outdated(self, values: Sequence[Point], now_s: float, step: int) -> list[Point]:
         """Return "not a number" for the final values that only an earlier attempt has had."""
-        there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
+        if step > STEPS_PER_ATTEMPT:
+            there = self._client.get_run(self.run_id).data.metrics
+        else:
+            there = {}
         old = {key for key in there if "/" not in key} - {value.key for value in values}
         return points_of(dict.fromkeys(sorted(old), math.nan), at_s=now_s, step=step)
 
@@ -464,7 +474,10 @@ class Sender(threading.Thread, Recording):
 def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Long values are cut: the complete file is logged as an artifact."""
     for name, value in texts.items():
-        text = json.dumps(value) if isinstance(value, list) else str(value)
+        if isinstance(value, list):
+            text = json.dumps(value)
+        else:
+            text = str(value)
         yield legal_name(name), without_password(text)[:MAX_VALUE_CHARACTERS]
 
 

@@ -70,7 +70,9 @@ class MultilingualElectra:
     @property
     def max_positions(self) -> int | None:
         """The positions of the discriminator; None if its checkpoint defines them."""
-        return None if self.discriminator.backbone.is_checkpoint else self.text.max_length
+        if self.discriminator.backbone.is_checkpoint:
+            return None
+        return self.text.max_length
 
     def describe(self) -> str:
         generators = ", ".join(
@@ -142,7 +144,9 @@ class MultilingualElectra:
     def next_command(self, run_dir: Path) -> str:
         """Return the command to fine-tune the discriminator; the user supplies inference pairs."""
         encoder = shlex.join(as_override(*one) for one in self.leaves(run_dir).items())
-        files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
+        files = " profile=files task.path=DIR"
+        if isinstance(self.text.source, DemoText):
+            files = ""
         return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
 
     def _tokenizer(self, context: OneWayContext) -> Tokenizer:
@@ -159,8 +163,13 @@ class MultilingualElectra:
         """
         choice = self.text.tokenizer
         most = max(g.batch_size for g in self.generators.values())
-        size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
-        known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
+        size = MAX_VOCABULARY
+        if isinstance(choice, TrainedTokenizer):
+            size = choice.vocab_size
+        if tokenizer is None:
+            known = (size, 0)
+        else:
+            known = (tokenizer.token_ids.size, tokenizer.digest)
         return IdPacking(
             vocab_size=known[0],
             max_samples=most,

@@ -226,7 +226,10 @@ class _Learner(StatefulTree):
         self._autocast = autocast_for(self.settings.precision, device=self._device)
         rule = self.settings.optimizer
         parameters = self.network.parameters()
-        self._optimizer = rule.build(parameters) if is_trained else None
+        if is_trained:
+            self._optimizer = rule.build(parameters)
+        else:
+            self._optimizer = None
         self._trained = TrainedModule(module=self.network, optimizer=self._optimizer)
 
     def children(self) -> dict[str, Stateful]:
