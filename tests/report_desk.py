@@ -11,7 +11,7 @@ import torch
 
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.intake import Intake
+from xcloud.record.intake import ReportIntake
 from xcloud.record.reporter import EventFile
 
 SCORERS = {"loss": frozenset({2}), "quality": frozenset({2})}
@@ -27,7 +27,9 @@ class Desk:
         self.now_s = 0.0
         self.path = folder / EVENTS_FILE
         self.file = EventFile(self.path)
-        self.intake = Intake(self.file, "aabb".__getitem__, MAX_STEPS, SCORERS, lambda: self.now_s)
+        self.intake = ReportIntake(
+            self.file, "aabb".__getitem__, MAX_STEPS, SCORERS, lambda: self.now_s
+        )
 
     def take(self, peer: int, *lines: bytes | Mapping[str, object]) -> None:
         data = b"".join(

@@ -21,7 +21,7 @@ from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
 from xcloud.show.monitor import Monitor
 from xcloud.tracking.tracker import Recording
-from xcloud.use import Choice, Generator
+from xcloud.use import Choice, TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
@@ -251,7 +251,7 @@ def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
     adapters = {n: t for n, t in model.state_dict().items() if "lora_" in n}
     assert len(adapters) == len(weights(two_clouds))
     assert all(t.any() for n, t in adapters.items() if "lora_B" in n), "none is left at its start"
-    generator = Generator(two_clouds, compressed=False)
+    generator = TextGenerator(two_clouds, compressed=False)
     expected = written_on(model, folder)
     assert ["".join(generator.pieces(prompt, 12, Choice())) for prompt in PROMPTS] == expected
     assert all(expected)
@@ -262,7 +262,7 @@ def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    Generator(all_weights).join(tmp_path)
+    TextGenerator(all_weights).join(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = written_on(model, tmp_path)
     use.generate([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
@@ -288,8 +288,8 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
     shutil.copytree(two_clouds, tmp_path / "half")
     (tmp_path / "half" / "model" / "stage1.safetensors").unlink()
     with pytest.raises(DataError, match=r"there is no .*stage1\.safetensors.*several machines"):
-        Generator(tmp_path / "half").join(tmp_path / "out")
+        TextGenerator(tmp_path / "half").join(tmp_path / "out")
     other = composed("+exp=abnet_iwslt")
     (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
     with pytest.raises(ConfigError, match="no run of a causal language model"):
-        Generator(tmp_path)
+        TextGenerator(tmp_path)

@@ -43,7 +43,7 @@ from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Training
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.show.status import describe
-from xcloud.use import Generator, Translator
+from xcloud.use import TextGenerator, Translator
 
 STRATEGIES = {
     "pipeline": Strategy(),
@@ -353,7 +353,7 @@ def test_a_compression_is_named_by_its_label() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda path: resumed(path, [], path), describe, Translator, Generator]
+    "use", [lambda path: resumed(path, [], path), describe, Translator, TextGenerator]
 )
 def test_a_folder_that_holds_no_run_is_named_alike_by_all_that_read_runs(
     use: Callable[[Path], object], tmp_path: Path

@@ -2,21 +2,21 @@ import random
 
 import pytest
 
-from xcloud.record.timeline import Passage, clock_offsets
+from xcloud.record.timeline import MessagePassage, clock_offsets
 
 UNIX = {"a": 5_000_000, "b": 3_000_000, "c": 0}
 
 
 def passages(
     rng: random.Random, a: str, b: str, b_ahead_us: int, fastest_us: int
-) -> list[Passage]:
+) -> list[MessagePassage]:
     """Both ways; at least one each way takes fastest_us, the others longer."""
     found = []
     for extra_us in [0, *(rng.randrange(5000) for _ in range(5))]:
         start = rng.randrange(10**6)
         delay = fastest_us + extra_us
-        found.append(Passage(a, b, start, start + delay + b_ahead_us))
-        found.append(Passage(b, a, start + b_ahead_us, start + delay))
+        found.append(MessagePassage(a, b, start, start + delay + b_ahead_us))
+        found.append(MessagePassage(b, a, start + b_ahead_us, start + delay))
     return found
 
 
@@ -36,7 +36,10 @@ def test_the_error_of_unlike_delays_stays_below_what_is_said() -> None:
     ahead = 1000
     found = clock_offsets(
         {"a": 5, "b": 6},
-        [Passage("a", "b", 0, 9000 + ahead), Passage("b", "a", 50_000 + ahead, 50_200)],
+        [
+            MessagePassage("a", "b", 0, 9000 + ahead),
+            MessagePassage("b", "a", 50_000 + ahead, 50_200),
+        ],
     )
 
     assert found.error_us is not None
@@ -54,7 +57,7 @@ def test_a_third_machine_is_joined_through_the_second() -> None:
 
 
 def test_without_messages_back_the_wall_clocks_are_believed_and_the_error_is_unknown() -> None:
-    found = clock_offsets({"a": 5_000_000, "b": 3_000_000}, [Passage("a", "b", 0, 10)])
+    found = clock_offsets({"a": 5_000_000, "b": 3_000_000}, [MessagePassage("a", "b", 0, 10)])
 
     # What b's clock calls 2 s was 5 s by the wall clock, which a's clock calls 0.
     assert found.shift_us == {"a": 0, "b": -2_000_000}

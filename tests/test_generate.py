@@ -73,7 +73,7 @@ class _Letters:
 def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generator = use.Generator.__new__(use.Generator)
+    generator = use.TextGenerator.__new__(use.TextGenerator)
     last = SimpleNamespace(architecture={"config": {"max_position_embeddings": 99}})
     generator.text, generator.stages = _Letters(), [last]
     monkeypatch.setattr(use, "following", lambda *given, **named: iter("dé!".encode() + b"\0rest"))

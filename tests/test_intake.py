@@ -18,7 +18,7 @@ from xcloud.job import config as configs
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, Intake
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, ReportIntake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.audit import audit_file
@@ -155,7 +155,7 @@ def test_reports_are_bounded_in_bytes_a_second_for_each_sender(desk: Desk) -> No
 def test_a_step_has_figures_by_names_of_the_job_alone(field: str, tmp_path: Path) -> None:
     """Each name is a column in the memory of whoever follows the run."""
     desk = Desk(tmp_path)
-    own = Intake(desk.file, "aabb".__getitem__, MAX_STEPS, SCORERS, clouds=("a", "b"))
+    own = ReportIntake(desk.file, "aabb".__getitem__, MAX_STEPS, SCORERS, clouds=("a", "b"))
     desk.intake = own
     for name in ("forward", "other", "averaging", "b"):
         desk.take(1, {**STEP, field: {name: 1}})

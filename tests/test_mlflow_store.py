@@ -17,8 +17,8 @@ from xcloud.tracking.mlflow_store import VIEW_TAG, Store, view_of
 from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TRACKED_FILE,
+    MlflowSender,
     MlflowTracker,
-    Sender,
     TrackedRun,
 )
 
@@ -42,7 +42,7 @@ def query(root: Path, text: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowSender]:
     """A finished run in a store made for it, in a folder whose name no URL can hold as it is."""
     os.environ["MLFLOW_RUN_ID"] = "of another tool"
     root = tmp_path_factory.mktemp("my runs") / "50%20 ü? #1" / "mlruns"
@@ -71,7 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
 
 
 def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
-    recorded: tuple[Path, Sender],
+    recorded: tuple[Path, MlflowSender],
 ) -> None:
     root, tracker = recorded
     assert query(root, "SELECT run_uuid, name, status FROM runs") == [
@@ -91,7 +91,7 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
 
 
 def test_the_corpus_is_an_input_and_the_model_has_its_scores(
-    recorded: tuple[Path, Sender],
+    recorded: tuple[Path, MlflowSender],
 ) -> None:
     root, tracker = recorded
     client = Store(root, "xcloud").client()
@@ -107,14 +107,14 @@ def test_the_corpus_is_an_input_and_the_model_has_its_scores(
     )  # fmt: skip
 
 
-def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, Sender]) -> None:
+def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowSender]) -> None:
     root, tracker = recorded
     folder = root / "artifacts" / str(tracker.run_id) / "artifacts"
     assert (folder / "samples.txt").read_text() == "hola -> hello"
 
 
 def test_table_is_told_the_run_and_the_command_to_see_it(
-    recorded: tuple[Path, Sender],
+    recorded: tuple[Path, MlflowSender],
 ) -> None:
     root, tracker = recorded
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
@@ -130,13 +130,13 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
     assert "MLFLOW_RUN_ID" not in os.environ
 
 
-def test_view_with_our_columns_is_prepared(recorded: tuple[Path, Sender]) -> None:
+def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowSender]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
     assert "metrics.`bleu`" in json.loads(tags[VIEW_TAG + view_of(None)])["selectedColumns"]
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(
-    recorded: tuple[Path, Sender], tmp_path: Path
+    recorded: tuple[Path, MlflowSender], tmp_path: Path
 ) -> None:
     old, tracker = recorded
     new = shutil.copytree(old, tmp_path / "moved")

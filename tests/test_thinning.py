@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from xcloud.tracking.mlflow_store import Point, Thinner, points_of
+from xcloud.tracking.mlflow_store import CurvePoint, Thinner, points_of
 
 
-def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[Point]:
+def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[CurvePoint]:
     thinner, found = Thinner(points, num_steps), []
     for step, value in curve.items():
         found += thinner.feed(points_of({"loss": value}, 0.0, step))

@@ -24,9 +24,9 @@ from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TOKEN_TAG,
     TRACKED_FILE,
+    MlflowSender,
     MlflowTracker,
     NullTracker,
-    Sender,
     TrackedRun,
     Tracker,
 )
@@ -330,7 +330,7 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     client = FakeClient()
     monkeypatch.setattr("xcloud.tracking.mlflow_store.Store.open", lambda *_: (client, "1"))
 
-    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> Sender:
+    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> MlflowSender:
         tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(
             tracked(tmp_path, params={"rate": rate})
         )

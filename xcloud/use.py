@@ -180,7 +180,7 @@ def following(
         yield new[0]
 
 
-class Generator(TrainedRun):
+class TextGenerator(TrainedRun):
     """A trained causal language model, which writes on."""
 
     used_as = "causal language model"
@@ -262,7 +262,7 @@ def export(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     run: Path = arguments.run
     out: Path = arguments.out or run / "joined"
-    generator = Generator(run)
+    generator = TextGenerator(run)
     with contextlib.ExitStack() as held:
         if out.resolve().is_relative_to(run.resolve()):
             held.enter_context(owned(run))
@@ -305,7 +305,7 @@ def generate(words: Sequence[str]) -> None:
         raise ConfigError("generate needs either texts to go on from or --chats FILE")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
         raise ConfigError("--chats has whole chats: leave out --system and --plain")
-    generator = Generator(folder=arguments.run, compressed=not arguments.uncompressed)
+    generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
     prompts = _prompts(generator.text, arguments=arguments)
     _ = generator.stages  # what is said while they are read stands before the text
     is_chat = generator.text.learns_chats and not arguments.plain

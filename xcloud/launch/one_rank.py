@@ -35,7 +35,7 @@ from xcloud.rank.role import RankContext, Role
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import CheckpointSteps, has_events
-from xcloud.record.intake import Intake
+from xcloud.record.intake import ReportIntake
 from xcloud.record.reporter import EventFile, RankState, Reporter
 from xcloud.security.audit import write_rank_audit
 from xcloud.train.stage_rank import StageRank
@@ -128,7 +128,7 @@ def run_rank(
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = None
     if events is not None:
-        intake = Intake(
+        intake = ReportIntake(
             events,
             layout.cloud_of,
             max_steps=job.max_steps,

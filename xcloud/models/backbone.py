@@ -90,7 +90,7 @@ class Weights:
         return self.tensors is not None and "head.bias" in self.tensors
 
 
-class Source:
+class WeightSource:
     """Gives a network's width, depth, and weights for the texts of a field.
 
     needs_sentences: to build any part of it. is_checkpoint: it comes from a file, which may be
@@ -114,7 +114,7 @@ class Source:
 
 
 @settings("OwnSizes")
-class OwnSizes(Source):
+class OwnSizes(WeightSource):
     """An encoder of our own, sized by settings.
 
     hidden: features of a row, a multiple of num_heads.
@@ -270,7 +270,7 @@ class PublicBackbone(OwnBackbone):
 
 
 @settings("PretrainedBackbone")
-class PretrainedBackbone(Source):
+class PretrainedBackbone(WeightSource):
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
     electra with a single width; a local folder, a hub name or a packaged checkpoint ("minilm").
     The task must use its tokenizer. hidden: for a cloud that cannot read the checkpoint.

@@ -35,7 +35,7 @@ PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """Module names of a model type. first: others that only the first stage runs. old_head: the
     head's name in files."""
 
@@ -47,10 +47,10 @@ class Kind:
 
 
 LLAMAS = ("llama", "mistral", "gemma", "qwen2", "qwen3", "gemma2", "gemma3_text")
-KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(LLAMAS, Kind()),
-    "gpt2": Kind(embeddings="wte", blocks="h", norm="ln_f", first=("wpe", "drop")),
-    "gpt_neox": Kind(
+KINDS: Mapping[str, ModelKind] = {
+    **dict.fromkeys(LLAMAS, ModelKind()),
+    "gpt2": ModelKind(embeddings="wte", blocks="h", norm="ln_f", first=("wpe", "drop")),
+    "gpt_neox": ModelKind(
         embeddings="embed_in",
         blocks="layers",
         norm="final_layer_norm",

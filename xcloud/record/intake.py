@@ -130,7 +130,7 @@ _BY_NAME_OF_JOB = ("sent", "raw", "taken", "skipped", "fed_bytes", "line_s")
 CLOCKS_DIFFER_S = 3600.0  # at most; a report whose time is further off gets that of its arrival
 
 
-class Intake:
+class ReportIntake:
     """`take` is called in the links' threads. cloud_of: a rank's. max_steps: of the run.
 
     may_report: ranks other than 0 that may report a kind of event, or a "loss", by that name; any

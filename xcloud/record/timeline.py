@@ -203,7 +203,7 @@ def _offsets(
             left_us = here["started_us"] + sent[key][4]
             came_us = there["started_us"] + received[key]
             passages.append(
-                Passage(
+                MessagePassage(
                     sender=here["machine"],
                     receiver=there["machine"],
                     sent_us=left_us,
@@ -367,7 +367,7 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
     return told
 
 
-class Passage(NamedTuple):
+class MessagePassage(NamedTuple):
     """One message between two machines, each time by its own machine's clock."""
 
     sender: str
@@ -384,7 +384,7 @@ class Offsets(NamedTuple):
     error_us: int | None
 
 
-def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Offsets:
+def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[MessagePassage]) -> Offsets:
     """Offsets to the clock of the first machine of `unix_us`, which is the wall-clock time at
     each machine's clock zero. Two clocks are joined as in NTP (RFC 5905, section 8), by the
     fastest message each way, sent at s and received at r:

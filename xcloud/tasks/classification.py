@@ -27,7 +27,7 @@ from xcloud.tasks.labels import (
     GLUE,
     KEYS,
     Benchmark,
-    Labels,
+    LabelSet,
     check_are_there,
 )
 from xcloud.tasks.rows import (
@@ -37,8 +37,8 @@ from xcloud.tasks.rows import (
     Form,
     OwnNames,
     Rows,
+    RowTable,
     SplitTables,
-    Table,
     Tables,
     Text,
     name_of,
@@ -150,7 +150,7 @@ class Classification(TextTask):
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
-        def rows_of(table: Table) -> Rows:
+        def rows_of(table: RowTable) -> Rows:
             rows = read(table, wanted=wanted, keys=KEYS)
             check_are_there(rows.texts.get("label", ()), known=self.known, where=table.where)
             return rows
@@ -163,11 +163,11 @@ class Classification(TextTask):
         remarks = [f"columns {described}", *corpus.remarks]
         return replace(corpus, remarks=remarks, agreed={**corpus.agreed, "columns": described})
 
-    def labels_of(self, corpus: Corpus) -> tuple[Labels, dict[Split, Tensor]]:
+    def labels_of(self, corpus: Corpus) -> tuple[LabelSet, dict[Split, Tensor]]:
         """Return what the labels of a corpus mean, and those of each split. Raises DataError."""
         cells = {split: corpus.splits[split].texts["label"] for split in SPLITS}
         where = self.describe()
-        labels = Labels.of(self.known, cells, corpus.train_set.texts["label"], where)
+        labels = LabelSet.of(self.known, cells, corpus.train_set.texts["label"], where)
         return labels, {s: labels.parse(of, f"{where}, {s}") for s, of in cells.items()}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
@@ -188,7 +188,7 @@ class ClassificationData(View[Classification]):
         cells = {split: corpus.splits[split].texts for split in SPLITS}
         self._parts = {split: of["part"] for split, of in cells.items() if "part" in of}
         self._pairs: dict[Split, PairTable] = {}
-        self._label: Labels | None = None
+        self._label: LabelSet | None = None
         columns: dict[str, dict[Split, Any]] = {}
         tokenizers = {}
         remarks: list[str] = []
@@ -378,7 +378,7 @@ class HubCrossLingual(OnHub, CrossLingual):
         return self.train_language
 
     def find(self) -> SplitTables:
-        def table(language: str, split: str) -> list[Table]:
+        def table(language: str, split: str) -> list[RowTable]:
             loaded = load_hub(self.where, config=language, revision=self.revision, split=split)
             return [HubTable(dataset=loaded, where=f"{self.where} {language}, split {split}")]
 

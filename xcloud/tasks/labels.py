@@ -16,7 +16,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import Head, Split
-from xcloud.tasks.rows import OwnNames, Table
+from xcloud.tasks.rows import OwnNames, RowTable
 from xcloud.tasks.scores import Kind
 
 # Cells, in lower case, that mark a missing label: SNLI has "-", GLUE's hidden labels are -1.
@@ -45,7 +45,7 @@ def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelSet:
     """The meaning of a corpus's labels. names: of classes, in label order; None: numbers, such as
     similarities from 0 to 5, learned and scored unscaled. numbers: the class of each cell."""
 
@@ -58,7 +58,7 @@ class Labels:
         cells: Mapping[Split, Sequence[str]],
         train_set: Sequence[str],
         where: str,
-    ) -> Labels:
+    ) -> LabelSet:
         """Return what all cells of a corpus mean: names of classes, or else indices of them.
 
         train_set: the cells of the whole training set, which show the classes where they are not
@@ -66,7 +66,7 @@ class Labels:
         Raises DataError for an unknown label, and where some cells are names and others indices.
         """
         if known.kind == "value":
-            return Labels(None)
+            return LabelSet(None)
         if known.classes is None:
             names = _classes_of(train_set, where=f"{where}, train")
         else:
@@ -76,7 +76,7 @@ class Labels:
         found = {split: set(of) for split, of in cells.items()}
         for numbers in (by_name, by_index):
             if all(of <= numbers.keys() for of in found.values()):
-                return Labels(names=names, numbers=numbers)
+                return LabelSet(names=names, numbers=numbers)
         for split, of in found.items():
             if unknown := sorted(of - by_name.keys() - by_index.keys()):
                 said = f"unknown labels: {_some(unknown)}; the classes are {listed(names)}"
@@ -166,7 +166,7 @@ class Benchmark:
     languages: tuple[str, ...] = ()
     kind: Kind = "classes"
 
-    def columns(self, table: Table, texts: Sequence[str], label: str | None) -> dict[str, str]:
+    def columns(self, table: RowTable, texts: Sequence[str], label: str | None) -> dict[str, str]:
         """Return the columns of a training set by use: first, perhaps second, and label; those
         given, or with usual names."""
         there = table.columns()

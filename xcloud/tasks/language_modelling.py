@@ -30,7 +30,17 @@ from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, Token
 from xcloud.demo import stories
 from xcloud.pretrained import generation_config, resolve
 from xcloud.tasks.chat_template import TemplateError, template_process
-from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
+from xcloud.tasks.rows import (
+    Corpus,
+    DemoSized,
+    Form,
+    Rows,
+    RowTable,
+    Size,
+    SplitTables,
+    Text,
+    read,
+)
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
 from xcloud.tasks.text_reader import TextReader
@@ -326,7 +336,7 @@ class LanguageModelling(TextTask):
     tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=8)] = 128
 
-    def rows_of(self, table: Table) -> Rows:
+    def rows_of(self, table: RowTable) -> Rows:
         """Return the documents of a table, one a row; empty ones are left out."""
         rows = read(table, wanted={TEXT: self.column}, keys="task.column")
         kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
@@ -500,7 +510,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
     document: Literal["blank_line", "line", "file"] = "blank_line"
 
-    def rows_of(self, table: Table) -> Rows:
+    def rows_of(self, table: RowTable) -> Rows:
         file = cast(TextFile, table)
         column = _column(file)
         if file.kind == "text":

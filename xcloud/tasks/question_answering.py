@@ -35,9 +35,9 @@ from xcloud.tasks.rows import (
     DemoSized,
     Form,
     Rows,
+    RowTable,
     Size,
     SplitTables,
-    Table,
     check_columns,
 )
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
@@ -50,7 +50,7 @@ VERSION = re.compile(r"-v\d+(\.\d+)*$")
 LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
-def rows_of(table: Table) -> Rows:
+def rows_of(table: RowTable) -> Rows:
     """Read a row a question: its context, its answers [(text, character offset in the context)],
     and its paragraph as its group, so that no two splits share a context."""
     texts: dict[str, list[Any]] = {"group": [], "context": [], "question": [], "answers": []}
@@ -79,7 +79,7 @@ def rows_of(table: Table) -> Rows:
     return Rows(num_rows=len(texts["group"]), texts=texts)
 
 
-def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
+def _asked(table: RowTable) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
     """Yield number of the paragraph, context, question, answers. Rows of one question share a
     paragraph if their contexts are equal and consecutive."""
     if "qas" in table.columns():

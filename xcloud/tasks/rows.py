@@ -99,7 +99,7 @@ class Corpus:
         return found | further
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """Rows with named columns, read one after the other."""
 
     @property
@@ -121,12 +121,12 @@ class Table(Protocol):
         keys: settings that choose columns, for messages."""
 
 
-def name_of(table: Table) -> str:
+def name_of(table: RowTable) -> str:
     """Return what a table is called in messages."""
     return " + ".join(table.names[1:] or table.names)
 
 
-def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
+def check_columns(table: RowTable, wanted: Sequence[str], keys: str) -> None:
     """Raise DataError if a table lacks one of these columns, or has two. keys: what to change."""
     there = table.columns()
     if odd := sorted(column for column in {*wanted} if there.count(column) != 1):
@@ -135,7 +135,7 @@ def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
         raise DataError(f"{table.where}: {said}. Choose with {keys}")
 
 
-def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
+def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
     """Return these columns as texts without outer spaces; null and NaN become empty ones.
 
     wanted: new name -> column.
@@ -167,7 +167,7 @@ class Form:
     languages: Sequence[str] = ()
 
 
-Tables = dict[Split, Mapping[str, Sequence[Table]]]
+Tables = dict[Split, Mapping[str, Sequence[RowTable]]]
 """Split -> part -> tables; the part "" is the whole split."""
 
 
@@ -248,7 +248,7 @@ class Source(ABC):
         return name in (DEV_NAMES if split == "dev" else (split,))
 
     def choose(
-        self, there: Sequence[Table], key: str, expected: str, unread: Sequence[str] = ()
+        self, there: Sequence[RowTable], key: str, expected: str, unread: Sequence[str] = ()
     ) -> Tables:
         """Return the sets of each split: those that the settings `key` request, all of its own
         names, or the one with a usual name. dev and test may have none. unread: files that hold
@@ -256,7 +256,7 @@ class Source(ABC):
         found = listed(map(name_of, there))
         if unread:
             found += f"; of forms that are not read: {listed(unread)}"
-        chosen: dict[Split, list[Table]] = {}
+        chosen: dict[Split, list[RowTable]] = {}
         for split in SPLITS:
             setting = key.format(split)
             own = self.own_names.get(split, {})
@@ -294,7 +294,7 @@ class Source(ABC):
             raise DataError(f"{self.where}: {said}. Choose with {key.format('train')}=NAME")
         tables: Tables = {}
         for split, sets in chosen.items():
-            parts: dict[str, list[Table]] = {}
+            parts: dict[str, list[RowTable]] = {}
             for one in sets:
                 part = self.own_names.get(split, {}).get(one.names[0], "")
                 parts.setdefault(part, []).append(one)
@@ -309,7 +309,7 @@ class Source(ABC):
         return self.is_usual(file.partition(".")[0], split=split)
 
     def arrange(
-        self, tables: SplitTables, rows_of: Callable[[Table], Rows], dev_as_test: bool = False
+        self, tables: SplitTables, rows_of: Callable[[RowTable], Rows], dev_as_test: bool = False
     ) -> Corpus:
         """Read all three splits, with a remark for each one held out of train or sampled. Parts
         are sampled equally and interleaved, so that a prefix of a split covers all of them.

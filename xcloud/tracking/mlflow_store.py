@@ -114,7 +114,7 @@ def _legal(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {legal_name(name): float(x) for name, x in metrics.items() if x is not None}
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One value of a curve, as in MLflow's Metric."""
 
     key: str
@@ -123,9 +123,9 @@ class Point(NamedTuple):
     step: int
 
 
-def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
+def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[CurvePoint]:
     return [
-        Point(key=key, value=value, at_ms=int(1000 * at_s), step=step)
+        CurvePoint(key=key, value=value, at_ms=int(1000 * at_s), step=step)
         for key, value in metrics.items()
     ]
 
@@ -140,9 +140,9 @@ class Thinner:
     points: int
     num_steps: int
     _bucket: int = -1
-    _curves: dict[str, list[Point]] = field(default_factory=dict)  # of that bucket
+    _curves: dict[str, list[CurvePoint]] = field(default_factory=dict)  # of that bucket
 
-    def feed(self, points: Sequence[Point]) -> list[Point]:
+    def feed(self, points: Sequence[CurvePoint]) -> list[CurvePoint]:
         """Take the values of the next step; returns the points that are known by then."""
         # Three points a bucket, and one bucket may be short.
         is_long = self.num_steps > self.points
@@ -156,7 +156,7 @@ class Thinner:
             self._curves.setdefault(point.key, []).append(point)
         return known if bucket == after else known + self.close()
 
-    def close(self) -> list[Point]:
+    def close(self) -> list[CurvePoint]:
         """The rest, by step; of the last step in the order in which the values were given."""
         kept = dict.fromkeys(
             point
@@ -167,7 +167,7 @@ class Thinner:
         return sorted(kept, key=lambda point: point.step)
 
 
-def _height(point: Point) -> float:
+def _height(point: CurvePoint) -> float:
     """Return the height of a value; not a number counts as the largest, so that it is seen."""
     return math.inf if math.isnan(point.value) else point.value
 

@@ -34,7 +34,7 @@ from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
 from xcloud.record.files import read_json, replace_text
 from xcloud.tracking.mlflow_store import (
     COSTS,
-    Point,
+    CurvePoint,
     Store,
     Thinner,
     check_no_password,
@@ -143,13 +143,13 @@ class MlflowTracker(Tracker):
     def store(self) -> Store:
         return Store(root=project_root() / self.root, experiment=self.experiment, uri=self.uri)
 
-    def start(self, run: TrackedRun) -> Sender:
-        sender = Sender(tracker=self, run=run)
+    def start(self, run: TrackedRun) -> MlflowSender:
+        sender = MlflowSender(tracker=self, run=run)
         sender.start()
         return sender
 
 
-class Sender(threading.Thread, Recording):
+class MlflowSender(threading.Thread, Recording):
     """Sends queued values and the event file's curves; the only thread that uses MLflow."""
 
     def __init__(self, tracker: MlflowTracker, run: TrackedRun) -> None:
@@ -323,7 +323,7 @@ class Sender(threading.Thread, Recording):
                 self._client.delete_tag(self.run_id, tag)
         self._waiting.append(("changed settings", partial(self._log, tags=changed)))
 
-    def _outdated(self, values: Sequence[Point], now_s: float, step: int) -> list[Point]:
+    def _outdated(self, values: Sequence[CurvePoint], now_s: float, step: int) -> list[CurvePoint]:
         """Return "not a number" for the final values that only an earlier attempt has had."""
         if step > STEPS_PER_ATTEMPT:
             there = self._client.get_run(self.run_id).data.metrics
@@ -384,7 +384,7 @@ class Sender(threading.Thread, Recording):
             self._waiting.appendleft((steps, partial(self._log, points)))
         return bool(self._waiting)
 
-    def _values(self, event: Event) -> list[Point]:
+    def _values(self, event: Event) -> list[CurvePoint]:
         if event["event"] == "data":
             self._waiting.append(("data sets", partial(self._log_data, event)))
         points = []
@@ -404,7 +404,7 @@ class Sender(threading.Thread, Recording):
         self._until[key] = max(step, self._until.get(key, -1))
         return is_new
 
-    def _log(self, points: Sequence[Point] = (), **texts: Mapping[str, object]) -> None:
+    def _log(self, points: Sequence[CurvePoint] = (), **texts: Mapping[str, object]) -> None:
         """texts: params and tags."""
         from mlflow.entities import Metric, Param, RunTag
 
@@ -433,7 +433,7 @@ class Sender(threading.Thread, Recording):
             tags = [InputTag("mlflow.data.context", split)]
             self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
 
-    def _log_model(self, summary: Mapping[str, Any], values: Sequence[Point]) -> None:
+    def _log_model(self, summary: Mapping[str, Any], values: Sequence[CurvePoint]) -> None:
         """The finished model with its scores, what a step took, and where its record lies.
         values: the run's final ones, at their time, so that none is in the run twice."""
         from mlflow.entities import LoggedModelOutput, Metric
