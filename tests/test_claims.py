@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from benchmarks import machine
-from xcloud.base.errors import ConfigError, DataError, XcloudError
+from tests.sweep_runs import compose
+from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import project_root
+from xcloud.job.config import write
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.study import pages, reproduce
 from xcloud.study.archive import RunArchive, figures_of, mismatches
 from xcloud.study.claims import (
@@ -31,6 +34,7 @@ from xcloud.study.claims import (
     judge,
     read_claims,
 )
+from xcloud.study.points import Point
 from xcloud.study.reproduce import Record, made, page, verdict_of
 
 ROWS: list[dict[str, Any]] = [
@@ -287,42 +291,116 @@ def test_a_record_says_all_and_comes_back(tmp_path: Path) -> None:
         Record.read(tmp_path / "out")
 
 
-def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = []
+class FakeProcesses:
+    """Stands in for the processes of rows, which end as `ends` says, else well."""
 
-    def run(command: list[str], output: Any) -> int:
-        words = command[2:-2]
-        folder = Path(command[-2].removeprefix("hydra.run.dir="))
-        output.write(f"{folder}/model, {tmp_path}, {project_root()}/.cache")
-        ran.append((folder.name, words))
-        folder.mkdir(parents=True)
-        (folder / "experiment.yaml").write_text("seed: 1")
-        summary = {**SUMMARY, "quality": {"bleu": 30.0 if "a=1" in words else 26.0}}
-        (folder / "summary.json").write_text(json.dumps(summary))
-        return 0
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, tuple[str, ...]]] = []
+        self.ends: dict[str, BaseException] = {}
+        self.goes_on: list[str] = []
 
-    mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
+    def run(self, point: Point, folder: Path) -> None:
+        self.ran.append((point.name, point.overrides[:-1]))
+        if CheckpointFolder(folder).agreed_steps():
+            self.goes_on.append(point.name)
+        write(point.config, folder / "experiment.yaml")
+        (folder / "run.log").write_text(f"{folder}/model, {folder.parents[1]}, {project_root()}/c")
+        if end := self.ends.pop(point.name, None):
+            saved = CheckpointFolder(folder)
+            saved.write(40, 0, {"step": 40}, {})
+            saved.mark_agreed(40, 0, {})
+            raise end
+        bleu = 30.0 if "training.max_steps=9" in point.overrides else 26.0
+        (folder / "summary.json").write_text(json.dumps({**SUMMARY, "quality": {"bleu": bleu}}))
+
+    def end(self) -> None: ...
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> FakeProcesses:
+    fake = FakeProcesses()
+    monkeypatch.setattr(reproduce, "Processes", lambda parallel: fake)
+    monkeypatch.setattr(reproduce, "composed", lambda words, conf_dir: compose(words))
+    mine = claim(
+        runs={"ours": ["training.max_steps=9"], "theirs": []},
+        common=["training.batch_size=4"],
+        quick=["training.eval_samples=4"],
+    )
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    monkeypatch.setattr(reproduce, "ended", run)
+    return fake
+
+
+def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
+    tmp_path: Path, processes: FakeProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = processes.ran
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
-    assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
+    words = ("training.batch_size=4", "training.max_steps=9", "seed=1")
+    assert len(ran) == 6 and ran[0] == ("ours-seed1", words)
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
     kept = RunArchive(tmp_path).read()["ours-seed1"]
     assert sorted(kept) == ["experiment.yaml", "run.log", "summary.json"]
-    assert kept["run.log"] == "RUN/model, OUT, PROJECT/.cache"
+    assert kept["run.log"] == "RUN/model, OUT, PROJECT/c"
     assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
     assert "6 rows were there before and did not run now" in capsys.readouterr().out
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
-    assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
+    quick = ("training.batch_size=4", "training.eval_samples=4", "seed=1")
+    assert len(ran) == 8 and ran[-1] == ("theirs-seed1", quick)
     assert "**Left out by --quick.** everything but one seed" in capsys.readouterr().out
-    for words, kind in ((["--quick"], "whole"), ([], "quick")):
+    for given, kind in ((["--quick"], "whole"), ([], "quick")):
         folder = tmp_path / "quick" if kind == "quick" else tmp_path
         with pytest.raises(ConfigError, match=f"holds a {kind} run of front"):
-            reproduce.main(["front", *words, "--out", str(folder)])
+            reproduce.main(["front", *given, "--out", str(folder)])
+
+
+def test_an_interrupted_row_goes_on_from_its_checkpoint(
+    tmp_path: Path, processes: FakeProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes.ends["theirs-seed1"] = KeyboardInterrupt()
+    with pytest.raises(SystemExit):
+        reproduce.main(["front", "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert "the same command goes on with what is missing" in said.err
+    record = Record.read(tmp_path)
+    assert record is not None
+    assert ("theirs", 1) not in [(row["row"], row["seed"]) for row in record.rows]
+
+    assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
+    assert processes.goes_on == ["theirs-seed1"]
+    assert sorted(RunArchive(tmp_path).read()) == sorted({name for name, _ in processes.ran})
+    assert "theirs-seed1 resumes; from step 40" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_stops_no_other_and_one_that_is_wrong_stops_all(
+    tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.ends["ours-seed1"] = RunFailed("out of paper")
+    with pytest.raises(RunFailed, match="1 of 6 runs failed: out of paper"):
+        reproduce.main(["front", "--out", str(tmp_path)])
+    record = Record.read(tmp_path)
+    assert record is not None and len(record.rows) == 5
+
+    wrong = claim(runs={"ours": [], "theirs": ["training.max_steps=0"]})
+    monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": wrong})
+    with pytest.raises(ConfigError, match=r"3 of 6 points:\n.*and 2 more.*max_steps must be"):
+        reproduce.main(["front", "--out", str(tmp_path / "other")])
+    assert len(processes.ran) == 6
+
+
+def test_rows_of_equal_settings_are_runs_of_their_own(
+    tmp_path: Path, processes: FakeProcesses
+) -> None:
+    """Rounds of timing have one seed."""
+    rows = reproduce.Rows(tmp_path)
+    for number in (1, 2):
+        rows.add({"row": "ours", "round": number}, ["seed=1"], ["step_s"])
+    rows.keep(["seed=1"], rows.work / "encoder")
+    rows.keep(["seed=1"], rows.work / "encoder")
+    assert [name for name, _ in processes.ran] == ["ours-round1", "ours-round2", "encoder"]
+    assert [row["round"] for row in rows.read()] == [1, 2] and "bleu" not in rows.read()[0]
+    assert (rows.work / "encoder" / "summary.json").exists()
 
 
 def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
@@ -354,7 +432,7 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
 def test_rows_of_an_interrupted_quick_run_never_become_a_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], output: Any = None) -> int:
+    def run(command: list[str]) -> int:
         reproduce.Rows(tmp_path).write({"row": "ours", "seed": 1, "bleu": 99.0})
         raise SystemExit(130)
 

@@ -116,7 +116,7 @@ def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> 
     assert sum(": finished in" in line for line in lines) == 2
     assert "2 points ran at once" in done.stdout
     assert len(statuses(folder)) == 2
-    assert all((folder / name / "output.log").read_text() for name in statuses(folder))
+    assert all((folder / name / "run.log").read_text() for name in statuses(folder))
 
 
 def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path: Path) -> None:

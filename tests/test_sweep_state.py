@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+import xcloud
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
 from xcloud.record.checkpoint_files import CheckpointFolder
-from xcloud.study.points import Decision, Point, SweepState, code_fingerprint, name_points
+from xcloud.study.points import (
+    BESIDE_CODE,
+    Decision,
+    Point,
+    SweepState,
+    code_fingerprint,
+    name_points,
+)
 from xcloud.study.runner import OUTPUT_FILE, Processes, check_name
 
 GRID = ["seed=1", "seed=2", "seed=3"]
@@ -261,15 +269,18 @@ def test_a_point_whose_files_are_others_runs_again_from_the_start(
 def test_code_that_decides_nothing_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    package = Path(xcloud.__file__).parent
+    beside = [name for name in BESIDE_CODE if not name.endswith(".py")]
+    assert all((package / name).exists() for name in BESIDE_CODE)
     digests = partial(code_digests, tmp_path)
     monkeypatch.setattr("xcloud.study.points.code_digests", digests)
-    for name in ("sweep", "claims"):
+    for name in beside:
         (tmp_path / name).mkdir()
     (tmp_path / "a.py").write_text("1")
     before = code_fingerprint()
 
-    (tmp_path / "sweep" / "table.py").write_text("2")
-    (tmp_path / "claims" / "pages.py").write_text("2")
+    for name in beside:
+        (tmp_path / name / "table.py").write_text("2")
     (tmp_path / "notes.md").write_text("3")
     assert code_fingerprint() == before
     (tmp_path / "a.py").write_text("4")
@@ -339,7 +350,7 @@ def test_two_processes_cannot_run_one_sweep(
     with SweepState(folder).lock():
         assert run_sweep(folder, GRID, FakeRuns()) == 2
 
-    assert "another process runs the sweep" in capsys.readouterr().err
+    assert "another process runs it" in capsys.readouterr().err
 
 
 def test_a_damaged_state_is_refused_and_named(

@@ -85,7 +85,7 @@ def test_the_printed_links_land_on_the_sweeps_rows_and_charts(
 
 
 def test_a_run_prints_where_it_can_be_compared(sweep: tuple[Path, str]) -> None:
-    said = next(sweep[0].parent.glob("seen/*/output.log")).read_text()
+    said = next(sweep[0].parent.glob("seen/*/run.log")).read_text()
     assert "compare at   http://127.0.0.1:5000/#/experiments/" in said
     assert "viewStateShareKey=sweep-seen" in said
     assert "python -m xcloud ui --root" in said

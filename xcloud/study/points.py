@@ -1,5 +1,6 @@
-"""The points of a sweep: which experiment each one is, what it is called, and what has become of
-it, as sweep.json and the folders of points say. Runs and prints nothing.
+"""The points of a study, which is a sweep or a claim: which experiment each one is, what it is
+called, and what has become of it, as sweep.json and the folders of points say. Runs and prints
+nothing.
 
 The *settings* of a point are its resolved config as dotted names (experiment.flatten). Its
 identity ignores names and output places: two points with the same identity give the same result,
@@ -46,7 +47,7 @@ Overrides = tuple[str, ...]
 STATE_FILE = "sweep.json"
 EARLIER_DIR = "earlier"
 # Code that arranges and shows runs; it cannot change what a run computes.
-BESIDE_CODE = ("sweep", "_hydra", "report", "claims", "__main__.py")
+BESIDE_CODE = ("study", "_hydra", "show", "api.py", "__main__.py")
 # Where a run is written and what it is called, not what it computes.
 BESIDE = ("sweep", "label", "tracker")
 # Not part of the label: the seed is appended, the sweep's name is left out.
@@ -60,13 +61,18 @@ UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 @dataclass
 class Point:
-    """One experiment of a sweep."""
+    """One experiment of a study.
+
+    label: in a sweep, what tells it from points that differ in more than their seed.
+    row: in a claim, its name and its folder, whatever its settings are.
+    """
 
     overrides: Overrides
     config: Any  # as composed; a DictConfig
     settings: Settings
     experiment: Job
     label: str = ""
+    row: str = ""
 
     @classmethod
     def of(cls, overrides: Overrides, config: Any) -> Point:
@@ -84,13 +90,13 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Display name, unique in the sweep: "int8+int8 s1"."""
-        return f"{self.label} s{self.experiment.seed}"
+        """Display name, unique in the study: "int8+int8 s1"."""
+        return self.row or f"{self.label} s{self.experiment.seed}"
 
     @property
     def folder(self) -> str:
         """The name as a shell-safe folder name: "fp16-svd-0.6+int8_s1"."""
-        return re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
+        return self.row or re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
             f"_s{self.experiment.seed}"
         )
 
@@ -242,7 +248,7 @@ class Decision:
 
 
 class SweepState:
-    """The file of one sweep. One process at a time: hold `lock()` around everything."""
+    """The file of one study. One process at a time: hold `lock()` around everything."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -252,8 +258,8 @@ class SweepState:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Raises ConfigError if another process is running this sweep."""
-        advice = "another process runs the sweep; wait for it, or choose another sweep=NAME"
+        """Own the folder of the study. Raises ConfigError if another process does."""
+        advice = "another process runs it; wait for that one, or choose another name or folder"
         with owned(self.folder, advice):
             yield
 
@@ -273,6 +279,8 @@ class SweepState:
                      if name not in wanted
                      and same_overrides(entry["overrides"], point.overrides))  # fmt: skip
             folder = by_identity.get(point.identity) or next(alike, None)
+            if point.row:
+                folder = point.row if point.row in self.points else None
             if folder is None:
                 folder = _free_name(point.folder, taken)
                 taken.add(folder)
@@ -352,7 +360,7 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
         return dict(json.loads(path.read_text(encoding="utf-8"))["points"])
     except (ValueError, KeyError, TypeError) as error:
         why = f"{path} is damaged ({error}); move it away and its points count as new"
-        raise ConfigError(f"{why}, or choose another sweep=NAME") from error
+        raise ConfigError(f"{why}, or choose another name or folder") from error
 
 
 def code_fingerprint() -> str:

@@ -5,6 +5,7 @@ OUT/record.json   claim, verdict, rows, commit, environment, digests of data
 OUT/README.md     the same to read: question, command, table, verdict, what is missing
 OUT/rows.jsonl    what has run; a command that was interrupted goes on with the other rows
 OUT/runs.tar.gz   ROW-seedN/ (or ROW-roundN/): experiment.yaml, summary.json, run.log of each run
+OUT/made/         run folders until they are in the archive, and what a study makes on its way
 
 The project's own records, which docs/paper.md and the site show, are in records/CLAIM.
 """
@@ -21,21 +22,30 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pandas as pd
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.overrides import readable
-from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
+from xcloud.base.project import (
+    checkout,
+    commit,
+    conf_dir,
+    module_paths,
+    project_root,
+    python_command,
+)
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.wording import meant
-from xcloud.record.summary import read_summary
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.given import composed
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.show.tables import cell_text, rendered
 from xcloud.study.archive import RunArchive, figures_of, run_name
 from xcloud.study.claims import (
@@ -46,12 +56,23 @@ from xcloud.study.claims import (
     read_claims,
     repeats_of,
 )
+from xcloud.study.points import Point, SweepState
+from xcloud.study.runner import (
+    OUTPUT_FILE,
+    LauncherSettings,
+    Processes,
+    Runner,
+    composed_points,
+    reasons_of,
+    say_verdicts,
+    signals_as_ctrl_c,
+)
 
 FOLDER = "records"
 RECORD_FILE = "record.json"
 README = Path(__file__).with_name("record.md")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
-KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
+KEPT_FILES = (EXPERIMENT_FILE, SUMMARY_FILE, OUTPUT_FILE)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -93,7 +114,8 @@ def main(words: Sequence[str] | None = None) -> int:
     minutes = "minutes" if given.quick else f"about {claim.machine_minutes} minutes"
     say(f"{claim.title}: {minutes} on two idle cores")
     try:
-        _run(claim, folder, out=out, quick=given.quick)
+        with chdir(project_root()):  # which commands and relative paths of claims.toml are below
+            _run(claim, folder, out=out, quick=given.quick)
     except SystemExit:
         say("\ninterrupted; the same command goes on with what is missing", error=True)
         raise
@@ -125,15 +147,17 @@ def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
         if code := ended(python_command(*words)):
             raise RunFailed(f"python -m {' '.join(words)} ended with code {code}")
         return
+    asked = []
     for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
             words = [*claim.common, *settings, *more, f"seed={seed}"]
             for name, value in {"DATA": data, "OUT": out, "SEED": seed}.items():
                 words = [word.replace(name, str(value)) for word in words]
-            rows.add({"row": row, "seed": seed}, words)
+            asked.append(({"row": row, "seed": seed}, words))
+    rows.add_all(asked)
 
 
-def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
+def ended(command: Sequence[str]) -> int:
     """Run a command in the project's folder and return its exit code.
 
     Raises SystemExit at Ctrl+C, which reaches it as well, or another signal to stop, which is
@@ -141,10 +165,8 @@ def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
     """
     ends = [one for one in signals_to_stop() if one is not signal.SIGINT]
     usual = {one: signal.signal(one, lambda number, _: sys.exit(128 + number)) for one in ends}
-    with subprocess.Popen(
-        command, cwd=project_root(), stdout=output, stderr=output,
-        env={**os.environ, **module_paths()},
-    ) as process:  # fmt: skip
+    environment = {**os.environ, **module_paths()}
+    with subprocess.Popen(command, cwd=project_root(), env=environment) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -185,16 +207,67 @@ class Rows:
     def add(
         self, about: ResultRow, words: Sequence[str], figures: Sequence[str] | None = None
     ) -> None:
-        """Run run.py with these words, unless there is such a row already. figures: those that
-        mean something here, all by default. Raises RunFailed."""
-        if self.has(about):
+        """Run an experiment with these words of a command line and write its row, unless there is
+        such a row already; an interrupted run goes on from its checkpoint.
+
+        figures: those that mean something here, all by default.
+        Raises ConfigError for words that make no experiment, RunFailed if the run fails, and
+        SystemExit at Ctrl+C, once the run has saved the step under way.
+        """
+        self.add_all([(about, words)], figures)
+
+    def add_all(
+        self,
+        asked: Sequence[tuple[ResultRow, Sequence[str]]],
+        figures: Sequence[str] | None = None,
+    ) -> None:
+        """Add several rows, one after the other. Nothing starts if one of them is wrong; one that
+        fails stops none of the others."""
+        rows = {run_name(about): about for about, _ in asked}
+
+        def keep_row(point: Point, folder: Path) -> None:
+            about = rows[point.row]
+            found = figures_of(read_summary(folder))
+            self.keep_files(about, folder)
+            wanted = {name: found[name] for name in figures or found if name in found}
+            self.write({**about, **wanted})
+
+        missing = {run_name(about): words for about, words in asked if not self.has(about)}
+        self._run(missing, keep_row)
+
+    def keep(self, words: Sequence[str], folder: Path) -> None:
+        """Run an experiment into this folder of `work`, for other rows to use what it leaves.
+
+        Nothing is done if it has finished there and neither it nor the code has changed since.
+        Raises as `add`.
+        """
+        self._run({folder.name: words})
+
+    def _run(
+        self,
+        asked: Mapping[str, Sequence[str]],
+        on_finished: Callable[[Point, Path], None] | None = None,
+    ) -> None:
+        if not asked:
             return
-        folder = self.work / run_name(about)
-        say(f"{folder.name}: {' '.join(words)}\n  what it says: {folder}.log")
-        self.keep(words, folder)
-        found = figures_of(read_summary(folder))
-        self.keep_files(about, folder)
-        self.write({**about, **{name: found[name] for name in figures or found if name in found}})
+        words = [(*map(readable, given), "tracker=none") for given in asked.values()]
+        points, wrong = composed_points(words, lambda given: composed(given, conf_dir()))
+        if wrong:
+            raise ConfigError("\n".join(reasons_of(wrong, words)))
+        for point, name in zip(points, asked, strict=True):
+            point.row = name
+        state = SweepState(self.work)
+        with state.lock():
+            runner = Runner(state, LauncherSettings(), Processes(1), on_finished=on_finished)
+            say_verdicts(runner.decide(points))
+            try:
+                with signals_as_ctrl_c():
+                    runner.run()
+            except KeyboardInterrupt:
+                raise SystemExit(130) from None
+        if runner.causes:
+            failed = "; ".join(dict.fromkeys(runner.causes.values()))
+            raise RunFailed(f"{len(runner.causes)} of {len(points)} runs failed: {failed}")
 
     def keep_files(self, about: ResultRow, folder: Path) -> None:
         """Keep the files of a finished run, without the machine's folders in them, and remove its
@@ -208,22 +281,6 @@ class Rows:
                 texts[file] = text
         RunArchive(self._out).add(run_name(about), texts)
         shutil.rmtree(folder)
-
-    def keep(self, words: Sequence[str], folder: Path) -> None:
-        """Run run.py into this folder, unless a run has finished there. Raises RunFailed."""
-        if read_summary(folder).get("status") == "finished":
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "run.py", *map(readable, [*words, f"hydra.run.dir={folder}"])]
-        command += ["tracker=none"]
-        said = folder.with_name(f"{folder.name}.log")
-        said.parent.mkdir(parents=True, exist_ok=True)
-        with said.open("w") as file:
-            code = ended(command, file)
-        if code:
-            end = said.read_text("utf-8", errors="replace").strip()[-2000:]
-            raise RunFailed(f"{' '.join(command)}\n{end}")
-        said.replace(folder / "run.log")  # Hydra's own holds warnings only
 
 
 @dataclass(frozen=True)

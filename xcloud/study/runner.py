@@ -1,10 +1,12 @@
-"""Run a sweep: check every point, skip finished ones, report failures, end with the report.
-Independent of Hydra: the launcher plugin composes the points.
+"""Run the points of a study, each in a process: keep finished ones, go on with interrupted ones,
+report failures. Sweeps and claims (xcloud/study/reproduce.py) use the same runner. Independent of
+Hydra: others compose the points.
 
-Each point is a process, python -m xcloud.study.runner RUN_DIR. Its output goes to output.log in
-its folder, and up to its closing table to the screen, prefixed with the point's name.
+Each point is a process, python -m xcloud.study.runner RUN_DIR. Its output goes to run.log in its
+folder, and up to its closing table to the screen, prefixed with the point's name.
 
-Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
+Exit codes of a sweep: 0 success, 1 some points failed, 2 refused before anything started, 130
+Ctrl+C.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -31,7 +32,7 @@ from xcloud.base.errors import ConfigError, RunFailed, XcloudError
 from xcloud.base.project import module_paths, python_command, run_command
 from xcloud.base.run_folder import LOCK_FILE
 from xcloud.base.settings import Positive, settings
-from xcloud.base.terminal import prepare_process, say
+from xcloud.base.terminal import prepare_process, say, signals_to_stop
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.job.config import EXPERIMENT_FILE, load, write
 from xcloud.net.transport import num_cores
@@ -52,7 +53,7 @@ REFUSED = 2
 INTERRUPTED = 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MOST_REASONS = 10  # shown of why points are invalid
-OUTPUT_FILE = "output.log"
+OUTPUT_FILE = "run.log"
 
 Compose = Callable[[Sequence[str]], Any]
 
@@ -124,30 +125,146 @@ class Processes:
                 process.kill()
 
 
+class Runner:
+    """Runs the points of a study in its folder and says how each of them ends. Hold the lock of
+    `state` from `decide` to the end of `run`.
+
+    on_finished: called for each finished point and its folder, one at a time; also for a point
+        that had finished before.
+    causes: why points failed.
+    """
+
+    def __init__(
+        self,
+        state: SweepState,
+        settings: LauncherSettings,
+        processes: Processes,
+        on_finished: Callable[[Point, Path], None] | None = None,
+    ) -> None:
+        self.causes: dict[Overrides, str] = {}
+        self.todo: list[Decision] = []
+        self._state = state
+        self._settings = settings
+        self._processes = processes
+        self._on_finished = on_finished
+        self._finished: list[Decision] = []  # before this runner
+        self._took_s: list[float] = []  # of the points that have ended
+        self._is_interrupted = False
+        self._one_at_a_time = Lock()  # points share the file of the study
+
+    @property
+    def num_left(self) -> int:
+        """How many of the points to run have not ended."""
+        return len(self.todo) - len(self._took_s)
+
+    def decide(self, points: Sequence[Point]) -> list[Decision]:
+        """Decide what becomes of each point. Raises ConfigError if that cannot be told."""
+        decisions = self._state.decide(points, self._settings.accept_changes)
+        self.todo = [decision for decision in decisions if decision.verdict != "skip"]
+        self._finished = [decision for decision in decisions if decision.verdict == "skip"]
+        return decisions
+
+    def run(self) -> None:
+        """Run what was decided. At Ctrl+C every run saves the step under way and ends; then
+        KeyboardInterrupt is raised."""
+        for decision in self._finished:
+            self._hand_over(decision.point, self._state.folder / decision.folder)
+        with ThreadPoolExecutor(self._settings.parallel) as pool:
+            try:
+                list(pool.map(self._point, self.todo))
+            except BaseException:
+                self._is_interrupted = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._processes.end()
+                raise
+
+    @property
+    def _starts_no_more(self) -> bool:
+        return self._is_interrupted or (self._settings.stop_on_failure and bool(self.causes))
+
+    def _hand_over(self, point: Point, run_dir: Path) -> None:
+        if self._on_finished is not None:
+            with self._one_at_a_time:
+                self._on_finished(point, run_dir)
+
+    def _point(self, decision: Decision) -> None:
+        if self._starts_no_more:
+            return
+        point = decision.point
+        run_dir = self._state.folder
+        say(f"[{1 + self.todo.index(decision)}/{len(self.todo)}] {point.name}")
+        started_s = time.monotonic()
+        figures = ""
+        cause = None
+        try:
+            with self._one_at_a_time:
+                run_dir = self._state.begin(decision, self._settings.parallel)
+            self._processes.run(point, run_dir)
+            figures = _figures(run_dir)
+            self._hand_over(point, run_dir)
+        except Exception as error:
+            cause = _one_line(error)
+        if not self._is_interrupted:
+            self._ended(point, figures, cause=cause, took_s=time.monotonic() - started_s)
+
+    def _ended(self, point: Point, figures: str, cause: str | None, took_s: float) -> None:
+        self._took_s.append(took_s)
+        if cause is None:
+            text = f"finished in {human_duration(took_s)}{figures}"
+        else:
+            self.causes[point.overrides] = cause
+            text = f"FAILED after {human_duration(took_s)}: {cause}"
+            if self.num_left:
+                text += "; no other starts" if self._starts_no_more else "; the others continue"
+        if self.num_left and not self._starts_no_more:
+            done = len(self._took_s)
+            left_s = sum(self._took_s) / done * self.num_left / self._settings.parallel
+            text += f" ({done} of {len(self.todo)} done, about {human_duration(left_s)} left)"
+        say(f"{point.name}: {text}")
+
+
+def say_verdicts(decisions: Sequence[Decision]) -> None:
+    """Say which points resume, run again or are kept in spite of changes, and why."""
+    for decision in decisions:
+        if decision.why:
+            say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """Let every signal to stop raise KeyboardInterrupt, as Ctrl+C does, while the block lasts."""
+    usual = {
+        number: signal.signal(number, signal.default_int_handler) for number in signals_to_stop()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
 @dataclass
 class Sweep:
-    """One sweep; `run` runs it."""
+    """One sweep; `run` runs it. causes: why points failed."""
 
     name: str
     folder: Path
     settings: LauncherSettings
     processes: Processes
-    causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
-    _took_s: list[float] = field(default_factory=list)  # of the points that have ended
-    _todo: list[Decision] = field(default_factory=list)
-    _is_interrupted: bool = False
-    _one_begins: Lock = field(default_factory=Lock)  # points share the file of the sweep
+    causes: Mapping[Overrides, str] = field(default_factory=dict)
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = _composed(asked, compose)
+        points, wrong = composed_points(asked, compose)
         if wrong:
             self._forget_folder()
-            return refuse(*_reasons(wrong, asked))
+            reasons = reasons_of(wrong, asked)
+            return refuse("the sweep is refused, nothing was started; " + reasons[0], *reasons[1:])
+        unique = {point.identity: point for point in reversed(points)}  # the first of equal ones
         try:
             state = SweepState(self.folder)
             with state.lock():
-                return self._run(points, state)
+                return self._run([*reversed(unique.values())], state)
         except ConfigError as error:
             return refuse(str(error))
 
@@ -163,27 +280,31 @@ class Sweep:
         for point in points:
             point.config.sweep = self.name
             point.config.label = point.label
-        decisions = state.decide(points, self.settings.accept_changes)
-        self._todo = [decision for decision in decisions if decision.verdict != "skip"]
-        self._announce(decisions, len(earlier))
+        runner = Runner(state, self.settings, processes=self.processes)
+        self.causes = runner.causes
+        decisions = runner.decide(points)
+        self._announce(decisions, runner.todo, num_others=len(earlier))
         tracker = points[0].experiment.tracker
         page = self.name, tracker, [point.settings for point in points]
         Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
         try:
-            self._run_points(state)
+            runner.run()
         except (KeyboardInterrupt, SystemExit):
-            left = self._num_left + len(self.causes)
+            left = runner.num_left + len(self.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             say(f"continue it:    {self.command}")
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
         close_sweep(self.folder, tracker)
-        if self.causes:
-            not_tried = f", {self._num_left} not tried (stop_on_failure)" * bool(self._num_left)
-            which = "all of these" if self._num_left else "them"
-            failed = f"{len(self.causes)} of {len(self._todo)} points failed{not_tried}"
-            say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
-        return SOME_FAILED if self.causes else FINISHED
+        if not self.causes:
+            return FINISHED
+        failed = f"{len(self.causes)} of {len(runner.todo)} points failed"
+        which = "them"
+        if runner.num_left:
+            failed += f", {runner.num_left} not tried (stop_on_failure)"
+            which = "all of these"
+        say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
+        return SOME_FAILED
 
     @property
     def command(self) -> str:
@@ -194,71 +315,20 @@ class Sweep:
             program = f"python {shlex.quote(os.path.relpath(words[0]))}"
         return f"{program} {shlex.join([*words[1:], f'sweep={self.name}'])}"
 
-    @property
-    def _num_left(self) -> int:
-        return len(self._todo) - len(self._took_s)
-
-    @property
-    def _starts_no_more(self) -> bool:
-        return self._is_interrupted or (self.settings.stop_on_failure and bool(self.causes))
-
-    def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
-        todo = self._todo
-        done = len(decisions) - len(self._todo)
+    def _announce(
+        self, decisions: Sequence[Decision], todo: Sequence[Decision], num_others: int
+    ) -> None:
+        done = len(decisions) - len(todo)
         text = f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"
         text += f", {len(todo)} to run" + f", {done} finished before" * bool(done)
         say(text + f", {num_others} more recorded by other commands" * bool(num_others))
-        for decision in decisions:
-            if decision.why:
-                say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+        say_verdicts(decisions)
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
             say(f"  to continue it later: {self.command}")
         if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             say("  points of a sweep run no follow_up; what they leave is in their run folders")
-
-    def _run_points(self, state: SweepState) -> None:
-        with ThreadPoolExecutor(self.settings.parallel) as pool:
-            try:
-                list(pool.map(partial(self._point, state), self._todo))
-            except BaseException:
-                self._is_interrupted = True
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.processes.end()
-                raise
-
-    def _point(self, state: SweepState, decision: Decision) -> None:
-        if self._starts_no_more:
-            return
-        point = decision.point
-        run_dir = self.folder
-        say(f"[{1 + self._todo.index(decision)}/{len(self._todo)}] {point.name}")
-        started_s = time.monotonic()
-        cause = None
-        try:
-            with self._one_begins:
-                run_dir = state.begin(decision, self.settings.parallel)
-            self.processes.run(point, run_dir)
-        except Exception as error:
-            cause = _one_line(error)
-        if not self._is_interrupted:
-            self._ended(point, run_dir, cause=cause, took_s=time.monotonic() - started_s)
-
-    def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
-        self._took_s.append(took_s)
-        if cause is None:
-            text = f"finished in {human_duration(took_s)}{_figures(run_dir)}"
-        else:
-            self.causes[point.overrides] = cause
-            text = f"FAILED after {human_duration(took_s)}: {cause}"
-            if self._num_left:
-                text += "; no other starts" if self._starts_no_more else "; the others continue"
-        if self._num_left and not self._starts_no_more:
-            done = len(self._took_s)
-            left_s = sum(self._took_s) / done * self._num_left / self.settings.parallel
-            text += f" ({done} of {len(self._todo)} done, about {human_duration(left_s)} left)"
-        say(f"{point.name}: {text}")
 
     def _forget_folder(self) -> None:
         """Remove the folder that Hydra has already made for a refused sweep."""
@@ -275,26 +345,29 @@ def refuse(*reasons: str) -> int:
     return REFUSED
 
 
-def _composed(
+def composed_points(
     asked: Sequence[Overrides], compose: Compose
 ) -> tuple[list[Point], dict[str, list[Overrides]]]:
-    """All points without duplicates; and by reason the invalid ones."""
-    points: dict[str, Point] = {}
+    """Return a point for each of the overrides that can run, and the others by reason."""
+    points: list[Point] = []
+    checked = set[str]()
     wrong: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share a reason
     for overrides in asked:
         try:
             point = Point.of(overrides, compose(overrides))
-            if points.setdefault(point.identity, point) is point:
+            if point.identity not in checked:
+                checked.add(point.identity)
                 point.experiment.check()
+            points.append(point)
         except XcloudError as error:
             wrong.setdefault(_one_line(error), []).append(overrides)
-    return list(points.values()), wrong
+    return points, wrong
 
 
-def _reasons(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
+def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
     shared = set(asked[0]).intersection(*asked)
     num = sum(map(len, wrong.values()))
-    lines = [f"the sweep is refused, nothing was started; {num} of {len(asked)} points:"]
+    lines = [f"{num} of {len(asked)} points:"]
     for reason, (first, *others) in list(wrong.items())[:MOST_REASONS]:
         own = " ".join(word for word in first if word not in shared) or " ".join(first)
         lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")

@@ -1,5 +1,5 @@
 """Hydra's door to xcloud.study: composes the points of a sweep. What a sweep is, runs and says is
-in xcloud/sweep; keep this file thin.
+in xcloud/study/runner.py; keep this file thin.
 
 Hydra finds it because run.py puts xcloud/_hydra on the path. It is imported for tab completion
 too, so nothing heavy at the top.
@@ -7,7 +7,6 @@ too, so nothing heavy at the top.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,9 +66,8 @@ class SweepLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        from xcloud.base.terminal import signals_to_stop
         from xcloud.study.points import with_also
-        from xcloud.study.runner import Processes, Sweep
+        from xcloud.study.runner import Processes, Sweep, signals_as_ctrl_c
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -78,9 +76,9 @@ class SweepLauncher(Launcher):
         asked = with_also([tuple(overrides) for overrides in job_overrides], also)
         name = self.config.get("sweep") or folder.name
         sweep = Sweep(name, folder, self.settings, Processes(self.settings.parallel))
-        for number in signals_to_stop():  # as Ctrl+C does
-            signal.signal(number, signal.default_int_handler)
-        if code := sweep.run(asked, self._compose):
+        with signals_as_ctrl_c():
+            code = sweep.run(asked, self._compose)
+        if code:
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
         return [JobReturn(status=JobStatus.COMPLETED)] * len(asked)
 
