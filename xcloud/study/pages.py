@@ -58,14 +58,15 @@ def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
 
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
-    """Return the text of docs/paper.md."""
-    tables = {
-        table: [
-            (*shown, f"`{claim.command}`", f"[{made_at}](../{FOLDER}/{claim.name}/README.md)")
-            for claim, made_at, shown in lines
+    """Return the text of docs/paper.md: the cells for which a source gives a figure."""
+    tables = {}
+    for table, lines in _cells(claims, records).items():
+        rows = [
+            (*shown, f"[{claim.name}](../{FOLDER}/{claim.name}/README.md)")
+            for claim, shown in lines
+            if shown[1] != UNKNOWN
         ]
-        for table, lines in _cells(claims, records).items()
-    }
+        tables[table] = rows, len(lines) - len(rows)
     paper = Path(__file__).with_name("paper.md")
     return rendered(
         paper,
@@ -89,8 +90,8 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
     """Return the same as a page of the site, whose first column links to the studies."""
     columns = ["cell", "published", "ours", "made better"]
     tables = [
-        Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
-              links=[f"{claim.name}.html" for claim, *_ in lines])
+        Table(name, pd.DataFrame([shown for _, shown in lines], columns=columns, dtype=object),
+              links=[f"{claim.name}.html" for claim, _ in lines])
         for name, lines in _cells(claims, records).items()
     ]  # fmt: skip
     unlike = dict.fromkeys(text for texts in _unlike(claims).values() for text in texts)
@@ -100,20 +101,19 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
 
 def _cells(
     claims: Mapping[str, Claim], records: Records
-) -> dict[str, list[tuple[Claim, str, tuple[str, ...]]]]:
-    """Return by table, for each cell, its claim, the day of the record, and what is published,
-    ours, and ours made better."""
-    tables: dict[str, list[tuple[Claim, str, tuple[str, ...]]]] = {}
+) -> dict[str, list[tuple[Claim, tuple[str, ...]]]]:
+    """Return by table, for each cell, its claim, and what is published, ours, and ours made
+    better."""
+    tables: dict[str, list[tuple[Claim, tuple[str, ...]]]] = {}
     for claim in claims.values():
-        record = records.get(claim.name)
-        made_at = record.made_at[:10] if record else "–"
         for cell in claim.cells:
-            tables.setdefault(cell.table, []).append((claim, made_at, _line(cell, record)))
+            line = _line(cell, records.get(claim.name))
+            tables.setdefault(cell.table, []).append((claim, line))
     return tables
 
 
 def _line(cell: Cell, record: Record | None) -> tuple[str, ...]:
-    ours, better = (_shown(figure, record) for figure in (cell.ours, cell.better))
+    ours, better = (_shown(figure, record, cell.cell) for figure in (cell.ours, cell.better))
     published = cell.published
     if isinstance(published, Figure):
         found = published.of(record.rows) if record else None
@@ -121,11 +121,14 @@ def _line(cell: Cell, record: Record | None) -> tuple[str, ...]:
     return cell.cell, published, ours, better
 
 
-def _shown(figure: Figure | None, record: Record | None) -> str:
+def _shown(figure: Figure | None, record: Record | None, cell: str) -> str:
+    """Show a figure with the name of its row, unless the cell has that name."""
     if figure is None:
         return "–"
     found = figure.of(record.rows) if record else None
-    return f"{found} ({figure.row})" if found else "not run"
+    if found is None:
+        return "not run"
+    return str(found) if figure.row == cell else f"{found} ({figure.row})"
 
 
 def main(words: Sequence[str] | None = None) -> int:
