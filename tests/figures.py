@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds
+from xcloud.feature_list import FIGURES
 from xcloud.record.events import StepTotals
 from xcloud.show.tables import print_report
 from xcloud.tracking.mlflow_store import final_metrics, step_metrics
@@ -96,7 +97,7 @@ def check_figures(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 def check_metrics(wanted: Figures, summary: Mapping[str, Any]) -> None:
     """In MLflow a figure has its dotted name with underscores, but for the main ones."""
-    metrics = final_metrics(summary)
+    metrics = final_metrics(summary, FIGURES)
     short = {"step_time_s.median": "step_time_s", "step_time_s.p90": "step_time_p90_s",
              "compression_ratio.total": "compression_ratio"}  # fmt: skip
     for name, value in wanted.items():

@@ -24,6 +24,7 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
+from xcloud.feature_list import FIGURES
 from xcloud.features.autopilot.pilot import (
     KINDS,
     MAX_ROWS,
@@ -217,14 +218,14 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
     assert few < 0.8 * many
 
-    statistics = RunStatistics(2)
+    statistics = RunStatistics(2, FIGURES)
     for one in events:
         statistics.feed(one)
     assert statistics.summary(name="s", status="failed", commit="c")["autopilot"] == [
         {"step": 3, "choice": "int4+int4", "before": "none+none"}
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
-        resumed = RunStatistics(2)
+        resumed = RunStatistics(2, FIGURES)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
         feed_log(resumed, [*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.toy_text import text_config
 from xcloud.base.errors import DataError
+from xcloud.feature_list import FIGURES
 from xcloud.features.leak_meter import meter as leak_meter
 from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, Stream, main, measure
 from xcloud.features.leak_meter.observers import Observer
@@ -171,7 +172,7 @@ def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(
     assert set(plain["leakage"]["label"]) == {"text_owner"}
     on_disk = json.loads((tmp_path / "plain" / "summary.json").read_text())
     assert on_disk["leakage"] == plain["leakage"]
-    assert final_metrics(plain)["label_leak_auc"] == plain["label_leak_auc"]
+    assert final_metrics(plain, FIGURES)["label_leak_auc"] == plain["label_leak_auc"]
     assert "label leak, AUC" in printed and "tokens recovered" in printed
     # Notes hold text and labels, so they go unless they are wanted.
     assert not (tmp_path / "plain" / OBSERVATIONS_DIR).exists()

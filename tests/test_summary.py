@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from xcloud.record import summary as summaries
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
@@ -22,7 +21,7 @@ REQUIRED = {
 ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
-    *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
+    *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory"),
     *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
     *("quality_before", "quality_error", "dev_quality_error"),
 }
@@ -259,20 +258,19 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
 
 
 def test_a_figure_of_a_feature_is_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Summary, closing table and tracker show whatever stands in the one list."""
+    """Summary, closing table and tracker show whatever stands in the one list of figures."""
     figure = FeatureFigure(
         kinds=("melt",),
         in_summary=lambda events: {"num_melts": len(events)},
         rows=lambda summary: iter([("melts", str(summary["num_melts"]), "of ice")]),
         metrics=lambda summary: iter([("num_melts", summary["num_melts"])]),
     )
-    for module in (summaries, tables, mlflow_store):
-        monkeypatch.setattr(module, "FEATURE_FIGURES", (figure,))
-    run = RunStatistics(2)
+    monkeypatch.setattr(tables, "FIGURES", (figure,))
+    run = RunStatistics(2, (figure,))
     feed_step(run, 1)
     for _ in range(3):
         run.feed({"event": "melt", "rank": 0, "cloud": "a", "t": 1.0})
     summary = summarise(run)
     assert summary["num_melts"] == 3
     assert "| melts | 3 | of ice |" in tables.markdown_of(summary)
-    assert mlflow_store.final_metrics(summary)["num_melts"] == 3.0
+    assert mlflow_store.final_metrics(summary, (figure,))["num_melts"] == 3.0

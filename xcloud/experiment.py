@@ -6,15 +6,17 @@ do not fit together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
-from xcloud.feature_list import FEATURES
+from xcloud.feature_list import FIGURES, all_features
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
 from xcloud.pretrained import check_checkpoints
 from xcloud.rank.feature import Feature
+from xcloud.record.feature_figures import FeatureFigure
 from xcloud.security.policy import Meter
 
 
@@ -57,9 +59,13 @@ class Experiment(PipelineJob):
             feature.check(self)
 
     @property
+    def figures(self) -> Sequence[FeatureFigure]:
+        return FIGURES
+
+    @property
     def features(self) -> list[Feature]:
         """The features that this job uses."""
-        return [feature for feature in FEATURES if feature.is_used(self)]
+        return [feature for feature in all_features() if feature.is_used(self)]
 
     @property
     def labels(self) -> Labels:

@@ -1,22 +1,44 @@
 """The one list of what a job may use beyond a plain pipeline. Nothing else names all features."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
 
-from xcloud.features.activation_cache.feature import ActivationCaching
-from xcloud.features.autopilot.feature import AutopilotFeature
-from xcloud.features.leak_meter.feature import LeakMeasurement
-from xcloud.features.privacy.feature import DifferentialPrivacy
-from xcloud.features.replicas.feature import Replicas
-from xcloud.features.sharding.feature import Sharding
-from xcloud.features.tied.feature import TiedEnds
-from xcloud.rank.feature import Feature
+from xcloud.features.autopilot.figures import SWITCHES
+from xcloud.features.leak_meter.figures import LEAKS
+from xcloud.features.one_way.figures import PRODUCERS
+from xcloud.features.privacy.figures import GUARANTEE
+from xcloud.features.replicas.figures import MERGES
+from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 
-FEATURES: Sequence[Feature] = (
-    AutopilotFeature(),
-    Replicas(),
-    TiedEnds(),
-    Sharding(),
-    DifferentialPrivacy(),
-    LeakMeasurement(),
-    ActivationCaching(),
+if TYPE_CHECKING:
+    from xcloud.rank.feature import Feature
+
+FIGURES: Sequence[FeatureFigure] = (
+    *(LEAKS, MERGES, SWITCHES, GUARANTEE, REFUSED_REPORTS, PRODUCERS),
 )
+"""What they add to summary, closing table, tracker and pictures."""
+
+
+@cache
+def all_features() -> Sequence[Feature]:
+    """Return all features. Imported only here: who reads a record needs no torch."""
+    from xcloud.features.activation_cache.feature import ActivationCaching
+    from xcloud.features.autopilot.feature import AutopilotFeature
+    from xcloud.features.leak_meter.feature import LeakMeasurement
+    from xcloud.features.privacy.feature import DifferentialPrivacy
+    from xcloud.features.replicas.feature import Replicas
+    from xcloud.features.sharding.feature import Sharding
+    from xcloud.features.tied.feature import TiedEnds
+
+    return (
+        LeakMeasurement(),
+        Replicas(),
+        Sharding(),
+        DifferentialPrivacy(),
+        TiedEnds(),
+        ActivationCaching(),
+        AutopilotFeature(),
+    )

@@ -35,6 +35,7 @@ from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import Checkpoints, Training
 from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import StepCollector
+from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.summary import RunStatistics
 from xcloud.security.defences import Defence
 from xcloud.security.policy import Meter, Visibility
@@ -207,7 +208,12 @@ class Job(Names, ABC):
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
         kind = ElasticCollector if self.roster.is_elastic else StepCollector
-        return RunStatistics(kind(num_ranks))
+        return RunStatistics(kind(num_ranks), self.figures)
+
+    @property
+    def figures(self) -> Sequence[FeatureFigure]:
+        """The figures that features add to those of a run."""
+        return ()
 
     @property
     def places(self) -> ModelPlacement:

@@ -1,16 +1,14 @@
-"""Figures that features add to a run. Each is written down once: which events it is made of, what
-the summary has of it, its rows in the closing table, and its values for a tracker.
+"""What a figure is that a feature adds to a run. It is written down once, in the feature's folder:
+which events it is made of, what the summary has of it, what is shown and tracked of it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from xcloud.base.units import human_number
-from xcloud.record.events import Event, body
+from xcloud.record.events import Event
 
 Row = tuple[str, str, str]
 """A line of the closing table: label, value, remark."""
@@ -20,70 +18,33 @@ def _nothing(summary: Mapping[str, Any]) -> Iterator[Any]:
     return iter(())
 
 
+def _nothing_of(events: list[Event]) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class FeatureFigure:
     """A figure that a feature adds to those of a run.
 
-    kinds: names of its events.
+    kinds: names of its events; none where its part of the summary is measured after the run.
     in_summary: make its part of the summary of all its events; called where there are any.
+    otherwise: its part of the summary without any.
     rows: make its rows of the closing table of a summary, which may lack the figure.
     metrics: the same for a tracker, as (name, value).
+    notice: make the line that a user sees at one of its events, as it comes.
+    mark: make the word at the event's step in the picture of step times.
     is_of_steps: its events have a step, and count no longer once the run has resumed from an
         earlier one.
     """
 
-    kinds: Sequence[str]
-    in_summary: Callable[[list[Event]], dict[str, Any]]
+    kinds: Sequence[str] = ()
+    in_summary: Callable[[list[Event]], dict[str, Any]] = _nothing_of
+    otherwise: Mapping[str, Any] = field(default_factory=dict)
     rows: Callable[[Mapping[str, Any]], Iterator[Row]] = _nothing
     metrics: Callable[[Mapping[str, Any]], Iterator[tuple[str, float]]] = _nothing
+    notice: Callable[[Event], str] | None = None
+    mark: Callable[[Event], str] | None = None
     is_of_steps: bool = False
-
-
-MERGED = {
-    "merge": "whole",
-    "partial_merge": "partial",
-    "late": "clouds_late",
-    "left": "clouds_lost",
-    "back": "clouds_back",
-}
-"""What is counted of merges: an event, or what an absence is, and its name in the summary."""
-
-
-def _merges(events: list[Event]) -> dict[str, Any]:
-    found = Counter(event.get("what", event["event"]) for event in events)
-    return {"merges": {name: found[what] for what, name in MERGED.items()}}
-
-
-def _merge_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    if merges := summary.get("merges"):
-        counts = ", ".join(
-            f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")
-        )
-        remark = f"{merges['partial']} without a cloud; clouds: {counts}"
-        yield "merges", str(merges["whole"] + merges["partial"]), remark
-
-
-def _switches(events: list[Event]) -> dict[str, Any]:
-    names = ("step", "choice", "before")
-    return {"autopilot": [{name: event[name] for name in names} for event in events]}
-
-
-def _privacy(events: list[Event]) -> dict[str, Any]:
-    return {"privacy": body(events[-1])}
-
-
-def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    if (privacy := summary.get("privacy")) is not None:
-        remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
-        if (sampled := privacy["epsilon_if_sampled"]) is not None:
-            remark += f"; {sampled:.2f} if batches were random and secret"
-        yield "privacy, epsilon", human_number(privacy["epsilon"], form=".2f"), remark
-
-
-def _privacy_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    epsilon = (summary.get("privacy") or {}).get("epsilon")
-    if epsilon is not None:
-        yield "epsilon", epsilon
 
 
 def _refused_reports(events: list[Event]) -> dict[str, Any]:
@@ -96,16 +57,6 @@ def _refused_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
 
 
-FEATURE_FIGURES = (
-    FeatureFigure(
-        kinds=("merge", "partial_merge", "absence"),
-        in_summary=_merges,
-        rows=_merge_rows,
-        is_of_steps=True,
-    ),
-    FeatureFigure(kinds=("autopilot",), in_summary=_switches, is_of_steps=True),
-    FeatureFigure(
-        kinds=("privacy",), in_summary=_privacy, rows=_privacy_rows, metrics=_privacy_metrics
-    ),
-    FeatureFigure(kinds=("refused_reports",), in_summary=_refused_reports, rows=_refused_rows),
+REFUSED_REPORTS = FeatureFigure(
+    kinds=("refused_reports",), in_summary=_refused_reports, rows=_refused_rows
 )

@@ -1,6 +1,6 @@
 """One pass over a run's events, and what follows from it: `summary.json`, whose figures
 docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
-What features add is in feature_figures.py.
+What features add is in their folders.
 """
 
 import json
@@ -32,7 +32,7 @@ from xcloud.record.events import (
     StepTotals,
     body,
 )
-from xcloud.record.feature_figures import FEATURE_FIGURES, FeatureFigure
+from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
 
 Summary = dict[str, Any]
@@ -54,15 +54,15 @@ class RunStatistics:
     a failure. What was reported of later steps than one that the run resumes from is dropped.
 
     steps: joins the ranks' reports; or how many ranks there are.
-    more: figures of this kind of job, beside those that any feature may add.
+    figures: of features.
     """
 
-    def __init__(self, steps: StepCollector | int, more: Sequence[FeatureFigure] = ()) -> None:
+    def __init__(self, steps: StepCollector | int, figures: Sequence[FeatureFigure] = ()) -> None:
         if isinstance(steps, int):
             self.collector = StepCollector(steps)
         else:
             self.collector = steps
-        self._figures = (*FEATURE_FIGURES, *more)
+        self._figures = (*figures, REFUSED_REPORTS)
         self._kept = dict(KEPT)
         for figure in self._figures:
             self._kept.update(dict.fromkeys(figure.kinds, figure.is_of_steps))
@@ -248,15 +248,14 @@ class RunStatistics:
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
-            "privacy": None,
             "num_cut": self._num_cut(),
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
         for event in self.events("data")[-1:]:
             summary["data"] = body(event)
         for figure in self._figures:
-            if found := self.events(*figure.kinds):
-                summary |= figure.in_summary(found)
+            found = self.events(*figure.kinds)
+            summary |= figure.in_summary(found) if found else figure.otherwise
         return summary
 
     def _num_cut(self) -> dict[str, dict[str, int]]:

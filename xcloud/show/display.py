@@ -30,6 +30,7 @@ from typing import Any, TextIO
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.terminal import printable
 from xcloud.base.units import human_duration, score_name, score_with_error
+from xcloud.feature_list import FIGURES
 from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
@@ -40,6 +41,7 @@ from xcloud.show.tables import markdown_of, print_report
 from xcloud.tracking.tracker import Recording
 
 TRACE_FILE = "timeline.json"
+NOTICES = {kind: f.notice for f in FIGURES if f.notice is not None for kind in f.kinds}
 REDRAWS_PER_S = 10
 PRINT_S = 30.0
 SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
@@ -104,8 +106,6 @@ class ProgressLine:
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))
-        elif kind == "autopilot":
-            self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
         elif kind == "resume":
             text = "begins anew"
             if event["step"]:
@@ -116,6 +116,8 @@ class ProgressLine:
             self.note(text + (f"; changed: {changed}" if changed else ""))
         elif kind == "fed" and "loss" in event:
             self._losses[event["cloud"]] = event["loss"]
+        elif kind in NOTICES:
+            self.note(NOTICES[kind](event))
 
     def note(self, text: str) -> None:
         from rich.text import Text

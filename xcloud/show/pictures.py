@@ -22,6 +22,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
+from xcloud.feature_list import FIGURES
 from xcloud.record.events import OWN
 from xcloud.record.summary import RunStatistics, num_warmup_steps
 from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
@@ -147,11 +148,16 @@ def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
     _draw_times(right, step=step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
-    for event in run.events("autopilot"):
-        after = event["step"] + 0.5
-        text = f" {event['choice']}"
+    marks = [
+        (event["step"], figure.mark(event))
+        for figure in FIGURES
+        if figure.mark is not None
+        for event in run.events(*figure.kinds)
+    ]
+    for at_step, text in marks:
+        after = at_step + 0.5
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
-        right.text(after, 0.02 * top, text, fontsize=7, rotation=90, va="bottom")
+        right.text(after, 0.02 * top, f" {text}", fontsize=7, rotation=90, va="bottom")
     return save(figure, path=path)
 
 

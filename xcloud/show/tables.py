@@ -26,8 +26,9 @@ from xcloud.base.units import (
     score_text,
     score_with_error,
 )
+from xcloud.feature_list import FIGURES
 from xcloud.record.events import MEMORY, OTHER_MEMORY
-from xcloud.record.feature_figures import FEATURE_FIGURES, Row
+from xcloud.record.feature_figures import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,9 +183,9 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    for rows in (_quality_rows, _time_rows, _traffic_rows, _leak_rows):
+    for rows in (_quality_rows, _time_rows, _traffic_rows):
         yield from rows(summary)
-    for figure in FEATURE_FIGURES:
+    for figure in FIGURES:
         yield from figure.rows(summary)
     yield "samples per second", human_number(summary["samples_per_s"], form=",.1f"), ""
     if summary["tokens_per_s"] is not None:
@@ -193,8 +194,6 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             num_learned = human_number(learned, form=",.0f")
             remark = f"computed, of which {num_learned} are learned (in the loss)"
         yield "tokens per second", human_number(summary["tokens_per_s"], form=",.0f"), remark
-    if "feed" in summary:
-        yield from _feed_rows(summary["feed"])
 
 
 def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -253,34 +252,6 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     ratios = {kind: UNKNOWN if r is None else f"{r:.2f}x" for kind, r in known.items()}
     total = ratios.pop("total")
     yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
-
-
-def _leak_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    if summary.get("label_leak_auc") is not None:
-        parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
-        known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
-        remark = ", ".join([*known, "0.5 = nothing leaks"])
-        yield "label leak, AUC", human_number(summary["label_leak_auc"], form=".3f"), remark
-    for name, label in {"": "tokens recovered", "averaging_": "tokens read in averages"}.items():
-        if (recovered := summary.get(f"{name}token_recovery")) is not None:
-            baseline = human_percent(summary[f"{name}token_recovery_baseline"], digits=1)
-            remark = f"{baseline} without looking"
-            if name and (order := summary.get("averaging_order_recovery")) is not None:
-                remark += f", word order {human_percent(order, digits=1)}"
-            yield label, human_percent(recovered, digits=1), remark
-
-
-def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
-    """Return the rows of a one-way job: each producer's share."""
-    per_token = human_number(feed["bytes_per_token"], form=".2f")
-    yield "bytes per token", per_token, "between clouds, counted"
-    for name, producer in feed["producers"].items():
-        state = f", {producer['state']}" * (producer["state"] in ("slow", "dead"))
-        loss = human_number(producer["loss"], form=".3f")
-        remark = f"{producer['num_batches']} batches, loss {loss}{state}"
-        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, digits=1), remark
-    if feed["num_skipped"]:
-        yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
 
 
 # Pages.

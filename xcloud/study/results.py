@@ -30,6 +30,7 @@ from xcloud.base.units import (
     score_text,
     shown_scores,
 )
+from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import settings_of
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -113,7 +114,7 @@ class Results:
                 "commit": run.summary.get("commit"),
                 "identity": identity(run.settings),
                 **{key: run.settings.get(key) for key in keys},
-                **final_metrics(run.summary),
+                **final_metrics(run.summary, FIGURES),
                 "cause": run.summary.get("cause"),
                 "folder": str(run.run_dir),
             }
@@ -134,7 +135,7 @@ class Results:
         rows = pd.DataFrame([_row(runs) for runs in self.of_row])
         _tell_apart(rows)
         figures = pd.DataFrame(
-            {**final_metrics(run.summary), "row": number}
+            {**final_metrics(run.summary, FIGURES), "row": number}
             for number, runs in enumerate(self.of_row)
             for run in runs
             if run.status == "finished"

@@ -34,6 +34,7 @@ from xcloud.base.run_folder import LOCK_FILE
 from xcloud.base.settings import Positive, settings
 from xcloud.base.terminal import prepare_process, say, signals_to_stop
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
+from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, load, write
 from xcloud.net.transport import num_cores
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -379,7 +380,7 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    known = final_metrics(summary)
+    known = final_metrics(summary, FIGURES)
     score = next(iter(summary.get("quality", ())), "")
     texts: dict[str, Callable[[float], str]] = {
         score: lambda value: f"{score_name(score)} {score_text(score, value)}",

@@ -38,7 +38,7 @@ from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.base.wording import check_name
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
-from xcloud.record.feature_figures import FEATURE_FIGURES
+from xcloud.record.feature_figures import FeatureFigure
 
 # where `python -m xcloud ui` serves by default
 UI_HOST = "127.0.0.1"
@@ -49,9 +49,7 @@ VIEW_TAG = "mlflow.sharedViewState."
 
 # Of summary.json, what has the same name in a table of runs.
 AS_THEY_ARE = (
-    "label_leak_auc", "label_leak_auc_gradient", "label_leak_auc_activation", "token_recovery",
-    "averaging_token_recovery", "token_recovery_baseline", "averaging_token_recovery_baseline",
-    "averaging_order_recovery", "predicted_step_time_s", "final_loss", "bubble_ratio",
+    "predicted_step_time_s", "final_loss", "bubble_ratio",
     "samples_per_s", "tokens_per_s", "learned_tokens_per_s", "num_steps",
 )  # fmt: skip
 
@@ -75,8 +73,13 @@ def quality_metrics(event: Event) -> dict[str, float]:
     return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
 
 
-def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of summary.json that a table of runs compares, without nulls."""
+def final_metrics(
+    summary: Mapping[str, Any], figures: Sequence[FeatureFigure] = ()
+) -> dict[str, float]:
+    """Return the values of summary.json that a table of runs compares, without nulls.
+
+    figures: of features, with the core's.
+    """
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
     of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
@@ -92,15 +95,14 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         **{name: summary.get(name) for name in names},
         "num_skipped_updates": summary.get("num_skipped_updates") or None,
     }
-    for figure in FEATURE_FIGURES:
+    for figure in figures:
         metrics |= dict(figure.metrics(summary))
     for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         metrics |= {f"{name}_{part}": value for part, value in summary.get(name, {}).items()}
     kinds = (*MEMORY, OTHER_MEMORY)
     for rank in summary.get("memory", ()):
         metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in kinds}
-    feed = summary.get("feed", {})
-    return _legal(metrics | {name: feed.get(name) for name in ("bytes_per_token", "num_skipped")})
+    return _legal(metrics)
 
 
 def legal_name(name: str) -> str:

@@ -31,6 +31,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Address, WritePath, settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
+from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.files import read_json, replace_text
 from xcloud.tracking.mlflow_store import (
     COSTS,
@@ -82,6 +83,7 @@ class TrackedRun:
     run_dir: Path
     steps: StepCollector
     num_steps: int
+    figures: Sequence[FeatureFigure] = ()
 
 
 class Recording:
@@ -189,7 +191,8 @@ class MlflowSender(threading.Thread, Recording):
         # A resumed run may end at an earlier step than it had come to before.
         attempt = int(summary.get("num_resumes") or 0)
         step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
-        values = points_of(final_metrics(summary), at_s=now_s, step=step)
+        metrics = final_metrics(summary, self._run.figures)
+        values = points_of(metrics, at_s=now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
             (

@@ -25,6 +25,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.one_way import OneWayModel
 from xcloud.features.one_way.feed import Feed
+from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.job.job import Job, Labels, Roster
 from xcloud.job.leaving import REPORTS, Leaving
@@ -79,6 +80,10 @@ class OneWayExperiment(Job):
             )
         fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
+
+    @property
+    def figures(self) -> Sequence[FeatureFigure]:
+        return (PRODUCERS,)
 
     def statistics(self) -> OneWayStatistics:
         return OneWayStatistics(self.cluster)
@@ -172,8 +177,7 @@ class OneWayStatistics(RunStatistics):
 
     def __init__(self, layout: OneWayLayout) -> None:
         self._feed = FeedCollector(layout)
-        producers = FeatureFigure(("producer",), lambda events: {}, is_of_steps=True)
-        super().__init__(self._feed, (producers,))
+        super().__init__(self._feed, (PRODUCERS,))
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made = defaultdict[tuple[str, str], float](float)  # batches, seconds, by producer
         self._loss: dict[str, float | None] = {}
