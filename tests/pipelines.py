@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.channel import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message, ReceiveChannel
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
 from xcloud.comm.compressor import Chain, Compressor
@@ -139,7 +139,7 @@ def wired(
         clock = StepClock(record_from)
         ends = Ends(world.transport(rank), layout, run_dir, clock.messages)
         caches = activation_caches(layout, boundaries, rank, kept_bytes)
-        wiring = wire(job, ends, clock, CPU, on_report, caches.receiver)
+        wiring = wire(job, ends, clock, CPU, on_report, partial(caches.receiver, ReceiveChannel))
         return Wired(wiring, clock, caches)
 
     return in_threads([lambda r=rank: one(r) for rank in range(layout.num_ranks)])

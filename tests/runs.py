@@ -29,7 +29,7 @@ from xcloud.pipeline.pipeline import Pipeline
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import state_file
 from xcloud.show.monitor import Monitor
-from xcloud.train.features import Features
+from xcloud.train import building
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +52,7 @@ def in_threads(
     run_dir: Path, config: dict[str, object] | DictConfig, patch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
     """As `start`, with the ranks in threads of this process, over links in memory."""
-    for of, name in ((Pipeline, "_forward"), (Features, "stage")):
+    for of, name in ((Pipeline, "_forward"), (building, "build_stage")):
         patch.setattr(of, name, one_at_a_time(getattr(of, name)))
     job = job_from_config(OmegaConf.create(config))
     monitor = Monitor(job, {}, run_dir)

@@ -37,7 +37,7 @@ from xcloud.tasks.rows import digest_of
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation
-from xcloud.train.features import Features
+from xcloud.train import building
 
 SPLITS = {"train": 30, "dev": 4, "test": 4}
 OTHER = {"cat": "dog", "yes": "no"}  # as long, and as many rows
@@ -371,15 +371,15 @@ def toy_run(
     max_steps: int = STEPS,
 ) -> None:
     """Of two clouds, in threads. digest_of: what a rank has built its stage from."""
-    build = Features.stage
+    build = building.build_stage
 
-    def stage(features: Features, *of: Any) -> Any:
-        made = build(features, *of)
-        made.architecture = {**made.architecture, BASES: {"base model": digest_of(features.rank)}}
+    def stage(number: int, context: Any, **of: Any) -> Any:
+        made = build(number, context, **of)
+        made.architecture = {**made.architecture, BASES: {"base model": digest_of(context.rank)}}
         return made
 
     with patch.context() as patched:
-        patched.setattr(Features, "stage", stage)
+        patched.setattr(building, "build_stage", stage)
         run(experiment(FIRST, max_steps), run_dir, patched)
 
 

@@ -24,6 +24,7 @@ from xcloud.comm.sparsify import TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import Batch
 from xcloud.features.replicas.averaging import AllToAll, Averager, Terms, averager_for
+from xcloud.features.replicas.feature import replicas_exchange
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
 from xcloud.features.replicas.merging import (
@@ -46,7 +47,6 @@ from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.record.reporter import Reporter
-from xcloud.train.averaging import replicas_exchange
 
 ROBUST: list[Robust] = [Median(), TrimmedMean(0.2), NormBound(2.0)]
 MEAN = OuterOptimizer(1.0, 0.0, False)

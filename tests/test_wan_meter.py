@@ -11,7 +11,7 @@ from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.hook import StepReport
 from xcloud.rank.task_data import gather_predictions
 from xcloud.record.reporter import Reporter
-from xcloud.train.stage_rank import WanMeter
+from xcloud.train.wan_meter import WanMeter
 
 
 def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> None:

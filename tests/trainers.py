@@ -16,7 +16,7 @@ from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.features.privacy.gradients import PrivateGradients
-from xcloud.features.replicas.links import replica_links
+from xcloud.features.replicas.links import averager_of_ends, replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import tied_gradients
 from xcloud.job.strategy import Strategy
@@ -34,7 +34,6 @@ from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
-from xcloud.train.averaging import averager_of_ends
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

@@ -24,21 +24,23 @@ FIGURES: Sequence[FeatureFigure] = (
 
 @cache
 def all_features() -> Sequence[Feature]:
-    """Return all features. Imported only here: who reads a record needs no torch."""
+    """Return all features, in the order in which they change what a rank builds and act on an
+    update. Imported only here: who reads a record needs no torch."""
     from xcloud.features.activation_cache.feature import ActivationCaching
     from xcloud.features.autopilot.feature import AutopilotFeature
     from xcloud.features.leak_meter.feature import LeakMeasurement
     from xcloud.features.privacy.feature import DifferentialPrivacy
-    from xcloud.features.replicas.feature import Replicas
+    from xcloud.features.replicas.feature import ReplicaAveraging
+    from xcloud.features.replicas.links import averager_of_ends
     from xcloud.features.sharding.feature import Sharding
     from xcloud.features.tied.feature import TiedEnds
 
     return (
         LeakMeasurement(),
-        Replicas(),
+        ReplicaAveraging(),
+        TiedEnds(averager_of_ends),
         Sharding(),
         DifferentialPrivacy(),
-        TiedEnds(),
         ActivationCaching(),
         AutopilotFeature(),
     )

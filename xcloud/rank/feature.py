@@ -1,14 +1,27 @@
 """What a feature is to the rest of the package: a folder in features/ and a line in
-feature_list.py.
+feature_list.py. A Feature says what a job needs for it; a FeatureAtRank is at work in one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Use
+from xcloud.pipeline.exchange import Exchange, RankGroup
+from xcloud.pipeline.hook import Hook
+from xcloud.pipeline.pipeline import BoundaryPorts, Pipeline
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import MakeReceiver, Wiring
+from xcloud.rank.role import RankContext
+
+Watch = Callable[[int, int, Mapping[str, Tensor]], None]
+"""Takes what a replica contributed to an average: of (step, replica, tensors by name)."""
 
 
 class Feature:
@@ -41,4 +54,74 @@ class Feature:
 
     def describe(self, job: PipelineJob) -> str:
         """Return what the headline of the job says of the feature, which it uses."""
+        return ""
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
+        """Return the feature at work in one rank; None where it does nothing there."""
+        return None
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """What a rank has built before its trainer.
+
+    program_bytes: memory that it took before it had a model.
+    """
+
+    context: RankContext[PipelineJob]
+    wiring: Wiring
+    data: TaskData
+    stages: Mapping[int, Stage]
+    program_bytes: int
+
+
+class FeatureAtRank:
+    """A feature at work in one rank. A feature overrides what it has.
+
+    The methods stand in the order in which a rank is built (train/building.py). Some of them take
+    how something is made and return another way to make it.
+    """
+
+    changes_each_gradient = False
+    """It changes the gradient of every micro-batch, so none may be summed over ranks before."""
+    hides_losses = False
+    """Replicas may not tell each other their losses."""
+    watch: Watch | None = None
+    """Sees what other replicas contribute to averages."""
+
+    def receiver(self, make: MakeReceiver) -> MakeReceiver:
+        """Return what makes the receiving end of a channel."""
+        return make
+
+    def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
+        """Return what a stage is built with. group: the ranks that hold it."""
+        return context
+
+    def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
+        """Return the ends of the boundaries through which the stages send and receive."""
+        return ports
+
+    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
+        """Return what makes the pipeline, from the arguments of Pipeline."""
+        return make
+
+    def complete(self, stages: Mapping[int, Stage]) -> None:
+        """Act once the stages have all their values."""
+
+    def exchange(self, built: BuiltRank, watch: Watch | None) -> Exchange | None:
+        """Return what brings the gradients of ranks together, in place of the sum over a stage's
+        ranks. watch: of another feature."""
+        return None
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> Hook | None:
+        """Return what acts on an update, with a state that a checkpoint keeps."""
+        return None
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> Hook | None:
+        """Return what looks at an update without a state. Called after the hooks of all features
+        and after evaluation."""
+        return None
+
+    def resume(self) -> str:
+        """Return what a user is told when a run goes on from a checkpoint; empty: nothing."""
         return ""

@@ -28,7 +28,7 @@ from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import InFlight, Pass, Pipeline
 from xcloud.pipeline.schedule import Action, SplitBackward
-from xcloud.pipeline.wiring import rank_pairs
+from xcloud.pipeline.wiring import MakeReceiver, rank_pairs
 from xcloud.record.reporter import Reporter
 
 MEGABYTE = 1_000_000
@@ -117,14 +117,15 @@ class CachingChannel(ReceiveChannel):
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
     """The caches at a rank's boundaries, by the stage before and the peer. Both ends know them."""
 
-    def receiver(self, identity: ChannelId, **named: Any) -> ReceiveChannel:
+    def receiver(self, make: MakeReceiver, identity: ChannelId, **named: Any) -> ReceiveChannel:
         """Build the receiving end of a channel, which keeps rows where there is a cache for it.
 
+        make: builds one that keeps nothing.
         identity, named: the arguments of ReceiveChannel.
         """
         kept = self.get((identity.boundary, identity.sender))
         if kept is None:
-            return ReceiveChannel(identity=identity, **named)
+            return make(identity=identity, **named)
         return CachingChannel(kept, identity=identity, **named)
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import decodes_rows_alone
 from xcloud.comm.memory import NoMemory
+from xcloud.features.activation_cache.cache import (
+    MEGABYTE,
+    CacheReport,
+    CachingPipeline,
+    activation_caches,
+)
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain
-from xcloud.rank.feature import Feature
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import MakeReceiver
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
 
 rows_may_be_kept = plain(
     lambda job: not job.security.may_keep_rows,
@@ -99,3 +111,35 @@ class ActivationCaching(Feature):
 
     def describe(self, job: PipelineJob) -> str:
         return f"keeps up to {job.training.activation_cache_mb} MB of frozen rows"
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return _AtRank(context)
+
+
+class _AtRank(FeatureAtRank):
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        job = context.job
+        self._has_boundary = bool(job.cached_boundaries)
+        self._caches = activation_caches(
+            job.cluster,
+            job.boundaries,
+            rank=context.rank,
+            max_bytes=round(job.training.activation_cache_mb * MEGABYTE),
+        )
+
+    def receiver(self, make: MakeReceiver) -> MakeReceiver:
+        return partial(self._caches.receiver, make)
+
+    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
+        return partial(CachingPipeline, self._caches) if self._caches else make
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
+        if not self._has_boundary:
+            return None
+        channels = built.wiring.boundaries.channels.values()
+        return CacheReport(channels, built.context.reporter)
+
+    def resume(self) -> str:
+        if not self._has_boundary:
+            return ""
+        return "the activation cache is not checkpointed: cached rows cross again"

@@ -8,9 +8,12 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression_plans import Selectable
+from xcloud.features.autopilot.pilot import Switching, pilot_of
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, no_plan, one_pipeline
-from xcloud.rank.feature import Feature
+from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
 
 MAX_CHOICES = 255  # rank 0 sends the number in a byte
 
@@ -50,6 +53,16 @@ class AutopilotFeature(Feature):
     def check(self, job: PipelineJob) -> None:
         super().check(job)
         check_choices(job)
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return _AtRank()
+
+
+class _AtRank(FeatureAtRank):
+    def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
+        return pilot_of(
+            built.context, trainer, wiring=built.wiring, program_bytes=built.program_bytes
+        )
 
 
 def check_choices(job: PipelineJob) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
 from xcloud.job.job import PipelineJob
-from xcloud.rank.feature import Feature
+from xcloud.pipeline.pipeline import BoundaryPorts
+from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
 
 
 class LeakMeasurement(Feature):
@@ -14,3 +18,19 @@ class LeakMeasurement(Feature):
 
     def describe(self, job: PipelineJob) -> str:
         return "" if job.cluster.crosses_clouds else "leak meter: off (one cloud)"
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
+        return _AtRank() if context.job.leak_meter is not None else None
+
+
+class _AtRank(FeatureAtRank):
+    _observers: LeakObservers
+
+    def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
+        self._observers = leak_observers(built.context, built.data, stages=built.stages)
+        if self._observers.averaged is not None:
+            self.watch = self._observers.averaged.received
+        return observed(ports, self._observers.observer, ends=built.wiring.ends)
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> LeakObservers:
+        return self._observers

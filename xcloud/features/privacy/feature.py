@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from xcloud.features.privacy.account import PrivacyAccount
+from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import put_off
-from xcloud.rank.feature import Feature
+from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
+from xcloud.security.defences import Privacy
 
 several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
@@ -74,3 +79,28 @@ class DifferentialPrivacy(Feature):
     def describe(self, job: PipelineJob) -> str:
         assert job.security.privacy is not None
         return job.security.privacy.label
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        privacy = context.job.security.privacy
+        assert privacy is not None
+        return _AtRank(privacy, num_replicas=context.job.cluster.num_replicas)
+
+
+class _AtRank(FeatureAtRank):
+    def __init__(self, privacy: Privacy, num_replicas: int) -> None:
+        self._privacy = privacy
+        self.changes_each_gradient = privacy.unit == "sample"
+        self.hides_losses = num_replicas > 1
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
+        return PrivateGradients(self._privacy, trainer) if self.changes_each_gradient else None
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> PrivacyAccount | None:
+        if built.context.rank != 0:
+            return None
+        return PrivacyAccount(
+            self._privacy,
+            trainer,
+            contributions=built.context.job.strategy.traits.max_contributions,
+            reporter=built.context.reporter,
+        )

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import nn
+
+from xcloud.features.replicas.averaging import ReplicaLinks
+from xcloud.features.replicas.links import replica_links
+from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use
-from xcloud.rank.feature import Feature
+from xcloud.pipeline.batch_plan import replica_samples
+from xcloud.pipeline.exchange import Exchange, RankGroup, Work
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Watch
+from xcloud.rank.role import RankContext
+from xcloud.record.reporter import Reporter
 
 
 def _averages_without_feedback(job: PipelineJob) -> bool:
@@ -29,7 +40,7 @@ def self_correcting_compressor(job: PipelineJob) -> Lack | None:
     return None
 
 
-class Replicas(Feature):
+class ReplicaAveraging(Feature):
     """An average of gradients or parameters over replicas of the pipeline."""
 
     uses = (
@@ -46,3 +57,59 @@ class Replicas(Feature):
 
     def is_used(self, job: PipelineJob) -> bool:
         return job.cluster.num_replicas > 1
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return _Averaging()
+
+
+class _Averaging(FeatureAtRank):
+    def exchange(self, built: BuiltRank, watch: Watch | None) -> Exchange:
+        job = built.context.job
+        wiring = built.wiring
+        links = replica_links(
+            wiring.ends, job.cluster, device=built.context.device, rejoin=wiring.rejoin
+        )
+        wiring.averaging.append(links)
+        return replicas_exchange(
+            job,
+            links,
+            group=wiring.groups[min(built.stages)],  # all stages of a rank have the same ranks
+            stages=built.stages,
+            reporter=built.context.reporter,
+            watch=watch,
+        )
+
+
+def replicas_exchange(
+    job: PipelineJob,
+    links: ReplicaLinks,
+    group: RankGroup,
+    stages: Mapping[int, nn.Module],
+    reporter: Reporter,
+    watch: Watch | None,
+) -> Exchange:
+    """Build the exchange of a rank with its counterparts in the other replicas.
+
+    group: the ranks of this replica that hold the same stages.
+    watch: see Terms.
+    """
+    assert job.strategy.averaging is not None
+    numbers = replica_samples(
+        job.training.batch_size,
+        num_micro_batches=job.schedule.num_micro_batches,
+        num_passes=job.training.accumulate_steps,
+        num_replicas=job.cluster.num_replicas,
+    )
+    replicas = Replicas(
+        links,
+        group,
+        stages=stages,
+        choose=job.compression.for_tensor,
+        seed=job.seed,
+        last_step=job.max_steps,
+        max_work=[Work(number, float(number * job.task.max_length)) for number in numbers],
+        reporter=reporter,
+        privacy=job.security.privacy,
+        watch=watch,
+    )
+    return job.strategy.averaging.join(replicas)

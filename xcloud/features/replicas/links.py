@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 
 from xcloud.base.errors import LinkClosed
-from xcloud.features.replicas.averaging import Peer, ReplicaLinks
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.features.replicas.averaging import AllToAll, Peer, ReplicaLinks
 from xcloud.features.replicas.averaging_server import SERVER
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import LONG_BYTES, MessageKey
@@ -20,6 +21,7 @@ from xcloud.net.link import Parts
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.pipeline.freed_memory import return_freed_memory
+from xcloud.pipeline.wiring import Wiring
 
 _AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
 
@@ -203,3 +205,19 @@ def links_between(
         line=line,
         stage=stage,
     )
+
+
+def averager_of_ends(
+    wiring: Wiring, layout: ClusterLayout, device: torch.device
+) -> Callable[[tuple[int, int], int, TensorCodec], AllToAll]:
+    """Return what joins this rank to the pipeline's other end, to sum what both hold."""
+
+    def join(pair: tuple[int, int], stage: int, codec: TensorCodec) -> AllToAll:
+        ends = wiring.ends
+        links = links_between(ends, layout, pair=pair, device=device, line="tied", stage=stage)
+        wiring.averaging.append(links)
+        averager = AllToAll(links, codec)
+        links.open(averager.max_bytes)
+        return averager
+
+    return join

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from xcloud.base.errors import ConfigError
+from xcloud.contracts.model import BuildContext, Stage
+from xcloud.features.sharding.sharder import Sharder, prepare_memory
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
     Lack,
@@ -14,8 +17,10 @@ from xcloud.job.needs import (
     sharding_clouds,
     untied_ends,
 )
+from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.schedule import Schedule, put_off, rank_actions
-from xcloud.rank.feature import Feature
+from xcloud.rank.feature import Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
 
 
 def equal_shards_in_step(job: PipelineJob) -> Lack | None:
@@ -94,3 +99,24 @@ class Sharding(Feature):
             without="leave shard out",
         ),
     )
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
+        cloud = context.job.cluster.cloud_of(context.rank)
+        return _AtRank(context) if cloud in sharding_clouds(context.job) else None
+
+
+class _AtRank(FeatureAtRank):
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        self._device = context.device
+        self._note = context.reporter.note
+        self._sharders: dict[int, Sharder] = {}
+        prepare_memory(context.device)
+
+    def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
+        sharder = Sharder(group, self._device, note=self._note)
+        self._sharders[stage] = sharder
+        return replace(context, deal=sharder.block)
+
+    def complete(self, stages: Mapping[int, Stage]) -> None:
+        for stage, sharder in self._sharders.items():
+            sharder.rest(stages[stage])

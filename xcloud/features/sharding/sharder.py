@@ -7,7 +7,7 @@ ranks of a sharded stage must compute in step (feature.py: check_in_step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -73,15 +73,10 @@ class Sharder:
         return self._group.group.mesh(self._device)
 
 
-def sharders(
-    groups: Mapping[int, RankGroup], device: torch.device, note: Callable[[str], None]
-) -> dict[int, Sharder]:
-    """Build the sharders of a rank's stages, before any stage is built.
-
-    note: tells the user.
-    """
+def prepare_memory(device: torch.device) -> None:
+    """Let the process give back the memory of blocks that were whole. Called before any stage is
+    built."""
     return_freed_memory(device, _LARGE_BYTES)
-    return {stage: Sharder(group, device, note=note) for stage, group in groups.items()}
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from xcloud.features.tied.gradients import Join, TiedGradients, tied_gradients
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, every_update_together, no_privacy, ties_ends
-from xcloud.rank.feature import Feature
+from xcloud.layout import ClusterLayout
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import Wiring
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
 from xcloud.security.defences import LABEL
 
 
@@ -28,8 +38,18 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
     return None
 
 
+JoinEnds = Callable[[Wiring, ClusterLayout, torch.device], Join]
+"""Returns what joins a rank to the other end of the pipeline."""
+
+
 class TiedEnds(Feature):
-    """A sum of the gradients of one matrix over both ends of a pipeline."""
+    """A sum of the gradients of one matrix over both ends of a pipeline.
+
+    join_ends: what averages is a feature too (features/replicas/links.py).
+    """
+
+    def __init__(self, join_ends: JoinEnds) -> None:
+        self._join_ends = join_ends
 
     uses = (
         Use(
@@ -43,3 +63,22 @@ class TiedEnds(Feature):
             without="take model.embeddings=untie or freeze",
         ),
     )
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return _AtRank(self._join_ends)
+
+
+@dataclass
+class _AtRank(FeatureAtRank):
+    join_ends: JoinEnds
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> TiedGradients | None:
+        job = built.context.job
+        return tied_gradients(
+            trainer,
+            built.wiring.groups,
+            layout=job.cluster,
+            choose=job.compression.for_tensor,
+            seed=job.seed,
+            join=self.join_ends(built.wiring, job.cluster, built.context.device),
+        )
