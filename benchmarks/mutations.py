@@ -1,15 +1,16 @@
 """Do the tests see a wrong token? Changes one at a time in a copy of the tree, and runs the tests
-that are nearest to it.
+that run its line.
 
-    python -m benchmarks.mutations [--count 24] [--seed 1] [--rooms comm plan ...] [--limit-s 120]
+    python -m benchmarks.mutations [--count 24] [--seed 1] [--rooms comm plan ...] [--limit-s 60]
 
 A mutation turns a comparison, a sum, a condition, a constant, a returned value or a min into a
 neighbour of it (CHANGES). As many are drawn from each room as its share of all that could be.
-For each the test files run that import its module, itself or over a helper of tests/: the quick
-tests first, the golden table, then the slow ones, until one fails. It is killed if a test fails
-that passes without it, has survived if all pass, and is undecided where the time limit ends them,
-as on a busy machine or where a change makes a test wait for ever. A survivor is a line that no
-such test sees, or one where both tokens mean the same; tests further away may see it.
+One pass over the fast tests records which of them run a drawn line and how long each takes. Then
+each mutation gets its tests, the quickest first, until one fails; those that survive are given the
+slow tests in the same way. A mutation is killed if a test fails or does not end. A survivor is a
+line that no test sees, or one where both tokens mean the same. A line that is only run by an
+import, such as a default, is given the tests that call a function of its module or of one that
+imports it.
 
 One process at a time. Linux: each turn is forked from a process that has imported torch.
 """
@@ -18,26 +19,34 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
-import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from tests.import_walk import FILES, MODULES, PACKAGE, imports, module_of, own_imports
+import pytest
+
+from benchmarks import line_recorder
+from tests.import_walk import FILES, PACKAGE, module_of, own_imports
 
 ROOT = PACKAGE.parent
 COPIED = ("xcloud", "tests", "conf", "benchmarks", "experiments", "docs", "records", "run.py",
           "claims.toml", "pyproject.toml", "README.md", "constraints.txt")  # fmt: skip
-GOLDEN = "tests/test_golden.py"
-FEW = 8  # test files of a module, before those of its importers count
+QUIETLY = ("-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no")
+TIERS = ("not slow and not gpu", "slow and not nightly and not gpu")
+TEST_TIMEOUT_S = 60
+NO_END_S = 600
 CHANGES: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
     ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"),
@@ -78,25 +87,42 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", nargs="+", help="default: all")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="of the tests of a mutation")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of the tests of a mutation")
     given = parser.parse_args()
     for name in IMPORTED_FIRST:
         __import__(name)
-    fates = Counter[str]()
+    mutations = drawn(given.count, given.seed, given.rooms)
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
+        tree = Path(folder).resolve()
         copy_tree(tree)
-        for mutation in drawn(given.count, given.seed, given.rooms):
-            started_s = time.monotonic()
-            text = (tree / mutation.file).read_text(encoding="utf-8")
-            fate, by = judged(mutation, text, tree, given.limit_s)
-            fates[fate] += 1
-            took_s = time.monotonic() - started_s
-            print(f"{fate:9}{took_s:5.0f} s  {mutation.describe(text)}  {by}", flush=True)
-    killed, judged_ones = fates["killed"], fates["killed"] + fates["survived"]
-    share = killed / max(1, judged_ones)
-    print(f"{killed} of {judged_ones} killed: {share:.0%}; {fates['undecided']} undecided")
+        for tier in TIERS:
+            mutations = judge_all(mutations, tree, tier, limit_s=given.limit_s)
+    print(f"{given.count - len(mutations)} of {given.count} killed")
     return 0
+
+
+def judge_all(
+    mutations: Sequence[Mutation], tree: Path, tier: str, *, limit_s: float
+) -> list[Mutation]:
+    """Judge mutations by the tests with these marks, print each, and return the survivors."""
+    texts = {m.file: (tree / m.file).read_text(encoding="utf-8") for m in mutations}
+    targets = set[tuple[str, int]]().union(*(targets_of(m, texts[m.file]) for m in mutations))
+    started_s = time.monotonic()
+    tests = run_all_tests(tree, tier, targets)
+    took_s = time.monotonic() - started_s
+    print(f"{len(tests.seconds)} tests ({tier}) pass in {took_s:.0f} s", flush=True)
+    survivors = list[Mutation]()
+    for mutation in mutations:
+        started_s = time.monotonic()
+        killed, by = judged(mutation, texts[mutation.file], tree, tests=tests, limit_s=limit_s)
+        if not killed:
+            survivors.append(mutation)
+        fate = "killed" if killed else "survived"
+        took_s = time.monotonic() - started_s
+        print(
+            f"{fate:9}{took_s:4.0f} s  {mutation.describe(texts[mutation.file])}  {by}", flush=True
+        )
+    return survivors
 
 
 def copy_tree(tree: Path) -> None:
@@ -186,95 +212,160 @@ def _between(
 # Which tests, and what they say.
 
 
-def nearest_tests(file: str) -> list[str]:
-    """Return the test files that import the module, themselves or over helpers of tests/; where
-    there are few also those of the modules that import it. First come those that are named after
-    it, then those that import least, as they are about it most."""
-    module = module_of(ROOT / file)
-    tests = {path: _with_helpers(path) for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    seen, level, found = {module}, {module}, list[str]()
-    while level and len(found) < FEW:
-        reached = [
-            (path.stem.removeprefix("test_") not in module.split("."), len(mods), path.name)
-            for path, mods in tests.items()
-            if level & mods and f"tests/{path.name}" not in found
-        ]
-        found += [f"tests/{name}" for *_, name in sorted(reached)]
-        level = {name for name, path in MODULES.items() if own_imports(path) & level} - seen
-        seen |= level
-    return found
+def targets_of(mutation: Mutation, text: str) -> set[tuple[str, int]]:
+    """Return the lines of which a test is to run one: file and number, 0 for any call in it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.body[0].lineno <= mutation.line <= (node.body[-1].end_lineno or 0):
+                return {(mutation.file, mutation.line)}
+    module = module_of(ROOT / mutation.file)
+    users = [path for path in FILES if module in own_imports(path)]
+    return {(str(path.relative_to(ROOT)), 0) for path in [ROOT / mutation.file, *users]}
 
 
-def _with_helpers(path: Path) -> set[str]:
-    """Return the modules of the package that a test file imports, and those of its helpers."""
-    seen, todo, reached = set[Path](), [path], set[str]()
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            reached |= own_imports(one)
-            names = {name.split(".")[1] for name in imports(one) if name.startswith("tests.")}
-            todo += [ROOT / "tests" / f"{name}.py" for name in names]
-    return reached
+@dataclass
+class TestPass:
+    """What one pass over the tests shows: seconds of each that passed, and who runs which line."""
+
+    __test__ = False
+
+    seconds: dict[str, float]
+    reaching: dict[tuple[str, int], set[str]]
+
+    def quickest(
+        self, targets: Iterable[tuple[str, int]], limit_s: float
+    ) -> tuple[list[str], int]:
+        """Return tests that run one of these lines, so many as take `limit_s` in all, and how many
+        there are."""
+        reaching = set[str]().union(*(self.reaching.get(target, ()) for target in targets))
+        tests = sorted(reaching & self.seconds.keys(), key=lambda test: (self.seconds[test], test))
+        until_s = accumulate(self.seconds[test] for test in tests)
+        return [test for test, s in zip(tests, until_s, strict=True) if s < limit_s], len(tests)
 
 
-def judged(mutation: Mutation, text: str, tree: Path, limit_s: float) -> tuple[str, str]:
+def run_all_tests(tree: Path, tier: str, targets: Iterable[tuple[str, int]]) -> TestPass:
+    """Run the tests with these marks in the copy, and record in every process who runs which of
+    these lines."""
+    lines: dict[str, list[int]] = {}
+    for file, line in targets:
+        lines.setdefault(str(tree / file), []).append(line)
+    wanted = tree / "lines.json"
+    wanted.write_text(json.dumps(lines), encoding="utf-8")
+    hook = tree / "sitecustomize.py"
+    hook.write_text("from benchmarks import line_recorder\n\nline_recorder.start()\n")
+    environment = {"PYTHONPATH": str(tree), line_recorder.LINES: str(wanted)}
+    with (tree / "pytest.log").open("w") as log:
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                *QUIETLY,
+                "-m",
+                tier,
+                "-p",
+                line_recorder.__name__,
+                "tests",
+            ],
+            cwd=tree,
+            env=os.environ | environment,
+            stdout=log,
+            stderr=log,
+        )
+    hook.unlink()
+    rows = line_recorder.output_of(wanted).read_text(encoding="utf-8").splitlines()
+    return read_pass([json.loads(row) for row in rows], tree)
+
+
+def read_pass(rows: Iterable[Sequence[Any]], tree: Path) -> TestPass:
+    """Read the rows of the recorders."""
+    seconds = Counter[str]()
+    failed = set[str]()
+    reaching: dict[tuple[str, int], set[str]] = {}
+    tests_of_file: dict[str, set[str]] = {}
+    fixtures: list[tuple[tuple[str, int], str]] = []
+    for test, kind, *values in rows:
+        if kind == "took":
+            seconds[test] += values[0]
+            tests_of_file.setdefault(test.partition("::")[0], set()).add(test)
+        elif kind == "failed":
+            failed.add(test)
+        else:
+            name, _, phase = test.rpartition(" ")
+            target = (str(Path(values[0]).relative_to(tree)), values[1])
+            reaching.setdefault(target, set()).add(name)
+            if phase == "(setup)":
+                fixtures.append((target, name.partition("::")[0]))
+    for target, file in fixtures:  # a module's fixture is set up by the first of its tests only
+        reaching[target] |= tests_of_file.get(file, set())
+    return TestPass({test: seconds[test] for test in seconds if test not in failed}, reaching)
+
+
+def judged(
+    mutation: Mutation, text: str, tree: Path, tests: TestPass, limit_s: float
+) -> tuple[bool, str]:
     """Return whether it is killed, and by what."""
-    nearest = nearest_tests(mutation.file)
-    stages = [
-        ("not slow", nearest[:12]), ("not slow", [GOLDEN]), ("slow", nearest[:6]),
-        ("not slow", nearest[12:30]),
-    ]  # fmt: skip
-    target = tree / mutation.file
-    until_s = time.monotonic() + limit_s
-    for marks, files in stages:
-        while files:
-            left_s = max(1.0, until_s - time.monotonic())
-            target.write_text(mutation.applied(text), encoding="utf-8")
-            failed, said = _tested(tree, files, marks, left_s)
-            target.write_text(text, encoding="utf-8")
-            if failed is None:
-                return "undecided", f"after {limit_s:.0f} s"
-            if not failed:
-                break
-            if not said or not _tested(tree, [said], marks, limit_s)[0]:
-                return "killed", f"by {said or 'an import'}"
-            _FAIL_ANYWAY.append(said)
-    return "survived", f"({len(nearest)} test files)"
+    chosen, num_reaching = tests.quickest(targets_of(mutation, text), limit_s)
+    left = chosen
+    while left:
+        target = tree / mutation.file
+        target.write_text(mutation.applied(text), encoding="utf-8")
+        failed = first_failure(tree, left)
+        target.write_text(text, encoding="utf-8")
+        if failed is None:
+            break
+        if failed not in left or first_failure(tree, [failed]) is None:
+            return True, f"by {failed}"
+        left = left[left.index(failed) + 1 :]  # it fails without the change too
+    return False, f"({len(chosen)} of {num_reaching} tests that reach it)"
 
 
-_FAIL_ANYWAY: list[str] = []
-"""Tests that fail in the copy without any change, such as those that need a git history."""
-
-
-def _tested(
-    tree: Path, files: Sequence[str], marks: str, limit_s: float
-) -> tuple[bool | None, str]:
-    """Run pytest in a child that has the copy's modules and no other; return whether a test failed
-    and which; None where the time was over."""
-    log = tree / "pytest.log"
+def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
+    """Run these tests in this order in a child that has the copy's modules and no other, and
+    return the first that fails; where none can be named, how pytest ended."""
+    failures = tree / "failures.txt"
+    failures.write_text("")
     child = os.fork()
     if not child:
-        _run_pytest(tree, files, marks, log)
-    until_s = time.monotonic() + limit_s
+        _run_pytest(tree, tests, failures)
+    until_s = time.monotonic() + NO_END_S
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log.read_text(), re.M)
-            if code not in (0, 1, 2, 5):  # 2: a file could not be imported; 5: no such test
-                raise RuntimeError(f"pytest ended with {code}: {log.read_text()[-2000:]}")
-            return code in (1, 2), found[0] if found else ""
+            return (
+                (failures.read_text().splitlines() or [f"pytest's code {code}"])[0]
+                if code
+                else None
+            )
         if time.monotonic() > until_s:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return None, ""
+            return f"no end within {NO_END_S} s"
         time.sleep(0.05)
 
 
-def _run_pytest(tree: Path, files: Sequence[str], marks: str, log: Path) -> None:
+class ChosenTests:
+    """A plugin of pytest: keeps some tests, in this order, and writes down which fail."""
+
+    def __init__(self, tests: Sequence[str], failures: Path) -> None:
+        self.ranks = {test: rank for rank, test in enumerate(tests)}
+        self.failures = failures
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.ranks]
+        items.sort(key=lambda item: self.ranks[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.failures.open("a") as output:
+                output.write(f"{report.nodeid}\n")
+
+
+def _run_pytest(tree: Path, tests: Sequence[str], failures: Path) -> None:
     os.setsid()
-    output = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    output = os.open(tree / "pytest.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(tree)
@@ -283,13 +374,11 @@ def _run_pytest(tree: Path, files: Sequence[str], marks: str, log: Path) -> None
     sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
-    import pytest
-
-    words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=no"]
-    words += [word for name in _FAIL_ANYWAY for word in ("--deselect", name)]
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    words = [*QUIETLY, "-x", "-m", "", f"--timeout={TEST_TIMEOUT_S}", *files]
     code = 3
     try:
-        code = int(pytest.main([*words, "-m", f"{marks} and not nightly and not gpu", *files]))
+        code = int(pytest.main(words, plugins=[ChosenTests(tests, failures)]))
     finally:
         sys.stdout.flush()
         os._exit(code)
