@@ -20,7 +20,7 @@ from xcloud.launch.failures import (
     start_lost_clouds,
     write_failure,
 )
-from xcloud.launch.processes import LocalRanks, RunStopped
+from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
 from xcloud.record.files import error_file, failure_of, ready_file, state_file
 
 
@@ -265,6 +265,21 @@ def test_a_run_starts_where_nobody_tells_which_cores_it_may_use(
     ranks.start()
 
     assert given == ["4", "4"]
+
+
+def test_a_number_of_threads_is_used_as_it_is_set_or_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for given in ("1", "9999", "4,2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert num_threads(num_processes=3) == given
+    for given in ("", " "):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert num_threads(num_processes=10**6) == "1"
+    for given in ("0", "abc", "-3", "1.5", "4,", "4,0", "9" * 20):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS is '{given}', not a number"):
+            num_threads(num_processes=1)
 
 
 def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:

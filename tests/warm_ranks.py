@@ -247,7 +247,7 @@ def close_locks() -> None:
                 os.close(int(number))
 
 
-def fork_point(run_dir: Path, threads: int) -> Child:
+def fork_point(run_dir: Path, threads: str) -> Child:
     """In place of sweep.runner.start_point, likewise."""
     read, write = os.pipe()
     parent = str(os.getpid())
@@ -260,7 +260,7 @@ def fork_point(run_dir: Path, threads: int) -> Child:
     close_locks()
     command = [sys.executable, "-P", "-m", "xcloud.study.runner", str(run_dir)]
     command += ["--parent", parent]
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
     become_process(command, environment, os.getcwd(), f"/proc/self/fd/{write}")
 
 

@@ -7,6 +7,7 @@ no orphans (each child asks the kernel to end it with its parent).
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from xcloud.base.errors import RunFailed
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import module_paths, python_command
 from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
 from xcloud.net.transport import num_cores
@@ -42,6 +43,24 @@ LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has w
 class RunStopped(KeyboardInterrupt):
     """The end of a run before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1,
     SIGHUP)."""
+
+
+def num_threads(num_processes: int) -> str:
+    """Return OMP_NUM_THREADS for each of so many processes: as the environment sets it, else an
+    equal share of this machine's cores.
+
+    Raises ConfigError if it is set to anything but positive numbers, of which OpenMP would say so
+    in a log and use all cores in every process.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not given:
+        return str(max(1, num_cores() // num_processes))
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(\s*,\s*[1-9][0-9]{0,8})*", given):
+        raise ConfigError(
+            f"the environment variable OMP_NUM_THREADS is {given!r}, not a number of threads from "
+            "1 on; unset it, and the processes share the cores"
+        )
+    return given
 
 
 def start_process(
@@ -113,9 +132,9 @@ class LocalRanks:
         command = python_command("xcloud", *words)
         environment = {
             **LIBRARY_SETTINGS,
-            "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
             "TOKENIZERS_PARALLELISM": "false",
             **os.environ,
+            "OMP_NUM_THREADS": num_threads(len(self.clouds)),
             **module_paths(),
             # Whatever the shell has set for runs over several machines.
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",

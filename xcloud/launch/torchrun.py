@@ -30,7 +30,7 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import module_paths
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.launch.failures import ENDINGS, EXIT_START_AGAIN
-from xcloud.launch.processes import LIBRARY_SETTINGS
+from xcloud.launch.processes import LIBRARY_SETTINGS, num_threads
 from xcloud.net.addresses import store_at, why_unreachable
 from xcloud.net.rendezvous import JOIN_WITHIN_S, Ending, Waiting, ended_key
 
@@ -170,8 +170,7 @@ def torchrun(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
     if given.nproc_per_node.isdigit():
-        threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        os.environ["OMP_NUM_THREADS"] = num_threads(int(given.nproc_per_node))
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or _DEFAULT_PORT}"
     is_ours = given.rdzv_backend == "static" and not given.standalone
     if is_ours:

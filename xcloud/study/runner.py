@@ -36,7 +36,7 @@ from xcloud.base.terminal import prepare_process, say, signals_to_stop
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, load, write
-from xcloud.net.transport import num_cores
+from xcloud.launch.processes import num_threads
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     Decision,
@@ -89,8 +89,8 @@ class Processes:
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""
         write(point.config, run_dir / EXPERIMENT_FILE)
-        threads = num_cores() // (point.experiment.cluster.num_processes * self.parallel)
-        process = start_point(run_dir, max(1, threads))
+        threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
+        process = start_point(run_dir, threads)
         self._running.append(process)
         if self._is_ending:  # it began while `end` went through the others
             process.terminate()
@@ -395,9 +395,9 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
 
 
-def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
+def start_point(run_dir: Path, threads: str) -> subprocess.Popen[str]:
     command = python_command("xcloud.study.runner", str(run_dir))
-    own = {"OMP_NUM_THREADS": str(threads), **os.environ, **module_paths()}
+    own = {**os.environ, **module_paths(), "OMP_NUM_THREADS": threads}
     own["PYTHONIOENCODING"] = "utf-8"
     # In a session of its own: Ctrl+C reaches the sweep alone.
     return subprocess.Popen(
