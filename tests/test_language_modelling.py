@@ -262,6 +262,19 @@ def test_the_demo_splits_share_no_text() -> None:
     assert data.weight(torch.arange(data.num_samples("train"))) > 500
 
 
+def test_a_batch_weighs_the_tokens_that_are_learned_and_is_not_made_for_that(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.txt", "a" * 9, "", "b" * 9, "", "c" * 25)
+    data = task(tmp_path, folder, max_length=20).load(ALL, 0)
+    ids = torch.tensor([2, 0, 2])
+    labels = data.batch("train", ids)["label"]
+    assert [int((row != NO_LABEL).sum()) for row in labels] == [5, 18, 5]
+    monkeypatch.setattr(data, "batch", None)
+    assert data.weight(ids) == 28.0 and data.weight(ids[:0]) == 0.0
+
+
 def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) -> None:
     chats(tmp_path, folder).save_tokenizers(tmp_path)
     back = CausalTokenizer.load(tmp_path / "tokenizer")

@@ -419,7 +419,9 @@ class LanguageData(View[LanguageModelling]):
 
     def weight(self, ids: Tensor) -> float:
         check_visible("label", there=self._fields)
-        return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
+        labels = self._columns["label"]["train"]
+        assert isinstance(labels, TokenTable)
+        return float(labels.num_unlike_pad[ids].sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Return perplexity and the mean loss in nats of the guessed tokens of these samples;

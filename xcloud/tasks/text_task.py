@@ -18,6 +18,7 @@ import json
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -345,6 +346,14 @@ class TokenTable:
     def lengths(self, ids: Tensor) -> Tensor:
         """Return the lengths of these rows, int64 [B]."""
         return self._offsets[ids + 1] - self._offsets[ids]
+
+    @cached_property
+    def num_unlike_pad(self) -> Tensor:
+        """For each row the number of tokens that differ from `pad`, int64."""
+        before = torch.cat(
+            [torch.zeros(1, dtype=torch.int64), (self._flat != self._pad).cumsum(0)]
+        )
+        return before[self._offsets].diff()
 
     def padded(self, ids: Tensor) -> Tensor:
         """Return these rows as int64 [B, S], S being the length of the longest."""
