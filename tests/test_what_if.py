@@ -227,6 +227,36 @@ def test_what_a_file_says_wrongly_is_named(changed: dict[str, Any], words: str) 
         what_if(**changed)
 
 
+def test_a_model_is_sized_by_its_config_without_weights(tmp_path: Path) -> None:
+    """Of Qwen2.5-7B, published with 7,615,616,512 weights, 3,584 of them in the last norm."""
+    big = {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big/config.json").write_text(json.dumps(big))
+    others = {"sequence_length": 1024, "flop_per_s": 1e14}
+    file = tmp_path / "plan.yaml"
+    for name in ("big", "big/config.json"):
+        file.write_text(json.dumps(SMALL | {"model": {"checkpoint": name, **others}}))
+        model = read_what_if(file).model
+        assert model is not None and model.parameters == 7_615_616_512 - 3584
+        assert (model.layers, model.hidden, model.vocabulary) == (28, 3584, 152064)
+    for given, said in (
+        ({"checkpoint": "big", "layers": 4, "hidden": 8}, "says hidden, layers too; leave one"),
+        ({"checkpoint": "small"}, "no file .*small/config.json"),
+        ({"checkpoint": "big"}, "model.sequence_length is missing"),
+    ):
+        file.write_text(json.dumps(SMALL | {"model": given}))
+        with pytest.raises(ConfigError, match=said):
+            read_what_if(file)
+    (tmp_path / "big/config.json").write_text(json.dumps(big | {"model_type": "bert"}))
+    file.write_text(json.dumps(SMALL | {"model": {"checkpoint": "big", **others}}))
+    with pytest.raises(ConfigError, match="is of type 'bert'"):
+        read_what_if(file)
+
+
 def test_an_unknown_compressor_and_a_missing_file_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

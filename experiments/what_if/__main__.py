@@ -12,8 +12,9 @@ tokens: of the whole run, such as 1.0e9: then a line says what all of it takes a
 clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
 prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
 model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
-    parameters_per_layer, trained_share, checkpointing; or profile: a JSON file, as plan.profile
-    of run.py.
+    parameters_per_layer, trained_share, checkpointing. In place of layers, hidden, vocabulary and
+    parameters_per_layer: checkpoint, the config.json of a causal language model, or its folder; no
+    weights are needed. Or profile alone: a JSON file, as plan.profile of run.py.
 codecs: compress_bytes_per_s, decompress_bytes_per_s; by compressor or "*"; else they take no time.
 search: strategies, compressors (files of conf/compression), stages_inside, replicas, every,
     micro_batches: lists of what is tried.
@@ -38,10 +39,11 @@ from omegaconf import OmegaConf
 from experiments.what_if.file import WhatIf, what_if_from, with_lines
 from experiments.what_if.planning import plan_what_if
 from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked, total_of
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.base.wording import meant
 from xcloud.job.config import read_plain
+from xcloud.models.causal_network import KINDS, Part, laid_out, read_config
 from xcloud.simulator.costs import Profile, read_profile
 
 
@@ -80,7 +82,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_what_if(path: Path) -> WhatIf:
-    return what_if_from(read_plain(path))
+    """Read a file, and the config.json that its model.checkpoint names. Raises ConfigError."""
+    given = read_plain(path)
+    model = given.get("model") if isinstance(given, dict) else None
+    if isinstance(model, dict) and "checkpoint" in model:
+        sizes = sizes_of(path.parent / Path(str(model.pop("checkpoint"))).expanduser())
+        if both := sizes.keys() & model.keys():
+            said = ", ".join(sorted(both))
+            raise ConfigError(f"model.checkpoint says {said} too; leave one of both out")
+        model |= sizes
+    return what_if_from(given)
+
+
+def sizes_of(checkpoint: Path) -> dict[str, int]:
+    """Return settings of Decoder from the config.json of a causal language model; its weights need
+    not be there. checkpoint: the file or its folder. Raises ConfigError."""
+    folder = checkpoint.parent if checkpoint.name == "config.json" else checkpoint
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.checkpoint: there is no file {folder / 'config.json'}")
+    try:
+        config = read_config(str(folder))
+    except DataError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+    whole = Part(range(config.num_hidden_layers), is_first=True, is_last=True)
+    network = laid_out(config, whole).base_model  # without memory
+    layer = getattr(network, KINDS[config.model_type].blocks)[0]
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "parameters_per_layer": sum(parameter.numel() for parameter in layer.parameters()),
+    }
 
 
 def profile_of(what_if: WhatIf, folder: Path) -> Profile:
