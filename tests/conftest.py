@@ -1,8 +1,9 @@
 """What all tests share: one thread and one seed of torch, Ctrl+C that arrives, work side by side.
 
 `python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
-slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not
-run at the same time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
+slow ones each by itself, fast ones by file, in turns, as slow ones leave the processor free for
+half of their time. Tests that must not run at the same time carry `xdist_group`; these groups
+begin. A named file, --pdb and `-n 0` run in one process.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from matplotlib.figure import Figure
 
 from tests import warm_ranks
-from xcloud.features.checkpoints import saving
-from xcloud.launch import processes as launch
+
+# Torch and what imports it is imported by fixtures: the process that starts the others has no use
+# for it, and they would wait for its four seconds.
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -39,16 +39,22 @@ MOST_PROCESSES = 8
 
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_order() -> None:
+    import torch
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ranks_start_warm() -> Iterator[None]:
+def _ranks_start_warm(pytestconfig: pytest.Config) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with mock.patch.object(launch, "start_process", warm_ranks.start):
+    if "warm_ranks" in (about := getattr(pytestconfig, "workerinput", {})):
+        warm_ranks.connect(about["warm_ranks"])
+    from xcloud.launch import processes
+
+    with mock.patch.object(processes, "start_process", warm_ranks.start):
         yield
     warm_ranks.close()
 
@@ -57,6 +63,7 @@ def _ranks_start_warm() -> Iterator[None]:
 def _pictures_are_empty() -> Iterator[None]:
     """In this process, but for tests that use `pictures`: drawing one takes half a second, and
     every run ends with two."""
+    from matplotlib.figure import Figure
 
     def save(figure: Figure, path: Path, draw: Any = Figure.savefig) -> None:
         draw(figure, path) if _draws else Path(path).touch()
@@ -69,6 +76,8 @@ def _pictures_are_empty() -> Iterator[None]:
 def _checkpoints_are_written_at_once() -> Iterator[None]:
     """In this process: the thread that writes them is nice, and many tests wait for it, beside
     other processes that leave it nothing."""
+    from xcloud.features.checkpoints import saving
+
     with mock.patch.object(saving, "_NICENESS", 0):
         yield
 
@@ -103,17 +112,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
-        # One more than cores: slow tests wait for half of their time.
-        option.numprocesses = min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
+        # Two more than cores: slow tests wait for half of their time.
+        option.numprocesses = min((os.cpu_count() or 1) + 2, MOST_PROCESSES)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
-        option.loadscopereorder = False  # ours, below: slow tests first
+        option.loadscopereorder = False  # ours, below
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["dist"] = node.config.option.dist
     node.workerinput["whole"] = node.config.args_source is not pytest.Config.ArgsSource.ARGS
+    if sys.platform == "linux":
+        node.workerinput["warm_ranks"] = warm_ranks.address()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    warm_ranks.close()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -133,6 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     # Short files last, so that the processes end together.
     sizes = {path: -path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, sizes[item.path]))
+    if hasattr(config, "workerinput") and config.option.loadgroup:
+        alternate_slow_and_fast(items)
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -141,6 +158,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         if group and hasattr(config, "workerinput") and config.option.loadgroup:
             if hasattr(item, "_id"):
                 item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
+
+
+def alternate_slow_and_fast(items: list[Any]) -> None:
+    """Sort tests so that slow and fast ones come in turns; groups of slow ones begin, as each runs
+    in one process, and the last tenth of the fast ones ends, so that the processes end together.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    places = dict[str, float]()
+    for place, item in enumerate(slow):
+        begins = item.get_closest_marker("xdist_group") is not None
+        places[item.nodeid] = -1.0 if begins else 0.9 * place / len(slow)
+    for place, item in enumerate(fast):
+        places[item.nodeid] = place / len(fast)
+    items.sort(key=lambda item: places[item.nodeid])
 
 
 def pytest_collection_finish() -> None:

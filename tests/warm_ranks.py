@@ -1,6 +1,6 @@
 """Ranks without the two seconds of CPU that importing torch takes in each, more than a toy run.
 
-The tests' process starts one server (`python -m tests.warm_ranks FD`), which has imported what a
+A server (`python -m tests.warm_ranks FD FD`), one for all processes of xdist, has imported what a
 rank imports, forks for each rank and runs the rank's command in the child. Environment, log,
 signals, exit codes and the end with the parent are as launch.py makes them. Linux only.
 Torchrun and the main job start cold, and show the real start. `command` starts any other
@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -56,20 +57,36 @@ class WarmRank(Child):
         return code
 
 
-class Server:
-    """The server's side is `serve`. One request at a time, whichever thread asks."""
+class ServerProcess:
+    """A server that ends with the process that started it, or when it is closed."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm_ranks", str(theirs.fileno())],
+        self._ours, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # Linux chooses an address that is no file
+            listener.listen()
+            self.address: bytes = listener.getsockname()
+            numbers = (theirs.fileno(), listener.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_ranks", *map(str, numbers)],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                pass_fds=[theirs.fileno()],
+                pass_fds=numbers,
                 start_new_session=True,
             )
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.wait()
+
+
+class Server:
+    """A connection to `serve`. One request at a time, whichever thread asks."""
+
+    def __init__(self, address: bytes) -> None:
+        self.lock = threading.Lock()
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(address)
         self.lines = self.socket.makefile("rw", encoding="utf-8")
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -89,30 +106,50 @@ class Server:
     def close(self) -> None:
         self.lines.close()
         self.socket.close()
-        self.process.wait()
 
 
+_process: ServerProcess | None = None
 _server: Server | None = None
 
 
-def start(command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
+def address() -> bytes:
+    """Return the address of a server of this process, which is started if there is none."""
+    global _process
+    _process = _process or ServerProcess()
+    return _process.address
+
+
+def connect(address: bytes) -> None:
+    """Let this process use a server that another process has started."""
     global _server
-    _server = _server or Server()
-    return _server.start(command, environment, log)
+    _server = Server(address)
+
+
+def server() -> Server:
+    if _server is None:
+        connect(address())
+    assert _server is not None
+    return _server
+
+
+def start(command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
+    return server().start(command, environment, log)
 
 
 def import_first(*names: str) -> None:
     """For runs whose ranks import more than most."""
-    global _server
-    _server = _server or Server()
-    _server.ask({"import": names})
+    server().ask({"import": names})
 
 
 def close() -> None:
-    global _server
+    """Disconnect, and end the server that this process has started, if any."""
+    global _process, _server
     if _server is not None:
         _server.close()
         _server = None
+    if _process is not None:
+        _process.close()
+        _process = None
 
 
 IMPORTED_BY_COMMANDS = (
@@ -131,32 +168,53 @@ def command(*words: str, log: Path, cwd: Path = ROOT, **more: str) -> WarmRank:
     """`python WORDS`, of a file, -c or -m, with stdout and stderr in `log`. more: of its
     environment. Linux only."""
     import_first(*IMPORTED_BY_COMMANDS)
-    assert _server is not None
     log.touch()  # before the child opens it, somebody may read it
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **more}
-    return _server.start([sys.executable, *words], environment, log, cwd)
+    return server().start([sys.executable, *words], environment, log, cwd)
 
 
-def serve(connection: socket.socket) -> None:
+def serve(owner: socket.socket, listener: socket.socket) -> None:
+    """Answer whoever connects until the owner closes."""
     for name in IMPORTED_BY_RANKS:
         importlib.import_module(name)
     gc.freeze()
-    lines = connection.makefile("rw", encoding="utf-8")
-    while line := lines.readline():
-        request = json.loads(line)
-        if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif "import" in request:
-            answer = [importlib.import_module(name).__name__ for name in request["import"]]
-            gc.freeze()  # or every child copies it all when it collects
-        else:
-            answer = fork()
-            if not answer:
-                os.close(connection.fileno())
-                become_process(**request)
-        lines.write(json.dumps(answer) + "\n")
-        lines.flush()
+    ready = selectors.DefaultSelector()
+    ready.register(owner, selectors.EVENT_READ)
+    ready.register(listener, selectors.EVENT_READ)
+    while True:
+        found = {key.fileobj: key.data for key, _ in ready.select()}
+        if owner in found:
+            return
+        if listener in found:
+            connection, _ = listener.accept()
+            lines = connection.makefile("rw", encoding="utf-8")
+            ready.register(connection, selectors.EVENT_READ, data=lines)
+            del found[listener]
+        for connection, lines in found.items():
+            if line := lines.readline():
+                lines.write(json.dumps(answer(json.loads(line), ready)) + "\n")
+                lines.flush()
+            else:
+                ready.unregister(connection)
+                lines.close()
+                connection.close()
+
+
+def answer(request: dict[str, Any], ready: selectors.BaseSelector) -> Any:
+    if "poll" in request:
+        pid, status = os.waitpid(request["poll"], os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+    if "import" in request:
+        names = [importlib.import_module(name).__name__ for name in request["import"]]
+        gc.freeze()  # or every child copies it all when it collects
+        return names
+    if pid := fork():
+        return pid
+    keys = [*ready.get_map().values()]  # or what they hold is closed by itself
+    ready.close()
+    for key in keys:
+        os.close(key.fd)
+    become_process(**request)
 
 
 def become_process(
@@ -267,5 +325,6 @@ def fork_point(run_dir: Path, threads: str) -> Child:
 if __name__ == "__main__":
     # Ends with the tests' process, when the socket closes; PR_SET_PDEATHSIG would end it with the
     # thread that started it.
-    with socket.socket(fileno=int(sys.argv[1])) as its_end:
-        serve(its_end)
+    its_ends = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    with its_ends[0], its_ends[1]:
+        serve(*its_ends)
