@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from tests.configs import composed
+from tests.nightly import each_once
 from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads
 from tests.small_tokenizer import small_tokenizer
@@ -159,28 +160,27 @@ GIVEN = {"lora_clm files": ["model.checkpoint=somewhere"],
          "xnli_zero_shot": ["task.tokenizer.name_or_path=minilm"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("experiment", TASKS)
+@pytest.mark.parametrize(("experiment", "profile"), each_once(TASKS, PROFILES))
 def test_every_setting_of_conf_that_names_a_place_may_differ_between_clouds(
-    experiment: str,
+    experiment: str, profile: str
 ) -> None:
     """By their names, which the comparison does not look at: a place that is not declared as one
     would be sent to other clouds."""
-    for profile in PROFILES:
-        given = GIVEN.get(experiment, []) + GIVEN.get(f"{experiment} {profile}", [])
-        plain = plain_settings(composed(f"+exp={experiment}", f"profile={profile}", *given))
+    given = GIVEN.get(experiment, []) + GIVEN.get(f"{experiment} {profile}", [])
+    plain = plain_settings(composed(f"+exp={experiment}", f"profile={profile}", *given))
 
-        def moved(node: Any, key: str = "", there: str = "") -> Any:
-            if isinstance(node, dict):
-                inner = {name: f"{key}.{name}".strip(".") for name in node}
-                return {name: moved(node[name], where, there) for name, where in inner.items()}
-            leaf = key.rpartition(".")[2]
-            if isinstance(node, str) and PLACES.fullmatch(leaf) and key not in WORDS:
-                return f"/srv/{there}/{leaf}"
-            return node
+    def moved(node: Any, key: str = "", there: str = "") -> Any:
+        if isinstance(node, dict):
+            inner = {name: f"{key}.{name}".strip(".") for name in node}
+            return {name: moved(node[name], where, there) for name, where in inner.items()}
+        leaf = key.rpartition(".")[2]
+        if isinstance(node, str) and PLACES.fullmatch(leaf) and key not in WORDS:
+            return f"/srv/{there}/{leaf}"
+        return node
 
-        ours, theirs = (table_of(moved(plain, there=cloud)) for cloud in "ab")
-        assert verdicts(ours, theirs)[0].kind == "go", profile
-        assert "/srv/" not in encode_table(ours), profile
+    ours, theirs = (table_of(moved(plain, there=cloud)) for cloud in "ab")
+    assert verdicts(ours, theirs)[0].kind == "go"
+    assert "/srv/" not in encode_table(ours)
 
 
 @pytest.mark.parametrize(

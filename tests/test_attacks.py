@@ -91,15 +91,18 @@ def test_a_probe_takes_constant_tiny_and_many_features() -> None:
     assert probed(torch.zeros(N, 3), positive) == 0.5
 
 
+ROWS = 1500
+
+
 def rows_of(noise: float, deep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Rows made of token embeddings, rare and common tokens, and who knows which."""
     weights = torch.arange(1, 41, dtype=torch.float64).flip(0)
-    tokens = 1000 + torch.multinomial(weights, 3000, True, generator=draw(2))
+    tokens = 1000 + torch.multinomial(weights, ROWS, True, generator=draw(2))
     table = torch.randn(40, 8, generator=draw(3))
     rows = table[tokens - 1000] @ torch.randn(8, 16, generator=draw(4))
     rows = torch.tanh(rows) if deep else rows
     rows = rows + noise * torch.randn(rows.shape, generator=draw(5))
-    return rows, tokens, torch.arange(3000) % 2 == 0
+    return rows, tokens, torch.arange(ROWS) % 2 == 0
 
 
 @pytest.mark.parametrize("deep", [False, True])

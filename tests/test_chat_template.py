@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.nightly import NIGHTLY
 from xcloud.base.errors import DataError
 from xcloud.tasks import chat_template
 from xcloud.tasks.language_modelling import CausalTokenizer
@@ -75,7 +76,14 @@ def limited() -> Iterator[chat_template.TemplateProcess]:
     made.close()
 
 
-@pytest.mark.parametrize(("template", "said"), TOO_MUCH.values(), ids=TOO_MUCH)
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        # Each uses a whole second of the processor.
+        pytest.param(*TOO_MUCH[name], id=name, marks=NIGHTLY if name == "calls" else ())
+        for name in TOO_MUCH
+    ],
+)
 def test_a_template_that_takes_too_much_is_an_error_and_the_next_one_is_written(
     template: str,
     said: str,

@@ -109,7 +109,7 @@ def test_a_whole_number_that_nothing_can_hold_is_refused_by_its_key() -> None:
         "training.checkpoint.every_minutes",
         "plan.strategies.local_updates.averaging.wait_s",
     }
-    for key in sorted({*keys} - seconds)[::3]:  # the checks are of the types, which are few
+    for key in sorted({*keys} - seconds)[::8]:  # the checks are of the types, which are few
         changed = OmegaConf.to_container(OmegaConf.create(config))
         assert isinstance(changed, dict)
         _set(changed, key, 2**63)

@@ -258,6 +258,12 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
     assert elsewhere == 0.0 or not is_finite  # nobody else holds a part
 
 
+def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
+    job_from_config(composed(*DEALT))
+    both = ["+cluster.clouds.cloud_b.shard=true", "strategy=data_parallel"]
+    job_from_config(composed(*DEALT, *both))
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -275,8 +281,5 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
     ],
 )
 def test_a_stage_that_cannot_be_dealt_is_refused(overrides: list[str], said: str) -> None:
-    job_from_config(composed(*DEALT))
-    both = ["+cluster.clouds.cloud_b.shard=true", "strategy=data_parallel"]
-    job_from_config(composed(*DEALT, *both))
     with pytest.raises(ConfigError, match=said):
         job_from_config(composed(*DEALT, *overrides))

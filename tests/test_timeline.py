@@ -127,7 +127,9 @@ def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "one_forward_one_backward"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.nightly), "one_forward_one_backward"]
+)
 def test_a_real_run_leaves_a_timeline_of_all_it_did(schedule: str, tmp_path: Path) -> None:
     config = toy_config(
         "two_clouds",

@@ -8,6 +8,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from tests.configs import composed
+from tests.nightly import each_once
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.config import check_keys
@@ -65,8 +66,7 @@ OPTIONAL = {
 }
 
 
-@pytest.mark.parametrize("plus", ["", "+", "++"])
-@pytest.mark.parametrize("key", OPTIONAL)
+@pytest.mark.parametrize(("key", "plus"), each_once(OPTIONAL, ["", "+", "++"]))
 def test_an_optional_key_is_set_with_a_plus_and_without(key: str, plus: str) -> None:
     config = composed_words(["+exp=abnet_iwslt", f"{plus}{key}={OPTIONAL[key]}"], CONF)
     assert OmegaConf.select(config, key) == OPTIONAL[key]
