@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec
+from xcloud.features.activation_cache.price import over_epochs
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
@@ -17,7 +18,7 @@ from xcloud.record.timeline import predicted_of
 from xcloud.show.tables import epochs_text
 from xcloud.simulator.costs import AveragingCodec, BoundaryCodec, CompressorCosts
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
-from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
+from xcloud.simulator.pricing import OverEpochs, Pricer
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 FROZEN = BoundaryCodec(codec(1e6).forward)

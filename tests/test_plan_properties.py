@@ -10,6 +10,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from tests.plan_pieces import EIGHT, codec, drawn, every_plan, piece
+from xcloud.features.activation_cache.price import over_epochs
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
@@ -34,7 +35,7 @@ from xcloud.simulator.costs import (
 from xcloud.simulator.formulas import exchange_of
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Simulator
-from xcloud.simulator.pricing import Pricer, alike, over_epochs
+from xcloud.simulator.pricing import Pricer, alike
 
 SEEDS = range(8)
 

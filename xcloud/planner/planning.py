@@ -15,7 +15,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
-from xcloud.features.activation_cache.cache import MEGABYTE
+from xcloud.feature_list import all_features
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.schedule import GPipe, Schedule
@@ -27,7 +27,7 @@ from xcloud.record.timeline import PLAN_FILE, write_predicted
 from xcloud.security.defences import LABEL
 from xcloud.simulator.costs import Profile, lines_of, read_profile
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
-from xcloud.simulator.pricing import OverEpochs, Pricer, over_epochs
+from xcloud.simulator.pricing import OverEpochs, Pricer
 
 PICTURE = "plan.png"
 
@@ -77,6 +77,7 @@ class Planner:
         assert isinstance(job.plan, Planning)
         self.job = job
         self.plan = job.plan
+        self.features = [feature for feature in all_features() if feature.is_used(job)]
         self.cluster = written_cluster(config)
         if job.compression.boundaries:
             raise ConfigError(
@@ -86,7 +87,7 @@ class Planner:
         batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(batch_size, job.schedule.num_micro_batches)
         assert isinstance(job.compression, Compression | Phased), (
-            "autopilot is refused with a plan"
+            "a plan is refused where a run chooses its compression itself"
         )
         self.candidates = self._candidates(job.compression)
         self.own_compression = next(iter(self.candidates))
@@ -140,10 +141,7 @@ class Planner:
             why.append(f"the profile has no costs of {', '.join(missing)}")
             if self.own_compression in missing or NO_COMPRESSION in missing:
                 raise ConfigError(f"plan.profile: {why[-1]}")
-        if training.activation_cache_mb and not profile.train_samples:
-            why.append(
-                "it does not say how many samples there are; the first epoch alone is predicted"
-            )
+        why += filter(None, (feature.price_lacks(profile) for feature in self.features))
         ranked = search(pricer, space, keep=self.plan.rows)
         if not ranked.best:
             raise ConfigError(
@@ -306,11 +304,9 @@ class Planner:
         return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)
 
     def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
-        training = self.job.training
-        num_samples = pricer.profile.train_samples
-        if not training.activation_cache_mb or not num_samples:
-            return {}
-        max_bytes = training.activation_cache_mb * MEGABYTE
-        of_run = max_bytes, num_samples, training.max_steps
-        found = {plan: over_epochs(pricer, plan, *of_run) for plan in plans}
-        return {plan: epochs for plan, epochs in found.items() if epochs is not None}
+        """Return how steps change after the first epoch, of plans whose steps do."""
+        changes = dict[Plan, OverEpochs]()
+        for plan, feature in product(plans, self.features):
+            if (change := feature.over_epochs(self.job, pricer, plan)) is not None:
+                changes[plan] = change
+        return changes

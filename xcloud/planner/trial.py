@@ -34,6 +34,7 @@ from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import SplitModel
+from xcloud.feature_list import all_features
 from xcloud.features.autopilot.pilot import FACTS_FILE
 from xcloud.job import config as configs
 from xcloud.job.inputs import inputs_of
@@ -230,11 +231,17 @@ class TrialRun:
         try:
             replace(
                 self.job, cluster=self.layout, model=self.model, strategy=Strategy(),
-                security=replace(self.job.security, privacy=None), schedule=schedule, plan=None,
+                schedule=schedule, plan=None, **changed_fields(self.job, self._without_features),
             )  # fmt: skip
         except ConfigError:
             return False
         return True
+
+    @cached_property
+    def _without_features(self) -> dict[str, Any]:
+        """The settings that leave out the features whose cost is not in a trial's steps."""
+        named = (feature.left_out_of_trials for feature in all_features())
+        return {key: value for settings in named for key, value in settings.items()}
 
     @cached_property
     def legs(self) -> list[tuple[Schedule, str]]:
@@ -278,12 +285,10 @@ class TrialRun:
             "strategy": table_of(Strategy()),
             "schedule": table_of(self.shapes[0]),
             "compression": choices[names[0]],
-            "security.meter": None,
-            "security.privacy": None,
+            **self._without_features,
             "training.max_steps": self._num_updates,
             "training.evaluate_every": 0,
             "training.eval_samples": 1,
-            "training.activation_cache_mb": 0,
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
             "autopilot": {
@@ -411,6 +416,18 @@ def changed(config: Any, settings: Mapping[str, Any]) -> Any:
     for key, value in settings.items():
         OmegaConf.update(copied, key, value, merge=False)
     return copied
+
+
+def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass, by name, that these settings of its fields change.
+
+    settings: by dotted name, such as "training.max_steps".
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        name, _, setting = key.partition(".")
+        changes.setdefault(name, {})[setting] = value
+    return {name: replace(getattr(made, name), **change) for name, change in changes.items()}
 
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:

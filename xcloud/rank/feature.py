@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,9 @@ from xcloud.pipeline.pipeline import BoundaryPorts, Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver, Wiring
 from xcloud.rank.role import RankContext
+from xcloud.simulator.costs import Profile
+from xcloud.simulator.plan import Plan
+from xcloud.simulator.pricing import OverEpochs, Pricer
 
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Takes what a replica contributed to an average: of (step, replica, tensors by name)."""
@@ -28,9 +32,12 @@ class Feature:
     """Something that a job may use beyond a plain pipeline. A feature overrides what it has.
 
     uses: the ways in which settings ask for it, with what it then needs of the job.
+    left_out_of_trials: settings, by dotted name, that run a job without it. A planner's trial has
+        these where the feature is not among what it measures.
     """
 
     uses: Sequence[Use] = ()
+    left_out_of_trials: Mapping[str, Any] = MappingProxyType({})
 
     def is_used(self, job: PipelineJob) -> bool:
         """Return whether the job uses the feature."""
@@ -55,6 +62,15 @@ class Feature:
     def describe(self, job: PipelineJob) -> str:
         """Return what the headline of the job says of the feature, which it uses."""
         return ""
+
+    def price_lacks(self, profile: Profile) -> str:
+        """Return what a planner's price of the feature lacks with this profile; empty: nothing."""
+        return ""
+
+    def over_epochs(self, job: PipelineJob, pricer: Pricer, plan: Plan) -> OverEpochs | None:
+        """Return how a step of the plan changes after the first epoch; None: it does not, or that
+        is not known."""
+        return None
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         """Return the feature at work in one rank; None where it does nothing there."""

@@ -34,8 +34,8 @@ class Pricer:
     passes: accumulation passes of an update.
     bandwidth: bits per second of every line between clouds, in place of its own; for crossings.
     steps: how many are simulated; from 2 on the last one is measured in steady state.
-    crossing: by stage before a boundary, the share of the samples that cross it (over_epochs); all
-        where it is not named.
+    crossing: by stage before a boundary, the share of the samples that cross it; all where it is
+        not named.
     """
 
     profile: Profile
@@ -360,15 +360,12 @@ def alike(
     return numbers_of
 
 
-# Where clouds keep rows of frozen parts (training.activation_cache_mb), all samples cross in the
-# first epoch, and in later ones those that did not fit.
-
-
 @dataclass(frozen=True)
 class OverEpochs:
-    """The seconds of a step in the first epoch, in later ones, and on average over the run.
+    """The seconds of a step in the first epoch, in later ones, and on average over the run, where
+    samples that have crossed once need not cross again.
 
-    kept_share: share of the samples that are kept, at the boundary where fewest fit.
+    kept_share: share of the samples that do not, at the boundary where fewest are kept.
     first_epoch_share: share of the run's steps.
     at_the_end: prices the run's last step.
     """
@@ -387,41 +384,3 @@ class OverEpochs:
     def as_table(self) -> dict[str, float]:
         own = {name: value for name, value in vars(self).items() if name != "at_the_end"}
         return {**own, "mean_s": self.mean_s}
-
-
-def over_epochs(
-    pricer: Pricer, plan: Plan, max_bytes: int, num_samples: int, num_steps: int
-) -> OverEpochs | None:
-    """Return how a step changes after the first epoch.
-
-    None if there is no boundary between clouds with nothing trained before it.
-
-    max_bytes: that a rank keeps of each boundary.
-    num_samples: of an epoch.
-    num_steps: of the run.
-    """
-    if pricer.arranged[plan.strategy].is_whole:
-        return None
-    layout = pricer.arranged[plan.strategy].replicas[0]
-    b = pricer.samples(plan)
-    missing = dict[int, float]()
-    for stage in pricer.silent_boundaries(plan):
-        if layout.stage_cloud(stage) == layout.stage_cloud(stage + 1):
-            continue
-        rows, _ = pricer.directions_at(NO_COMPRESSION, plan.ends[stage], b)  # kept as decoded
-        num_ranks = len(layout.ranks_of(stage + 1)) * len(pricer.arranged[plan.strategy].replicas)
-        fitting = num_ranks * max_bytes / max(1.0, rows.num_bytes / b)
-        missing[stage] = max(0.0, 1 - fitting / num_samples)
-    if not missing:
-        return None
-    # What those that still cross take is their share of what all take, though messages get fewer
-    # only where none is left.
-    later = replace(pricer, crossing=missing)
-    first_share = min(1.0, num_samples / (pricer.batch_size * num_steps))
-    return OverEpochs(
-        first_epoch_s=pricer.step_s(plan),
-        later_epochs_s=later.step_s(plan),
-        kept_share=1 - max(missing.values()),
-        first_epoch_share=first_share,
-        at_the_end=later if first_share < 1 else pricer,
-    )

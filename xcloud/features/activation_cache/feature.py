@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import decodes_rows_alone
@@ -15,6 +16,7 @@ from xcloud.features.activation_cache.cache import (
     CachingPipeline,
     activation_caches,
 )
+from xcloud.features.activation_cache.price import over_epochs
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain
 from xcloud.pipeline.pipeline import Pipeline
@@ -22,6 +24,9 @@ from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
+from xcloud.simulator.costs import Profile
+from xcloud.simulator.plan import Plan
+from xcloud.simulator.pricing import OverEpochs, Pricer
 
 rows_may_be_kept = plain(
     lambda job: not job.security.may_keep_rows,
@@ -109,8 +114,28 @@ class ActivationCaching(Feature):
         ),
     )
 
+    left_out_of_trials = MappingProxyType({"training.activation_cache_mb": 0})
+
     def describe(self, job: PipelineJob) -> str:
         return f"keeps up to {job.training.activation_cache_mb} MB of frozen rows"
+
+    def price_lacks(self, profile: Profile) -> str:
+        if profile.train_samples:
+            return ""
+        return "it does not say how many samples there are; the first epoch alone is predicted"
+
+    def over_epochs(self, job: PipelineJob, pricer: Pricer, plan: Plan) -> OverEpochs | None:
+        training = job.training
+        num_samples = pricer.profile.train_samples
+        if not num_samples:
+            return None
+        return over_epochs(
+            pricer,
+            plan,
+            max_bytes=training.activation_cache_mb * MEGABYTE,
+            num_samples=num_samples,
+            num_steps=training.max_steps,
+        )
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return _AtRank(context)

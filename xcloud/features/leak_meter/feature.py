@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.pipeline import BoundaryPorts
@@ -12,6 +14,8 @@ from xcloud.rank.role import RankContext
 
 class LeakMeasurement(Feature):
     """An observation of the last updates, and attacks on what was observed."""
+
+    left_out_of_trials = MappingProxyType({"security.meter": None})
 
     def is_used(self, job: PipelineJob) -> bool:
         return job.security.meter is not None

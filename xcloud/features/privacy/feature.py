@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from xcloud.features.privacy.account import PrivacyAccount
 from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.job.job import PipelineJob
@@ -75,6 +77,8 @@ class DifferentialPrivacy(Feature):
             without="set security/privacy=none",
         ),
     )
+
+    left_out_of_trials = MappingProxyType({"security.privacy": None})
 
     def describe(self, job: PipelineJob) -> str:
         assert job.security.privacy is not None
