@@ -319,7 +319,7 @@ def test_a_job_believes_each_replica_its_own_samples_of_an_update(
     links: Any = "links"
     group: Any = "group"
     stages: Any = {0: None}
-    replicas_exchange(job, links, group, stages, Reporter(0, "a", lambda lines: None), None)
+    replicas_exchange(job, links, group, stages, Reporter(0, "a", lambda lines: None), None, None)
 
     (replicas,) = joined
     first, *others = (work.num_samples for work in replicas.max_work)

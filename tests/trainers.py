@@ -15,6 +15,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
+from xcloud.features.privacy.feature import guard_of
 from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.replicas.links import averager_of_ends, replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
@@ -129,7 +130,8 @@ def ranks(
             exchange = strategy.averaging.join(
                 Replicas(
                     links, wiring.groups[min(held.stages)], held.stages, choose, 7,
-                    training.max_steps, max_work, reporter, privacy,
+                    training.max_steps, max_work, reporter,
+                    guard=None if privacy is None else guard_of(privacy),
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
@@ -151,7 +153,7 @@ def ranks(
             layout,
             choose,
             seed=7,
-            join=averager_of_ends(wiring, layout, CPU),
+            join=averager_of_ends(wiring, layout, CPU, line="tied"),
         )
         if tied is not None:
             hooks.append(tied)

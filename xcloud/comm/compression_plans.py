@@ -1,5 +1,5 @@
 """Compression that changes by step, boundary or tensor, and what a run may choose between while it
-goes on (features/autopilot/pilot.py chooses).
+goes on.
 """
 
 from __future__ import annotations
@@ -219,13 +219,16 @@ class Selection(StatefulTree):
 class Selectable(CompressionPlan):
     """The choices by name; the run begins with the first, and replicas are averaged with it.
 
+    chosen_by: what chooses, for tables.
+
     Every choice has compressors and memories of its own at both ends of a channel. While another
     is in force they rest: a delta cache stays equal at both ends, and what error feedback has not
     sent yet is added to the first message of its sample after the choice has come back.
     """
 
-    def __init__(self, choices: Mapping[str, Compression]) -> None:
+    def __init__(self, choices: Mapping[str, Compression], chosen_by: str = "choice") -> None:
         self.choices = dict(choices)
+        self._chosen_by = chosen_by
 
     @property
     def names(self) -> list[str]:
@@ -237,7 +240,7 @@ class Selectable(CompressionPlan):
 
     def at(self, step: int) -> Compression:
         raise ConfigError(
-            "this run chose its compression while it went on (autopilot), so its settings do not "
+            "this run chose its compression while it went on, so its settings do not "
             "say which it ended with; leave the compressors out (--uncompressed)"
         )
 
@@ -247,7 +250,7 @@ class Selectable(CompressionPlan):
 
     @property
     def label(self) -> str:
-        return f"autopilot({', '.join(choice.label for choice in self.choices.values())})"
+        return f"{self._chosen_by}({', '.join(choice.label for choice in self.choices.values())})"
 
 
 class SelectableCodecs(Codecs):

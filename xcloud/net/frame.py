@@ -80,7 +80,7 @@ class Kind(IntEnum):
     EVALUATION = 3
     NORM = 4
     REPORT = 5
-    AUTOPILOT = 6  # what ranks measured, and what rank 0 chose
+    CHOICE = 6  # what ranks measured, and what rank 0 chose by it
     GOODBYE = 7
     START = 8  # what a stage passes to the next one, once, before the first step
     BARRIER = 9  # a rank has reached a barrier; rank 0 answers when all have
@@ -100,10 +100,10 @@ class Kind(IntEnum):
         return _TRAFFIC.get(self)
 
 
-OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AUTOPILOT, Kind.AVERAGING)
+OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.CHOICE, Kind.AVERAGING)
 """Kinds that ranks wait for inside an update, each with a deadline."""
 
-_SMALL = (Kind.NORM, Kind.REPORT, Kind.AUTOPILOT, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
+_SMALL = (Kind.NORM, Kind.REPORT, Kind.CHOICE, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
 _TRAFFIC = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",
     Kind.GRADIENT: "backward",

@@ -69,9 +69,7 @@ class GroupCollectives:
         return gathered
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        raise ConfigError(
-            "clouds that may begin again shard no tensors over ranks; leave shard out"
-        )
+        raise NotImplementedError("ranks that may begin again hold no parts of a tensor")
 
 
 class GlooCollectives(GroupCollectives):
@@ -107,8 +105,8 @@ class GlooCollectives(GroupCollectives):
             return DeviceMesh.from_group(self._group, device.type)
         if self._nccl is None:
             raise ConfigError(
-                f"cloud.shard: ranks {self._ranks} shard a stage over NCCL, which needs a GPU for "
-                "each, and two of them share one; give the cloud as many ranks as GPUs "
+                f"ranks {self._ranks} share a stage out over NCCL, which needs a GPU for each, "
+                "and two of them share one; give the cloud as many ranks as GPUs "
                 "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
             )
         return DeviceMesh.from_group(self._nccl, device.type)

@@ -27,6 +27,11 @@ from xcloud.simulator.pricing import OverEpochs, Pricer
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Takes what a replica contributed to an average: of (step, replica, tensors by name)."""
 
+Guard = Callable[..., Callable[[Sequence[Tensor]], Sequence[Tensor]]]
+"""Makes what changes a contribution before it leaves its cloud: of the names of its tensors,
+num_parts (messages that together are one contribution) and silent (names of which nothing may be
+sent). See security/defences.py: private_contribution."""
+
 
 class Feature:
     """Something that a job may use beyond a plain pipeline. A feature overrides what it has.
@@ -104,6 +109,8 @@ class FeatureAtRank:
     """Replicas may not tell each other their losses."""
     watch: Watch | None = None
     """Sees what other replicas contribute to averages."""
+    guard: Guard | None = None
+    """Changes what this replica contributes to averages."""
 
     def receiver(self, make: MakeReceiver) -> MakeReceiver:
         """Return what makes the receiving end of a channel."""
@@ -124,9 +131,11 @@ class FeatureAtRank:
     def complete(self, stages: Mapping[int, Stage]) -> None:
         """Act once the stages have all their values."""
 
-    def exchange(self, built: BuiltRank, watch: Watch | None) -> Exchange | None:
+    def exchange(
+        self, built: BuiltRank, watch: Watch | None, guard: Guard | None
+    ) -> Exchange | None:
         """Return what brings the gradients of ranks together, in place of the sum over a stage's
-        ranks. watch: of another feature."""
+        ranks. watch, guard: of another feature."""
         return None
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Hook | None:

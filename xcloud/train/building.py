@@ -248,7 +248,9 @@ def _exchange(built: BuiltRank, features: Features) -> Exchange:
     """Return what brings this rank's gradients together with those of others."""
     watches = (feature.watch for feature in features)
     watch = next((watch for watch in watches if watch is not None), None)
-    exchanges = (feature.exchange(built, watch) for feature in features)
+    guards = (feature.guard for feature in features)
+    guard = next((guard for guard in guards if guard is not None), None)
+    exchanges = (feature.exchange(built, watch=watch, guard=guard) for feature in features)
     made = next((exchange for exchange in exchanges if exchange is not None), None)
     return AllReduce(built.wiring.groups) if made is None else made
 

@@ -18,7 +18,7 @@ from xcloud.features.activation_cache.cache import (
 )
 from xcloud.features.activation_cache.price import over_epochs
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, all_clouds_stay, plain
+from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, sharding_clouds
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver
@@ -59,8 +59,8 @@ def kept_stages_whole(job: PipelineJob) -> Lack | None:
     The ranks of a sharded stage must compute in step, whatever each of them has kept.
     """
     last = max(job.cached_boundaries, default=-1)
-    for name, cloud in job.cluster.clouds.items():
-        if cloud.shard and min(cloud.stages or ()) <= last:
+    for name in sharding_clouds(job):
+        if min(job.cluster.clouds[name].stages or ()) <= last:
             what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
             return Lack(what, "leave shard out")
     return None

@@ -154,7 +154,7 @@ class RunPilot(Switching):
 
     def after_exchange(self, step: int) -> None:
         sums = self._sums
-        key = MessageKey(Kind.AUTOPILOT, step)
+        key = MessageKey(Kind.CHOICE, step)
         if not self._is_look(step) or sums.rank not in sums.leader_of:
             return
         mine = self.measured()
@@ -171,7 +171,7 @@ class RunPilot(Switching):
         if not self._is_look(step):
             return
         sums = self._sums
-        key = MessageKey(Kind.AUTOPILOT, step)
+        key = MessageKey(Kind.CHOICE, step)
         in_force = self._in_force.choice
         (first, *others) = sums.leaders
         choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)

@@ -56,7 +56,7 @@ class Autopilot:
         choices = {own.label: own}
         for choice in self.choices.values():
             choices.setdefault(choice.label, choice)
-        return Selectable(choices)
+        return Selectable(choices, chosen_by="autopilot")
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         """Return the run's own schedule and those with the other numbers.
@@ -116,7 +116,7 @@ class Tour(Autopilot):
     def __post_init__(self) -> None: ...
 
     def around(self, own: object) -> Selectable:
-        return Selectable(self.choices)
+        return Selectable(self.choices, chosen_by="autopilot")
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         return list(self.schedules_tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 
 from xcloud.features.privacy.account import PrivacyAccount
@@ -10,9 +11,9 @@ from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import put_off
 from xcloud.pipeline.trainer import Trainer
-from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard
 from xcloud.rank.role import RankContext
-from xcloud.security.defences import Privacy
+from xcloud.security.defences import Privacy, private_contribution
 
 several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
@@ -90,11 +91,18 @@ class DifferentialPrivacy(Feature):
         return _AtRank(privacy, num_replicas=context.job.cluster.num_replicas)
 
 
+def guard_of(privacy: Privacy) -> Guard | None:
+    """Return what clips and noises the contributions of a cloud; None where samples are protected
+    and not clouds."""
+    return partial(private_contribution, privacy=privacy) if privacy.unit == "cloud" else None
+
+
 class _AtRank(FeatureAtRank):
     def __init__(self, privacy: Privacy, num_replicas: int) -> None:
         self._privacy = privacy
         self.changes_each_gradient = privacy.unit == "sample"
         self.hides_losses = num_replicas > 1
+        self.guard = guard_of(privacy)
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
         return PrivateGradients(self._privacy, trainer) if self.changes_each_gradient else None

@@ -13,7 +13,7 @@ from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use
 from xcloud.pipeline.batch_plan import replica_samples
 from xcloud.pipeline.exchange import Exchange, RankGroup, Work
-from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Watch
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard, Watch
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 
@@ -63,7 +63,7 @@ class ReplicaAveraging(Feature):
 
 
 class _Averaging(FeatureAtRank):
-    def exchange(self, built: BuiltRank, watch: Watch | None) -> Exchange:
+    def exchange(self, built: BuiltRank, watch: Watch | None, guard: Guard | None) -> Exchange:
         job = built.context.job
         wiring = built.wiring
         links = replica_links(
@@ -77,6 +77,7 @@ class _Averaging(FeatureAtRank):
             stages=built.stages,
             reporter=built.context.reporter,
             watch=watch,
+            guard=guard,
         )
 
 
@@ -87,11 +88,12 @@ def replicas_exchange(
     stages: Mapping[int, nn.Module],
     reporter: Reporter,
     watch: Watch | None,
+    guard: Guard | None,
 ) -> Exchange:
     """Build the exchange of a rank with its counterparts in the other replicas.
 
     group: the ranks of this replica that hold the same stages.
-    watch: see Terms.
+    watch, guard: see Replicas.
     """
     assert job.strategy.averaging is not None
     numbers = replica_samples(
@@ -109,7 +111,7 @@ def replicas_exchange(
         last_step=job.max_steps,
         max_work=[Work(number, float(number * job.task.max_length)) for number in numbers],
         reporter=reporter,
-        privacy=job.security.privacy,
         watch=watch,
+        guard=guard,
     )
     return job.strategy.averaging.join(replicas)

@@ -208,13 +208,16 @@ def links_between(
 
 
 def averager_of_ends(
-    wiring: Wiring, layout: ClusterLayout, device: torch.device
+    wiring: Wiring, layout: ClusterLayout, device: torch.device, line: str
 ) -> Callable[[tuple[int, int], int, TensorCodec], AllToAll]:
-    """Return what joins this rank to the pipeline's other end, to sum what both hold."""
+    """Return what joins this rank to the pipeline's other end, to sum what both hold.
+
+    line: see PeerLinks.
+    """
 
     def join(pair: tuple[int, int], stage: int, codec: TensorCodec) -> AllToAll:
         ends = wiring.ends
-        links = links_between(ends, layout, pair=pair, device=device, line="tied", stage=stage)
+        links = links_between(ends, layout, pair=pair, device=device, line=line, stage=stage)
         wiring.averaging.append(links)
         averager = AllToAll(links, codec)
         links.open(averager.max_bytes)

@@ -5,7 +5,7 @@ from time to time (OuterParameters), with their optimizer. The inner optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
@@ -30,8 +30,8 @@ from xcloud.features.replicas.merging import Piece, gather_shares
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
 from xcloud.pipeline.exchange import RankGroup, Work, are_finite, digest
+from xcloud.rank.feature import Guard, Watch
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import Privacy, private_contribution
 
 Shapes = Mapping[str, torch.Size]
 _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
@@ -49,8 +49,8 @@ class Replicas:
     last_step: of training.
     max_work: by replica, the most that it can train on in an update: all of its samples, which
         follow from the settings, each of the largest weight.
-    privacy: of what leaves this cloud.
     watch: see Terms.
+    guard: makes the `protect` of Terms.
     """
 
     links: ReplicaLinks
@@ -61,8 +61,8 @@ class Replicas:
     last_step: int
     max_work: Sequence[Work]
     reporter: Reporter
-    privacy: Privacy | None = None
-    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
+    watch: Watch | None = None
+    guard: Guard | None = None
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -127,16 +127,13 @@ class Replicas:
         """Return the terms with what watches and protects this cloud.
 
         num_fragments: averagings of a rank that together are one contribution.
-        Under a cloud's privacy nothing plain is sent.
+        Where contributions are guarded nothing plain is sent.
         """
         terms = replace(terms, watch=self.watch)
-        if self.privacy is None or self.privacy.unit != "cloud":
+        if self.guard is None:
             return terms
         num_parts = self.links.num_parts * num_fragments
-        return replace(
-            terms,
-            protect=private_contribution(names, self.privacy, num_parts=num_parts, silent=plain),
-        )
+        return replace(terms, protect=self.guard(names, num_parts=num_parts, silent=plain))
 
     def open(self, averagers: Sequence[Averager], wait_s: float = 0.0, under_way: int = 1) -> None:
         """Make room for their messages; see ReplicaLinks.open."""

@@ -38,8 +38,8 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
     return None
 
 
-JoinEnds = Callable[[Wiring, ClusterLayout, torch.device], Join]
-"""Returns what joins a rank to the other end of the pipeline."""
+JoinEnds = Callable[[Wiring, ClusterLayout, torch.device, str], Join]
+"""Returns what joins a rank to the other end of the pipeline, over lines of a name."""
 
 
 class TiedEnds(Feature):
@@ -80,5 +80,5 @@ class _AtRank(FeatureAtRank):
             layout=job.cluster,
             choose=job.compression.for_tensor,
             seed=job.seed,
-            join=self.join_ends(built.wiring, job.cluster, built.context.device),
+            join=self.join_ends(built.wiring, job.cluster, built.context.device, "tied"),
         )
