@@ -12,9 +12,12 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Terms, averager_for
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.merging import Median, weighted_sum
+from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.pipeline.schedule import GPipe
 from xcloud.simulator.costs import FREE, AveragingCodec
-from xcloud.simulator.formulas import exchange_of
+from xcloud.simulator.formulas import Work, exchange_of, memory_of
+from xcloud.simulator.plan import Arranged, Plan
 
 SHAPES = {"weight": torch.Size((12, 10)), "bias": torch.Size((37,))}
 TENSORS = [torch.ones(shape) for shape in SHAPES.values()]
@@ -61,3 +64,21 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
         weights = 8 * (num_replicas - 1) * rounds
         assert sum(own.num_bytes for own in links) / num_replicas == pytest.approx(sent + weights)
         assert sum(worked.values()) / num_replicas == pytest.approx(planned.codec_s)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_contributions_that_a_robust_merge_looks_at_are_counted_in_memory(
+    num_ranks: int,
+) -> None:
+    """Each of three replicas decodes all of them; the ranks of a cloud share a stage out."""
+    clouds = {f"c{i}": Cloud(num_ranks, (0,), replica=i) for i in range(3)}
+    work = Work(*[0.0] * len(Work._fields))._replace(trained_bytes=600)
+    plan = Plan("data_parallel", (1,), schedule=GPipe(6), compression="none")
+    memory = {}
+    for merge in (None, Median()):
+        strategy = Strategy("data_parallel", None, averaging=GradientAveraging(merge=merge))
+        arranged = Arranged(strategy, ClusterLayout(clouds))
+        memory[merge] = memory_of(plan, arranged, works=[work], messages={})["c0"]
+
+    mean, robust = memory.values()
+    assert robust - mean == 3 * 600 / num_ranks

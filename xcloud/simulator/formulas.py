@@ -250,6 +250,10 @@ def memory_of(
     p = len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
+    decoded = 0.0
+    if averaging is not None and averaging.merge is not None:
+        # A robust merge looks at all contributions at once, its own included, in every replica.
+        decoded = layout.num_replicas / averaging.traits.fragments
     schedule = plan.schedule.for_lanes(p, layout.num_lanes)
     budget = layout.link_budget_bytes
 
@@ -279,8 +283,10 @@ def memory_of(
             for end in (stage - 1, stage)
             if end in messages
         )
-        # Gradients and two moments beside the weights.
-        return work.parameter_bytes + (3 + copies) * work.trained_bytes + held + queued
+        # Gradients and two moments beside the weights; a rank merges its share of a stage.
+        merged = decoded / len(layout.ranks_of(stage))
+        copied = (3 + copies + merged) * work.trained_bytes
+        return work.parameter_bytes + copied + held + queued
 
     for name, cloud in layout.clouds.items():
         each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
