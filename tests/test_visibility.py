@@ -12,6 +12,7 @@ from tests.configs import CONF, build, composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.experiment import Experiment
+from xcloud.features.leak_meter.observers import meter_of
 from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.layout import Cloud, ClusterLayout
@@ -182,8 +183,8 @@ def test_the_meter_of_averages_is_a_leak_meter_of_its_own() -> None:
         f"security.meter._target_={meter}",
     )
 
-    assert isinstance(found.leak_meter, AveragesMeter)
-    assert found.leak_meter.averaging_steps == 3 and not found.leak_meter.keep
+    assert isinstance(meter_of(found), AveragesMeter)
+    assert meter_of(found).averaging_steps == 3 and not meter_of(found).keep
 
 
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:

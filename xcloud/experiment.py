@@ -6,18 +6,20 @@ do not fit together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.feature_list import FIGURES, all_features
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
+from xcloud.job.leaving import Leaving
 from xcloud.pretrained import check_checkpoints
 from xcloud.rank.feature import Feature
 from xcloud.record.feature_figures import FeatureFigure
-from xcloud.security.policy import Meter
 
 
 @settings(kw_only=True)
@@ -117,9 +119,16 @@ class Experiment(PipelineJob):
         averaging = compression.averaged.averaging_choice.label
         return "none" if averaging == "none" else f"averaging {averaging}"
 
-    @property
-    def leak_meter(self) -> Meter | None:
-        return self.security.meter if self.cluster.crosses_clouds else None
+    def leaving(self) -> Iterator[Leaving]:
+        yield from super().leaving()
+        for feature in self.features:
+            yield from feature.leaving(self)
+
+    def measured(self, run_dir: Path) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for feature in self.features:
+            found |= feature.measured(self, run_dir)
+        return found
 
     @property
     def roster(self) -> Roster:

@@ -38,7 +38,7 @@ from xcloud.record.events import StepCollector
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.summary import RunStatistics
 from xcloud.security.defences import Defence
-from xcloud.security.policy import Meter, Visibility
+from xcloud.security.policy import Visibility
 from xcloud.tracking.tracker import Tracker
 
 
@@ -143,7 +143,7 @@ class AutopilotSettings(Protocol):
 
 @settings(kw_only=True)
 class Job(Names, ABC):
-    """A frozen object that describes a run. Experiment is one, OneWayExperiment another.
+    """A frozen object that describes a run. Experiment is one; features/one_way/ has another.
 
     cluster: who stands where, and what joins them.
     training: how many updates are made, of what, and how.
@@ -192,10 +192,9 @@ class Job(Names, ABC):
         everyone = frozenset(range(self.cluster.num_ranks))
         return Roster(everyone, everyone)
 
-    @property
-    def leak_meter(self) -> Meter | None:
-        """The measurement, after the run, of what others could recover; None where it is off."""
-        return None
+    def measured(self, run_dir: Path) -> Mapping[str, Any]:
+        """Return what the summary has of a finished run that is measured after it."""
+        return {}
 
     @property
     def checkpoint(self) -> Checkpoints:

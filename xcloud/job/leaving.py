@@ -6,7 +6,6 @@ Shapes in words: B samples of a micro-batch; R rows, one for each token that is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
 from typing import NamedTuple, Protocol
 
 from xcloud.comm.channel import BoundaryField
@@ -55,12 +54,11 @@ REPORTS = "times, losses, scores and counts of its ranks as text, norms, heartbe
 
 
 def leaving(job: SendingJob) -> Iterator[Leaving]:
-    """Yield what training sends from cloud to cloud, in the order of the stages."""
+    """Yield what a pipeline sends from cloud to cloud, in the order of the stages."""
     layout = job.cluster
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
             yield from _at_boundary(job, stage, replica=replica)
-    yield from _averaged(job)
     first = layout.cloud_of(0)
     for cloud in layout.clouds:
         if cloud != first:
@@ -107,37 +105,3 @@ def _coded(
         most = max(most, num_bytes)
     words = ", ".join(field.in_words for field in fields)
     return f"{words}, compressed by {' or '.join(labels)}", most
-
-
-def _averaged(job: SendingJob) -> Iterator[Leaving]:
-    """Yield what replicas in different clouds tell each other of what they have learned."""
-    layout = job.cluster
-    if layout.num_replicas > 1:
-        for stage in range(layout.num_stages):
-            yield from _averaged_stage(job, stage)
-    ties = getattr(job.model, "ties_ends", None)  # as job/needs.py asks
-    if ties is not None and ties(layout.num_stages):
-        ends = [layout.stage_cloud(stage) for stage in (0, layout.num_stages - 1)]
-        for here, there in permutations(ends, 2):
-            if here != there:
-                words = "gradient of the embeddings that both ends train"
-                yield Leaving(here, there, "averaging", words, "once a step")
-
-
-def _averaged_stage(job: SendingJob, stage: int) -> Iterator[Leaving]:
-    layout = job.cluster
-    traits = job.strategy.traits
-    label = job.compression.averaged.averaging_choice.label
-    often = "once a step" if traits.every == 1 else f"once in {traits.every} steps"
-    parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
-    what = "weight changes" if traits.trains_locally else "gradients"
-    what = f"{what} of all that is trained in {parts}, compressed by {label}"
-    first, *others = (layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
-    if not traits.is_elastic:
-        for here, there in permutations([first, *others], 2):
-            yield Leaving(here, there, "averaging", what, often)
-        return
-    for cloud in others:  # the first cloud merges for all
-        yield Leaving(cloud, first, "averaging", what, often)
-        merged = f"merged {what}; to a cloud that comes later the weights themselves"
-        yield Leaving(first, cloud, "averaging", merged, often)

@@ -4,8 +4,9 @@ feature_list.py. A Feature says what a job needs for it; a FeatureAtRank is at w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.job import PipelineJob
+from xcloud.job.leaving import Leaving
 from xcloud.job.needs import Use
 from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.pipeline.hook import Hook
@@ -67,6 +69,14 @@ class Feature:
     def describe(self, job: PipelineJob) -> str:
         """Return what the headline of the job says of the feature, which it uses."""
         return ""
+
+    def leaving(self, job: PipelineJob) -> Iterable[Leaving]:
+        """Return what the feature sends from cloud to cloud, as far as settings tell."""
+        return ()
+
+    def measured(self, job: PipelineJob, run_dir: Path) -> Mapping[str, Any]:
+        """Return what the summary has of it that is measured after a run has finished."""
+        return {}
 
     def price_lacks(self, profile: Profile) -> str:
         """Return what a planner's price of the feature lacks with this profile; empty: nothing."""

@@ -1,5 +1,5 @@
 """Noise that a cloud adds to what it sends, before memory and compressor: defences of text and
-labels at stage boundaries (leak_meter.py measures how much they help), and differential privacy of
+labels at stage boundaries (the leak meter tells how much they help), and differential privacy of
 gradients and weight changes. Pure tensor code: no links, no compressors, no trainer.
 
 Noise is drawn from a `chance` that is secret to the sender: anyone who can reproduce the noise can

@@ -220,9 +220,9 @@ def write_record(
     if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
         with _may_lack(run_dir, what=AUDIT_FILE):
             summary["wire"] = compact(join_audit(run_dir))
-    if cause is None and job.leak_meter is not None:
-        with _may_lack(run_dir, what="leak figures"):
-            summary |= job.leak_meter.measure(run_dir)
+    if cause is None:
+        with _may_lack(run_dir, what="figures that are measured after a run"):
+            summary |= job.measured(run_dir)
     try:
         write_summary(run_dir / SUMMARY_FILE, summary=summary)
     except OSError as error:

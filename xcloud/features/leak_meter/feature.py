@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, observed
+from xcloud.features.leak_meter.observers import (
+    LeakObservers,
+    leak_observers,
+    meter_of,
+    observed,
+)
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
@@ -23,8 +31,12 @@ class LeakMeasurement(Feature):
     def describe(self, job: PipelineJob) -> str:
         return "" if job.cluster.crosses_clouds else "leak meter: off (one cloud)"
 
+    def measured(self, job: PipelineJob, run_dir: Path) -> Mapping[str, Any]:
+        meter = meter_of(job)
+        return {} if meter is None else meter.measure(run_dir)
+
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
-        return _AtRank() if context.job.leak_meter is not None else None
+        return _AtRank() if meter_of(context.job) is not None else None
 
 
 class _AtRank(FeatureAtRank):

@@ -30,6 +30,7 @@ from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
+from xcloud.security.policy import Meter
 
 
 @dataclass
@@ -215,6 +216,11 @@ def observed(
     }
 
 
+def meter_of(job: PipelineJob) -> Meter | None:
+    """Return the leak meter of a job; None where it has none, or nothing crosses."""
+    return job.security.meter if job.cluster.crosses_clouds else None
+
+
 def leak_observers(
     context: RankContext[PipelineJob], data: TaskData, stages: Mapping[int, Stage]
 ) -> LeakObservers:
@@ -223,7 +229,7 @@ def leak_observers(
     rank = context.rank
     reporter = context.reporter
     run_dir = context.run_dir
-    meter = job.leak_meter
+    meter = meter_of(job)
     layout = job.cluster
     vocabularies = data.vocabularies
     assert meter is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import permutations
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from xcloud.features.replicas.averaging import ReplicaLinks
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.job import PipelineJob
+from xcloud.job.leaving import Leaving
 from xcloud.job.needs import Lack, Use
 from xcloud.pipeline.batch_plan import replica_samples
 from xcloud.pipeline.exchange import Exchange, RankGroup, Work
@@ -58,8 +60,32 @@ class ReplicaAveraging(Feature):
     def is_used(self, job: PipelineJob) -> bool:
         return job.cluster.num_replicas > 1
 
+    def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
+        for stage in range(job.cluster.num_stages):
+            yield from _averaged_stage(job, stage)
+
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return _Averaging()
+
+
+def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
+    """Yield what replicas in different clouds tell each other of what they have learned."""
+    layout = job.cluster
+    traits = job.strategy.traits
+    label = job.compression.averaged.averaging_choice.label
+    often = "once a step" if traits.every == 1 else f"once in {traits.every} steps"
+    parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
+    what = "weight changes" if traits.trains_locally else "gradients"
+    what = f"{what} of all that is trained in {parts}, compressed by {label}"
+    first, *others = (layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
+    if not traits.is_elastic:
+        for here, there in permutations([first, *others], 2):
+            yield Leaving(here, there, "averaging", what, often)
+        return
+    for cloud in others:  # the first cloud merges for all
+        yield Leaving(cloud, first, "averaging", what, often)
+        merged = f"merged {what}; to a cloud that comes later the weights themselves"
+        yield Leaving(first, cloud, "averaging", merged, often)
 
 
 class _Averaging(FeatureAtRank):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 
 from xcloud.features.tied.gradients import Join, TiedGradients, tied_gradients
 from xcloud.job.job import PipelineJob
+from xcloud.job.leaving import Leaving
 from xcloud.job.needs import Lack, Use, every_update_together, no_privacy, ties_ends
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.trainer import Trainer
@@ -63,6 +65,14 @@ class TiedEnds(Feature):
             without="take model.embeddings=untie or freeze",
         ),
     )
+
+    def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
+        layout = job.cluster
+        ends = [layout.stage_cloud(stage) for stage in (0, layout.num_stages - 1)]
+        for here, there in permutations(ends, 2):
+            if here != there:
+                words = "gradient of the embeddings that both ends train"
+                yield Leaving(here, there, "averaging", words, "once a step")
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return _AtRank(self._join_ends)
