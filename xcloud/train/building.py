@@ -77,7 +77,7 @@ def wired(context: Context, features: Features, clock: StepClock) -> Wiring:
 
 
 @dataclass(frozen=True)
-class Training:
+class RankTraining:
     """What trains in one rank, ready for its next update.
 
     hooks: what acts around an update, in the order of the calls.
@@ -91,7 +91,7 @@ class Training:
 
 def build_training(
     context: Context, wiring: Wiring, features: Features, clock: StepClock
-) -> Training:
+) -> RankTraining:
     """Load the data, build the stages and what trains them, and restore its state if the run goes
     on. All ranks call it at the same time.
 
@@ -153,7 +153,7 @@ def build_training(
             trainer=trainer,
             from_step=context.verdict.from_step,
         )
-    return Training(data, trainer=trainer, hooks=hooks, evaluator=evaluator)
+    return RankTraining(data, trainer=trainer, hooks=hooks, evaluator=evaluator)
 
 
 def _load(context: Context) -> TaskData:

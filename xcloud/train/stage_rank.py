@@ -8,7 +8,7 @@ from xcloud.experiment import Experiment
 from xcloud.pipeline.control import Signal
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.role import RankContext, Role
-from xcloud.train.building import Training, build_training, features_at, step_clock, wired
+from xcloud.train.building import RankTraining, build_training, features_at, step_clock, wired
 
 
 class StageRank(Role[Experiment]):
@@ -33,7 +33,7 @@ class StageRank(Role[Experiment]):
         else:
             self.stop(training)
 
-    def train(self, training: Training) -> bool:
+    def train(self, training: RankTraining) -> bool:
         """Make all updates that are left. Return whether the run has come to its end; False if it
         was asked to stop."""
         trainer = training.trainer
@@ -51,7 +51,7 @@ class StageRank(Role[Experiment]):
             hooks.finish()
         return True
 
-    def finish(self, training: Training) -> None:
+    def finish(self, training: RankTraining) -> None:
         """Export, evaluate through the same links, and close the hooks."""
         trainer = training.trainer
         replica = self.job.cluster.placement(self.rank).replica
@@ -76,7 +76,7 @@ class StageRank(Role[Experiment]):
         training.hooks.close(is_finished=True)
         self.reporter.event("finish", num_steps=trainer.num_updates)
 
-    def stop(self, training: Training) -> None:
+    def stop(self, training: RankTraining) -> None:
         """End early, as asked, with a checkpoint of the last step."""
         training.hooks.settle()
         self.wiring.meet()

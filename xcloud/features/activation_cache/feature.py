@@ -138,10 +138,12 @@ class ActivationCaching(Feature):
         )
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return _AtRank(context)
+        return CachingAtRank(context)
 
 
-class _AtRank(FeatureAtRank):
+class CachingAtRank(FeatureAtRank):
+    """The caches at the boundaries of one rank."""
+
     def __init__(self, context: RankContext[PipelineJob]) -> None:
         job = context.job
         self._has_boundary = bool(job.cached_boundaries)

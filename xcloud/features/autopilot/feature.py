@@ -55,10 +55,12 @@ class AutopilotFeature(Feature):
         check_choices(job)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return _AtRank()
+        return AutopilotAtRank()
 
 
-class _AtRank(FeatureAtRank):
+class AutopilotAtRank(FeatureAtRank):
+    """What switches compression and schedule in one rank."""
+
     def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
         return pilot_of(
             built.context, trainer, wiring=built.wiring, program_bytes=built.program_bytes

@@ -33,13 +33,19 @@ class LeakMeasurement(Feature):
 
     def measured(self, job: PipelineJob, run_dir: Path) -> Mapping[str, Any]:
         meter = meter_of(job)
-        return {} if meter is None else meter.measure(run_dir)
+        if meter is None:
+            return {}
+        return meter.measure(run_dir)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
-        return _AtRank() if meter_of(context.job) is not None else None
+        if meter_of(context.job) is None:
+            return None
+        return LeakMeterAtRank()
 
 
-class _AtRank(FeatureAtRank):
+class LeakMeterAtRank(FeatureAtRank):
+    """The observers of one rank."""
+
     _observers: LeakObservers
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:

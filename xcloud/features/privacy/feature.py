@@ -88,7 +88,7 @@ class DifferentialPrivacy(Feature):
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         privacy = context.job.security.privacy
         assert privacy is not None
-        return _AtRank(privacy, num_replicas=context.job.cluster.num_replicas)
+        return PrivacyAtRank(privacy, num_replicas=context.job.cluster.num_replicas)
 
 
 def guard_of(privacy: Privacy) -> Guard | None:
@@ -97,7 +97,9 @@ def guard_of(privacy: Privacy) -> Guard | None:
     return partial(private_contribution, privacy=privacy) if privacy.unit == "cloud" else None
 
 
-class _AtRank(FeatureAtRank):
+class PrivacyAtRank(FeatureAtRank):
+    """What clips and noises in one rank, and in rank 0 the account of it."""
+
     def __init__(self, privacy: Privacy, num_replicas: int) -> None:
         self._privacy = privacy
         self.changes_each_gradient = privacy.unit == "sample"

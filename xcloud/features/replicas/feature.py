@@ -65,7 +65,7 @@ class ReplicaAveraging(Feature):
             yield from _averaged_stage(job, stage)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return _Averaging()
+        return AveragingAtRank()
 
 
 def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
@@ -88,7 +88,9 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
         yield Leaving(first, cloud, "averaging", merged, often)
 
 
-class _Averaging(FeatureAtRank):
+class AveragingAtRank(FeatureAtRank):
+    """The links of one rank to its counterparts in the other replicas."""
+
     def exchange(self, built: BuiltRank, watch: Watch | None, guard: Guard | None) -> Exchange:
         job = built.context.job
         wiring = built.wiring

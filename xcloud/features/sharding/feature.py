@@ -102,10 +102,12 @@ class Sharding(Feature):
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         cloud = context.job.cluster.cloud_of(context.rank)
-        return _AtRank(context) if cloud in sharding_clouds(context.job) else None
+        return ShardingAtRank(context) if cloud in sharding_clouds(context.job) else None
 
 
-class _AtRank(FeatureAtRank):
+class ShardingAtRank(FeatureAtRank):
+    """The sharders of the stages of one rank."""
+
     def __init__(self, context: RankContext[PipelineJob]) -> None:
         self._device = context.device
         self._note = context.reporter.note

@@ -75,11 +75,13 @@ class TiedEnds(Feature):
                 yield Leaving(here, there, "averaging", words, "once a step")
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return _AtRank(self._join_ends)
+        return TiedEndsAtRank(self._join_ends)
 
 
 @dataclass
-class _AtRank(FeatureAtRank):
+class TiedEndsAtRank(FeatureAtRank):
+    """The tied ends of one rank, which may hold an end or none."""
+
     join_ends: JoinEnds
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> TiedGradients | None:
