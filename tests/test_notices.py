@@ -26,6 +26,12 @@ KEEP = "import pathlib, sys; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin
 ABSENT = {"event": "absence", "absent": "b", "ranks": [1], "what": "left", "step": 3}
 
 
+DEPARTURE = {
+    "event": "departure", "step": 95, "sender": 1, "peer": "cloud_b", "stream": "hidden backward",
+    "statistic": "norm", "value": -6.1, "usual": -8.7, "deviation": 0.3,
+}  # fmt: skip
+
+
 def command(*words: object) -> str:
     return shlex.join([sys.executable, "-c", *map(str, words)])
 
@@ -62,6 +68,7 @@ def follow(run_dir: Path, events: list[dict[str, Any]], cause: str | None = None
         ),
         ([{"event": "producer", "producer": "es", "state": "slow", "step": 7}], []),
         ([{"event": "resume", "step": 2}], [("resumed", 2)]),
+        ([DEPARTURE], [("departure", 95)]),
         (
             [
                 {"event": "skipped_update", "step": 4},

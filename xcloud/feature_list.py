@@ -11,13 +11,14 @@ from xcloud.features.leak_meter.figures import LEAKS
 from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.privacy.figures import GUARANTEE
 from xcloud.features.replicas.figures import MERGES
+from xcloud.features.sentinel.figures import DEPARTURES
 from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 
 if TYPE_CHECKING:
     from xcloud.rank.feature import Feature
 
 FIGURES: Sequence[FeatureFigure] = (
-    *(LEAKS, MERGES, SWITCHES, GUARANTEE, REFUSED_REPORTS, PRODUCERS),
+    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, REFUSED_REPORTS, PRODUCERS),
 )
 """What they add to summary, closing table, tracker and pictures."""
 
@@ -32,6 +33,7 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.privacy.feature import DifferentialPrivacy
     from xcloud.features.replicas.feature import ReplicaAveraging
     from xcloud.features.replicas.links import averager_of_ends
+    from xcloud.features.sentinel.feature import DepartureWatch
     from xcloud.features.sharding.feature import Sharding
     from xcloud.features.tied.feature import TiedEnds
 
@@ -42,5 +44,6 @@ def all_features() -> Sequence[Feature]:
         Sharding(),
         DifferentialPrivacy(),
         ActivationCaching(),
+        DepartureWatch(),
         AutopilotFeature(),
     )

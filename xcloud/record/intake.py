@@ -80,6 +80,8 @@ _TABLE = {
     "quality": "step:whole split:split values:scores errors:scores signature:texts "
     "evaluation_s:number",
     "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
+    "departure": "step:whole sender:whole peer:text stream:text statistic:text value:figure "
+    "usual:figure deviation:number",
     "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
     "lost_checkpoint": "step:whole reason:text",
     "finish": "| num_steps:whole",

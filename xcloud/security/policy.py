@@ -78,6 +78,9 @@ _WORDS = {
 }
 
 
+OnDeparture = Literal["alarm", "stop", "ignore"]
+
+
 @runtime_checkable
 class Meter(Protocol):
     """A measurement of what other clouds could recover (features/leak_meter/meter.py)."""
@@ -106,6 +109,8 @@ class Visibility:
     defences: noise on what crosses a boundary, by direction. meter: measure after training what
         others could recover. privacy: clip and noise gradients or weight changes, and account
         for it.
+    on_departure: what to do when activations or gradients from another cloud suddenly change in
+        norm, spread or direction (features/sentinel/): alarm, stop the run, or ignore it.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -114,6 +119,7 @@ class Visibility:
     defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
     meter: Meter | None = None
     privacy: Privacy | None = None
+    on_departure: OnDeparture = "alarm"
 
     @property
     def defences_label(self) -> str:

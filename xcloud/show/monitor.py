@@ -179,6 +179,9 @@ class Monitor:
             self._notices.tell("cloud_lost", cloud=event["absent"], step=event["step"])
         elif kind == "producer" and event["state"] == "dead":
             self._notices.tell("cloud_lost", cloud=event["producer"], step=event["step"])
+        elif kind == "departure":
+            facts = ("peer", "sender", "stream", "statistic", "step")
+            self._notices.tell("departure", **{name: event[name] for name in facts})
         elif kind == "resume":
             self._has_told_of_divergence = False
             self._notices.tell("resumed", step=event["step"])

@@ -1,0 +1,225 @@
+"""Wrong values of the right shape: what is usual of a stream, faults in it, and what is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pipelines import BORDER, D, in_threads, samples, wired
+from xcloud.base.errors import FrameError
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable, Selection
+from xcloud.comm.compressor import Chain
+from xcloud.comm.precision import BlockInt
+from xcloud.feature_list import FIGURES
+from xcloud.features.sentinel.baseline import LEARNS_FOR, Baseline, Departure
+from xcloud.features.sentinel.measures import measure
+from xcloud.features.sentinel.watch import Sentinel, WatchedEnd, watched
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.hook import StepReport
+from xcloud.record.intake import check
+from xcloud.record.summary import RunStatistics
+
+FEATURES = 16
+TWO_CLOUDS = ClusterLayout({"cloud_a": Cloud(), "cloud_b": Cloud()}, "free")
+FAULTS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "signs flipped": lambda x, _: -x,
+    "scaled by 10": lambda x, _: 10 * x,
+    "zeros": lambda x, _: torch.zeros_like(x),
+    "a constant": lambda x, _: torch.full_like(x, float(x.square().mean().sqrt())),
+    "noise of its norm": lambda x, chance: x.square().mean().sqrt() * torch.randn(
+        x.shape, generator=chance
+    ),
+}  # fmt: skip
+
+
+def messages(chance: torch.Generator) -> Iterator[Tensor]:
+    """Heavy-tailed rows around a mean row, whose norm grows as in a warm-up."""
+    mean = torch.randn(FEATURES, generator=chance)
+    for step in range(10_000):
+        rows = torch.randn(60, FEATURES, generator=chance) ** 3 + mean
+        yield (1 + min(step, 300) / 300) * rows
+
+
+def test_a_usual_stream_is_never_left() -> None:
+    chance = torch.Generator().manual_seed(1)
+    baseline = Baseline(FEATURES)
+    for _, message in zip(range(1500), messages(chance), strict=False):
+        assert baseline.judge(measure(message)) is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_within_20_steps_told_once_and_then_usual(fault: str) -> None:
+    chance = torch.Generator().manual_seed(2)
+    baseline = Baseline(FEATURES)
+    stream = messages(chance)
+    for _, message in zip(range(150), stream, strict=False):
+        baseline.judge(measure(message))
+    found = [
+        at
+        for at, message in zip(range(500), stream, strict=False)
+        if baseline.judge(measure(FAULTS[fault](message, chance))) is not None
+    ]
+    assert len(found) == 1 and found[0] < 20
+
+
+def test_one_odd_message_is_no_departure() -> None:
+    chance = torch.Generator().manual_seed(3)
+    baseline = Baseline(FEATURES)
+    for step, message in zip(range(300), messages(chance), strict=False):
+        factor = 100 if step % 60 == 59 else 1
+        assert baseline.judge(measure(factor * message)) is None
+
+
+def test_a_baseline_goes_on_where_it_was_saved() -> None:
+    chance = torch.Generator().manual_seed(4)
+    stream = [measure(m) for _, m in zip(range(80), messages(chance), strict=False)]
+    whole = Baseline(FEATURES)
+    saved = Baseline(FEATURES)
+    for message in stream[:60]:
+        whole.judge(message)
+        saved.judge(message)
+    resumed = Baseline(FEATURES)
+    resumed.load_state_dict(saved.state_dict())
+    for message in stream[60:]:
+        assert whole.judge(message) == resumed.judge(message)
+    again, once = whole.state_dict(), resumed.state_dict()
+    assert again.keys() == once.keys()
+    assert all(torch.equal(torch.as_tensor(again[n]), torch.as_tensor(once[n])) for n in once)
+    with pytest.raises(ValueError, match="baseline of messages"):
+        Baseline(FEATURES + 1).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(3, 4), torch.full((1, 4), 1e-30), torch.full((5, 4), 3e38), torch.ones(1, 4)],
+    ids=["zeros", "tiny", "huge", "one row"],
+)
+def test_any_finite_values_can_be_judged(rows: Tensor) -> None:
+    baseline = Baseline(4)
+    for _ in range(LEARNS_FOR + 30):
+        departure = baseline.judge(measure(rows))
+        assert departure is None
+    assert all(math.isfinite(float(v)) for v in baseline.state_dict()["directions"].flatten())
+
+
+def test_what_is_not_finite_is_left_to_the_trainer() -> None:
+    baseline = Baseline(4)
+    baseline.judge(measure(torch.ones(2, 4)))
+    before = baseline.state_dict()
+    assert baseline.judge(measure(torch.tensor([[1.0, math.nan, 1.0, 1.0]]))) is None
+    assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(v))
+               for n, v in baseline.state_dict().items())  # fmt: skip
+
+
+def test_half_precision_is_measured_as_float32() -> None:
+    rows = torch.full((2, 4), 300.0, dtype=torch.float16)  # whose squares overflow
+    assert float(measure(rows)[0]) == 90_000.0
+
+
+class Rank:
+    """A rank that receives activations of another cloud, whose codec may change."""
+
+    def __init__(self) -> None:
+        choices = {
+            "none": Compression(),
+            "int2": Compression(Chain(int2=BlockInt(2)), Chain(int2=BlockInt(2))),
+        }
+        both = wired(TWO_CLOUDS, {0: BORDER}, Selectable(choices))
+        self.selections = [one.wiring.boundaries.shared(Selection) for one in both]
+        self.sender = both[0].wiring.boundaries.ports[0].forward_out[1]
+        wiring = both[1].wiring
+        ports, self.ends = watched(wiring.boundaries.ports, wiring.ends)
+        self.receiver = cast(WatchedEnd, ports[0].forward_in[0])
+        self.close = [one.wiring.close for one in both]
+        self.events: list[dict[str, Any]] = []
+        self.chance = torch.Generator().manual_seed(5)
+
+    def sentinel(self, on_departure: str = "alarm") -> Sentinel:
+        reporter = SimpleNamespace(
+            event=lambda kind, **f: self.events.append({"event": kind, **f})
+        )
+        return Sentinel(
+            self.ends, TWO_CLOUDS, reporter=cast(Any, reporter),
+            on_departure=cast(Any, on_departure),
+        )  # fmt: skip
+
+    def step(
+        self, step: int, sentinel: Sentinel, factor: float = 1.0, kind: Kind = Kind.ACTIVATION
+    ) -> None:
+        batch = samples(torch.arange(8))
+        counts = (batch["ids"] % 4 + 1).to(torch.int16)
+        hidden = torch.randn(int(counts.sum()), D, generator=self.chance)
+        message = {"counts": counts, "hidden": factor * hidden}
+        key = MessageKey(kind, step)
+        self.sender.send(key, message, batch)
+        self.receiver.recv(key, batch)
+        sentinel.after_update(step, cast(StepReport, None))
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    in_threads(made.close)
+
+
+def test_a_departure_is_told_with_the_peer_the_step_and_the_statistic(rank: Rank) -> None:
+    sentinel = rank.sentinel()
+    for step in range(1, 90):
+        rank.step(step, sentinel, factor=10.0 if step > 70 else 1.0)
+    [event] = rank.events
+    assert event["event"] == "departure" and 70 < event["step"] <= 90
+    assert event["sender"] == 0 and event["peer"] == "cloud_a"
+    assert event["stream"] == "hidden forward over boundary 0"
+    assert event["statistic"] == "norm" and event["value"] > event["usual"]
+    check({"rank": 1, "cloud": "cloud_b", "t": 1.0, **event}, max_steps=100)
+    statistics = RunStatistics(2, FIGURES)
+    statistics.feed({"rank": 1, "cloud": "cloud_b", "t": 1.0, **event})
+    summary = statistics.summary(name="x", status="finished")
+    assert summary["departures"] == [{k: v for k, v in event.items() if k != "event"}]
+
+
+def test_a_run_that_asks_for_it_stops(rank: Rank) -> None:
+    sentinel = rank.sentinel("stop")
+    for step in range(1, 71):
+        rank.step(step, sentinel)
+    with pytest.raises(FrameError, match=r"rank 0 \(cloud_a\) sends, hidden forward .* norm"):
+        for step in range(71, 91):
+            rank.step(step, sentinel, factor=0.0)
+
+
+def test_another_compressor_in_the_middle_is_no_departure_and_learns_its_own(rank: Rank) -> None:
+    sentinel = rank.sentinel()
+    for step in range(1, 301):
+        if step % 60 == 0:
+            for selection in rank.selections:
+                selection.switch(step // 60 % 2, step)
+        rank.step(step, sentinel)
+    assert rank.events == []
+    learned = [s.baseline.num_steps for s in rank.receiver.streams["hidden"].values()]
+    assert learned[0] + learned[1] == 300 and min(learned) > 0
+    for step in range(301, 330):
+        rank.step(step, sentinel, factor=10.0)
+    assert len(rank.events) == 1
+
+
+def test_evaluations_are_not_judged(rank: Rank) -> None:
+    sentinel = rank.sentinel()
+    for step in range(1, 120):
+        is_training = step <= 70
+        kind = Kind.ACTIVATION if is_training else Kind.EVALUATION
+        rank.step(step, sentinel, factor=1.0 if is_training else 10.0, kind=kind)
+    assert rank.events == []
+
+
+def test_a_departure_in_words() -> None:
+    said = Departure("norm", value=2.3, usual=0.1, deviation=0.05).in_words
+    assert said == "norm 2.3, usual is 0.1 ± 0.05"

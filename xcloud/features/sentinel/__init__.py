@@ -1,0 +1,1 @@
+"""See wrong values of the right shape where they arrive from another cloud."""

@@ -1,0 +1,42 @@
+"""The watch over what arrives from other clouds as a feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xcloud.features.sentinel.watch import Sentinel, WatchedEnd, watched
+from xcloud.job.job import PipelineJob
+from xcloud.pipeline.pipeline import BoundaryPorts
+from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
+
+
+class DepartureWatch(Feature):
+    """Wherever a boundary between stages leaves a cloud, an eye on sudden departures."""
+
+    def is_used(self, job: PipelineJob) -> bool:
+        layout = job.cluster
+        return any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1))
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return _AtRank()
+
+
+class _AtRank(FeatureAtRank):
+    _ends: Mapping[str, WatchedEnd]
+
+    def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
+        seen, self._ends = watched(ports, built.wiring.ends)
+        if built.context.job.security.on_departure == "ignore":
+            return ports  # the watch has a state, so that a run can go on with another setting
+        return seen
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> Sentinel:
+        job = built.context.job
+        return Sentinel(
+            self._ends,
+            job.cluster,
+            reporter=built.context.reporter,
+            on_departure=job.security.on_departure,
+        )
