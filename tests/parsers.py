@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.codecs import ERRORS
+from tests.line_keys import folder_of_keys, keys_of
 from tests.local_replicas import MEAN, rounds_of
 from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
@@ -44,6 +45,17 @@ from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.one_way.producer import OrderBook
 from xcloud.features.replicas.averaging import Terms
 from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.line.hello import (
+    Hello,
+    Refusal,
+    StreamName,
+    decode_hello,
+    encode_hello,
+    encode_refusal,
+)
+from xcloud.line.keys import read_key
+from xcloud.line.pieces import HEADER, Assembly
+from xcloud.line.sealing import open_sealed, seal
 from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.net.link_end import PeerLife
 from xcloud.net.words import Message, WordKind, decode, encode
@@ -106,6 +118,35 @@ def frames() -> Parser:
         return decode_frame(buffer, "rank 1")
 
     return Parser([made.numpy().tobytes()], take)
+
+
+def greetings() -> Parser:
+    stream = StreamName("forward 0", "cloud_a", 0, "cloud_b", 1)
+    hello = encode_hello(Hello(stream, bytes(16), attempt=1, connection=2, of=3, expected=7))
+    honest = [hello[1:], encode_refusal(Refusal.OTHER_RUN)[1:]]
+    return Parser(honest, lambda data: decode_hello(data, "cloud_b"))
+
+
+def pieces() -> Parser:
+    heads = [HEADER.pack(n, 300_000, at, size) for n in range(3)
+             for at, size in ((0, 1 << 18), (1 << 18, 300_000 - (1 << 18)))]  # fmt: skip
+
+    def take(data: bytes) -> object:
+        assembly = Assembly(1 << 19, max_bytes=600_000, deliver=lambda frame: None)
+        for at in range(0, len(data) - HEADER.size + 1, HEADER.size):
+            frame, frame_bytes, offset, num_bytes = HEADER.unpack_from(data, at)
+            assembly.place(frame, frame_bytes, offset, num_bytes)
+            assembly.arrived(frame, offset, num_bytes)
+        return assembly.expected
+
+    return Parser([b"".join(heads)], take)
+
+
+def sealed() -> Parser:
+    a, b = (keys_of(cloud, []).own for cloud in ("cloud_a", "cloud_b"))
+    a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
+    honest = seal(bytes(999), b, a_key, context=b"round 3")
+    return Parser([honest], lambda data: open_sealed(data, b_key, b, sender=a, context=b"round 3"))
 
 
 class Held:
@@ -345,6 +386,7 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     for maker in (
         frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
         ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
+        greetings, pieces, sealed,
         checkpoint_headers,
     )
 }  # fmt: skip

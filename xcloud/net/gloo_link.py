@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
-from xcloud.net.frame import LONG_BYTES, OF_A_STEP, Kind, message_buffer, seal_frame
+from xcloud.base.errors import LinkClosed, LinkError
+from xcloud.net.frame import LONG_BYTES, Kind, message_buffer, seal_frame
 from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.net.gloo_pair import Pair, first_line
 from xcloud.net.link import PostedReceives, Reservation
@@ -47,7 +47,6 @@ class GlooOutLink(SendingEnd):
     def __init__(self, pair: Pair, settings: OutSettings) -> None:
         super().__init__(settings)
         self._pair = pair
-        self._failure: LinkError | None = None
         clock = settings.clock
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
         self._posted = PostedReceives(settings.window.num_posted, latency_at)
@@ -60,7 +59,7 @@ class GlooOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_goodbyes()
-            self._put(None)
+            self._queue.put(None, 0)
         await_peer(
             self._has_ended,
             self._settings,
@@ -78,32 +77,8 @@ class GlooOutLink(SendingEnd):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, item: Outgoing | None) -> None:
-        started_s = time.monotonic()
-        settings = self._settings
-        life = settings.life
-        num_bytes = 0 if item is None else item.frame.numel()
-        room_bytes = None if item is None else settings.room_bytes(item.key.kind)
-
-        def put(timeout_s: float) -> bool:
-            if self._failure is not None:
-                raise self._failure
-            return self._queue.put(item, num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
-
-        if put(0.0):
-            return
-        of_a_step = item is not None and item.key.kind in OF_A_STEP
-        progress = settings.progress if of_a_step else None
-        with settings.blocked():
-            has_room = life.wait(
-                put, settings.overdue_s, in_step=life.beats and of_a_step, progress=progress
-            )
-        if not has_room:
-            raise LinkTimeout(
-                f"{self.peer_name} has taken none of the waiting messages for "
-                f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
-                f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
-            )
+    def _put(self, item: Outgoing) -> None:
+        self._put_into(self._queue, item)
 
     def _run(self) -> None:
         settings = self._settings

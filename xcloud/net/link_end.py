@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -106,6 +106,11 @@ class ByteQueue(Generic[T]):
     @property
     def is_empty(self) -> bool:
         return not self._items
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the queued items."""
+        return self._num_bytes
 
 
 class PeerLife:
@@ -299,6 +304,7 @@ class SendingEnd(ABC):
         self._sending = threading.Lock()  # heartbeats come from a thread of their own
         self._is_closing = False
         self._sequence = 0
+        self._failure: LinkError | None = None
 
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
         """Send a message.
@@ -332,6 +338,35 @@ class SendingEnd(ABC):
     @abstractmethod
     def _put(self, item: Outgoing) -> None:
         """Have a message carried, in the order of the calls."""
+
+    def _put_into(self, queue: ByteQueue[Any], item: Outgoing) -> None:
+        """Queue a message, once there is room. Raises LinkTimeout for a peer that takes none, and
+        `_failure` once the link has one."""
+        started_s = time.monotonic()
+        settings = self._settings
+        life = settings.life
+        num_bytes = item.frame.numel()
+        room_bytes = settings.room_bytes(item.key.kind)
+
+        def put(timeout_s: float) -> bool:
+            if self._failure is not None:
+                raise self._failure
+            return queue.put(item, num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
+
+        if put(0.0):
+            return
+        of_a_step = item.key.kind in OF_A_STEP
+        progress = settings.progress if of_a_step else None
+        with settings.blocked():
+            has_room = life.wait(
+                put, settings.overdue_s, in_step=life.beats and of_a_step, progress=progress
+            )
+        if not has_room:
+            raise LinkTimeout(
+                f"{self.peer_name} has taken none of the waiting messages for "
+                f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
+                f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
+            )
 
     def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
         settings = self._settings

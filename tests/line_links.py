@@ -1,0 +1,192 @@
+"""Links of the line for tests: both ends in this process, and a proxy between them that cuts."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from tests.line_keys import keys_of
+from xcloud.line.connection import LineState
+from xcloud.line.hello import StreamName
+from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.stream_link import Stream, StreamInLink, StreamOutLink
+from xcloud.line.ways import Dialler, Listener, Way
+from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_profile import LinkWindow
+
+RUN = bytes(range(16))
+LABEL = "r4nd0m.example"
+
+
+class Proxy:
+    """Passes bytes on between whoever dials it and a port, until it is told to cut.
+
+    change: may alter what goes to the port: is given (bytes so far, the next ones).
+    cut_after: returns after how many bytes all connections are reset next.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        change: Callable[[int, bytes], Sequence[bytes]] | None = None,
+        cut_after: Callable[[], int] | None = None,
+    ) -> None:
+        self._cut_after = cut_after
+        self._left_bytes = cut_after() if cut_after else 0
+        self.num_cuts = 0
+        self._target = port
+        self._change = change
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self.is_silent = False
+        self.refuses = False
+        self.num_dialled = 0
+        self.seen = bytearray()  # what went to the port, as it was on the line
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def reset(self) -> None:
+        """Reset all connections."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for one in (one for pair in pairs for one in pair):
+            with suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def close(self) -> None:
+        self.refuses = True
+        self._listening.close()
+        self.reset()
+
+    def _count(self, num_bytes: int) -> None:
+        if self._cut_after is None:
+            return
+        with self._lock:
+            self._left_bytes -= num_bytes
+            is_cut = self._left_bytes < 0
+            if is_cut:
+                self.num_cuts += 1
+                self._left_bytes = self._cut_after()
+        if is_cut:
+            self.reset()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            self.num_dialled += 1
+            if self.refuses:
+                near.close()
+                continue
+            far = socket.create_connection(("127.0.0.1", self._target))
+            with self._lock:
+                self._pairs.append((near, far))
+            for source, target, change in ((near, far, self._change), (far, near, None)):
+                threading.Thread(
+                    target=self._pass, args=(source, target, change), daemon=True
+                ).start()
+
+    def _pass(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        change: Callable[[int, bytes], Sequence[bytes]] | None,
+    ) -> None:
+        num_bytes = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                while self.is_silent:
+                    time.sleep(0.01)
+                pieces = [data] if change is None else change(num_bytes, data)
+                num_bytes += len(data)
+                self._count(len(data))
+                if len(self.seen) < 1 << 20:
+                    self.seen += data
+                for piece in pieces:
+                    target.sendall(piece)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+
+class Ends(NamedTuple):
+    """Both ends of a link from cloud_a, whose rank 0 listens, to cloud_b, whose rank 1 dials."""
+
+    out: StreamOutLink
+    incoming: StreamInLink
+    listener: Listener
+    state: LineState
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        self.out.close(timeout_s)
+        self.incoming.close(timeout_s)
+        assert self.incoming.join(10.0)
+
+
+NAME = StreamName("forward 0", "cloud_a", sender=0, receiver_cloud="cloud_b", receiver=1)
+
+
+def stream(
+    way: Way, name: StreamName = NAME, state: LineState | None = None, **changed: object
+) -> Stream:
+    state = state or LineState("the other rank")
+    settings = {"run": RUN, "attempt": 1, "first_within_s": 20.0, "reconnect_s": 20.0, **changed}
+    return Stream(name, way=way, state=state, **settings)  # type: ignore[arg-type]
+
+
+def listener(**changed: object) -> Listener:
+    settings = {"cloud": "cloud_a", "rank": 0, "run": RUN, "attempt": 1, **changed}
+    tls = PinnedTls(keys_of("cloud_a", ["cloud_b"]), LABEL)
+    return Listener(("127.0.0.1", 0), tls, **settings)  # type: ignore[arg-type]
+
+
+def dialler(port: int, me: str = "cloud_b", peer: str = "cloud_a") -> Dialler:
+    return Dialler(("127.0.0.1", port), peer, PinnedTls(keys_of(me, [peer]), LABEL))
+
+
+@contextmanager
+def linked(
+    out_listens: bool = True,
+    capacity_bytes: int = 1 << 21,
+    window: LinkWindow | None = None,
+    change: Callable[[int, bytes], Sequence[bytes]] | None = None,
+    cut_after: Callable[[], int] | None = None,
+    **changed: object,
+) -> Iterator[tuple[Ends, Proxy]]:
+    """Both ends of a link through a proxy.
+
+    out_listens: whether the sending end's rank listens, and the receiving one's dials.
+    """
+    name = NAME
+    if not out_listens:
+        name = StreamName("forward 0", "cloud_b", sender=1, receiver_cloud="cloud_a", receiver=0)
+    listens = listener()
+    proxy = Proxy(listens.port, change, cut_after=cut_after)
+    dials = dialler(proxy.port)
+    ways: tuple[Way, Way] = (listens, dials) if out_listens else (dials, listens)
+    settings = {"window": window or LinkWindow(), "capacity_bytes": capacity_bytes}
+    state = LineState("the other rank")
+    out = StreamOutLink(
+        stream(ways[0], name, state=state, **changed),
+        OutSettings("receiver", **settings),  # type: ignore[arg-type]
+    )
+    incoming = StreamInLink(
+        stream(ways[1], name, **changed),
+        InSettings("sender", **settings),  # type: ignore[arg-type]
+    )
+    try:
+        yield Ends(out, incoming, listens, state), proxy
+    finally:
+        proxy.close()
+        listens.close()
+        out.stop()
+        incoming.stop()

@@ -1,0 +1,629 @@
+"""Links between two owners: cut, refused, damaged, and what arrives all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.line_keys import copy_keys, folder_of_keys, keys_of
+from tests.line_links import (
+    LABEL,
+    NAME,
+    RUN,
+    Proxy,
+    dialler,
+    linked,
+    listener,
+    stream,
+)
+from tests.runs import wait_for
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.line import connection as connections
+from xcloud.line import stream_link
+from xcloud.line.hello import Hello, Refusal, encode_hello, read_hello
+from xcloud.line.keys import LineKeys, make_key, read_line_keys
+from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
+from xcloud.line.pinned_tls import LineDown, PinnedTls
+from xcloud.line.stream_link import StreamInLink, StreamOutLink
+from xcloud.line.ways import Dialler, Listener, num_connections
+from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
+from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_profile import LinkWindow
+
+pytestmark = pytest.mark.slow
+
+
+def key(number: int) -> MessageKey:
+    return MessageKey(Kind.ACTIVATION, 1, micro_batch=number)
+
+
+def parts_of(sizes: Sequence[int], seed: int = 0) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (size,), generator=made, dtype=torch.uint8) for size in sizes]
+
+
+def send_all(out: StreamOutLink, parts: Sequence[Tensor], first: int = 0) -> threading.Thread:
+    def work() -> None:
+        for number, part in enumerate(parts, first):
+            out.send(key(number), (part,))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def check_all(incoming: StreamInLink, parts: Sequence[Tensor], first: int = 0) -> None:
+    for number, part in enumerate(parts, first):
+        [found] = incoming.recv(key(number), 60.0)
+        assert torch.equal(found, part)
+
+
+@pytest.mark.parametrize("out_listens", [True, False])
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_messages_of_any_size_arrive_in_order(out_listens: bool, num_connections: int) -> None:
+    sizes = [0, 1, 3_000, PIECE_BYTES, 1_900_000, 5, 5, 5, 1_000_000]
+    parts = parts_of(sizes)
+    with linked(out_listens, num_connections=num_connections) as (ends, _):
+        sending = send_all(ends.out, parts)
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+        assert ends.incoming.said_goodbye
+        assert ends.state.num_cuts == 0
+    assert ends.out.record.num_messages[Kind.ACTIVATION] == len(sizes)
+    assert ends.out._settings.queued._num_bytes == 0
+
+
+def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool) -> None:
+    """A link that is cut after random numbers of bytes delivers the same ones, with windows
+    smaller than messages."""
+    draw = random.Random(seed)
+    number = 0
+    with linked(
+        out_listens,
+        capacity_bytes=1 << 20,
+        window=LinkWindow(max_queued_bytes=600_000),
+        num_connections=num_connections,
+        cut_after=lambda: draw.randrange(6_000, 600_000),
+    ) as (ends, proxy):
+        while proxy.num_cuts < num_cuts:
+            sizes = [draw.choice([10, 3_000, 300_000, 700_000]) for _ in range(6)]
+            parts = parts_of(sizes, seed + number)
+            sending = send_all(ends.out, parts, first=number)
+            check_all(ends.incoming, parts, first=number)
+            sending.join()
+            number += len(parts)
+        ends.close()
+
+
+@pytest.mark.parametrize(("num_connections", "out_listens"), [(1, True), (3, False)])
+def test_fifty_cuts_change_no_byte(num_connections: int, out_listens: bool) -> None:
+    cut_often(50, seed=1, num_connections=num_connections, out_listens=out_listens)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_many_cuts_change_no_byte(seed: int) -> None:
+    cut_often(200, seed=seed, num_connections=1 + seed, out_listens=seed % 2 == 0)
+
+
+def quick_silence(monkeypatch: pytest.MonkeyPatch, silent_s: float = 0.6) -> None:
+    monkeypatch.setattr(connections, "SILENT_S", silent_s)
+    monkeypatch.setattr(connections, "SPEAK_EVERY_S", silent_s / 3)
+    monkeypatch.setattr(stream_link, "SPEAK_EVERY_S", silent_s / 3)
+
+
+def test_a_silent_line_is_dialled_again_and_said_to_be_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick_silence(monkeypatch)
+    with linked() as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        assert ends.state.text is None
+        proxy.is_silent = True
+        ends.out.send(key(1), (torch.ones(4),))
+        wait_for(lambda: ends.state.text is not None)
+        assert "line to the other rank down for" in str(ends.state.text)
+        proxy.reset()
+        proxy.is_silent = False
+        assert ends.incoming.recv(key(1), 20.0)[0].shape == (4,)
+        wait_for(lambda: ends.state.text is None)
+        ends.close()
+        assert ends.state.num_cuts >= 1
+
+
+def test_a_line_that_only_rests_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_silence(monkeypatch)
+    with linked() as (ends, _):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        time.sleep(1.5)
+        assert ends.state.num_cuts == 0
+        assert ends.state.round_trip_s is not None and ends.state.round_trip_s < 1.0
+        ends.close()
+
+
+def test_a_full_inbox_silences_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads for longer than silence is borne, and the sender waits, without a cut."""
+    quick_silence(monkeypatch)
+    parts = parts_of([1_000_000] * 16)
+    with linked(window=LinkWindow(max_queued_bytes=1_000_000)) as (ends, _):
+        sending = send_all(ends.out, parts)
+        time.sleep(1.5)
+        assert sending.is_alive()  # it is held back
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+        assert ends.state.num_cuts == 0
+        assert ends.out._settings.queued.peak_bytes <= 3_100_000
+
+
+def test_a_line_that_stays_down_ends_the_link_with_the_reason() -> None:
+    with linked(reconnect_s=0.6) as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        proxy.close()
+        said = r"down for 0\.6 s \(cluster\.reconnect_s\): cloud_a at 127.*the connection"
+        with pytest.raises(LinkClosed, match=said):
+            ends.incoming.recv(key(1), 20.0)
+        said = r"down for 0\.6 s .*cloud_b has not dialled"
+        with pytest.raises(LinkClosed, match=said):
+            ends.out.close(20.0)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    listens = listener()
+    out = StreamOutLink(
+        stream(listens, first_within_s=0.3), OutSettings("rank 1 of cloud 'b'", 1000)
+    )
+    with pytest.raises(LinkTimeout, match=r"no line to the other rank in 0\.3 s"):
+        out.close(20.0)
+    listens.close()
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_the_last_acknowledgement_may_be_lost(num_connections: int) -> None:
+    """The receiver has everything and has closed; the sender hears it over a later connection."""
+    with linked(num_connections=num_connections) as (ends, proxy):
+        for number in range(3):
+            ends.out.send(key(number), (torch.ones(3),))
+        check_all(ends.incoming, [torch.ones(3)] * 3)
+        lost = threading.Event()
+        acknowledge = ends.out._outbox.acknowledge
+
+        def lose(number: int, num_pieces: int) -> None:
+            if ends.out._is_closing and not lost.is_set():
+                wait_for(lambda: ends.incoming.said_goodbye)
+                lost.set()
+                raise LineDown("cut")
+            acknowledge(number, num_pieces)
+
+        ends.out._outbox.acknowledge = lose  # type: ignore[method-assign]
+        ends.close()
+        assert lost.is_set()
+        assert proxy.num_dialled > num_connections
+
+
+@pytest.mark.parametrize("change", ["flip", "drop", "repeat"])
+def test_bytes_changed_on_the_way_end_a_connection_and_no_link(change: str) -> None:
+    """TLS finds it; the frame is sent again."""
+    left = [3]
+
+    def alter(at: int, data: bytes) -> Sequence[bytes]:
+        if at < 100_000 or not left[0] or len(data) < 4_000:
+            return [data]
+        left[0] -= 1
+        if change == "flip":
+            return [data[:999] + bytes([data[999] ^ 4]) + data[1000:]]
+        return [data[:999], data[1003:]] if change == "drop" else [data, data]
+
+    parts = parts_of([200_000] * 8)
+    with linked(out_listens=False, change=alter) as (ends, _):
+        sending = send_all(ends.out, parts)
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+        assert left[0] < 3 and ends.state.num_cuts >= 1
+
+
+def test_what_an_observer_sees_are_records_of_tls_without_a_name() -> None:
+    with linked(out_listens=False) as (ends, proxy):
+        ends.out.send(key(0), (torch.frombuffer(bytearray(b"secret" * 999), dtype=torch.uint8),))
+        ends.incoming.recv(key(0), 20.0)
+        ends.close()
+        seen = bytes(proxy.seen)
+    assert LABEL.encode() in seen  # by which an ingress finds the rank
+    for word in (b"cloud", b"secret", b"XCL", b"forward", RUN, b"localhost"):
+        assert word not in seen
+    at = 0
+    while at < len(seen):
+        assert seen[at] in (20, 21, 22, 23) and seen[at + 1] == 3
+        at += 5 + int.from_bytes(seen[at + 3 : at + 5], "big")
+
+
+# Who is let in
+
+
+class Door:
+    """A listener of cloud_a, and what it has refused."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.refused: list[str] = []
+        self.listener = listener(on_refused=self.refused.append, **changed)
+
+    def said(self, word: str) -> str:
+        wait_for(lambda: any(word in line for line in self.refused))
+        return next(line for line in self.refused if word in line)
+
+
+@pytest.fixture
+def door() -> Any:
+    made = Door()
+    yield made
+    made.listener.close()
+
+
+def hello(**changed: Any) -> Hello:
+    fields = {"run": RUN, "attempt": 1, "connection": 0, "of": 1, **changed}
+    return Hello(changed.pop("stream", NAME), **{k: v for k, v in fields.items() if k != "stream"})
+
+
+def dial(way: Dialler, said: Hello | None = None) -> str:
+    """What dialling comes to, in words."""
+    try:
+        way.connect(said or hello(), is_bulk=False, timeout_s=1.0, wake=lambda: None)
+    except LinkError as error:
+        return f"{type(error).__name__}: {error}"
+    return "let in"
+
+
+def test_a_stranger_is_refused_in_words_on_both_sides(door: Door) -> None:
+    said = dial(dialler(door.listener.port, me="cloud_c"))
+    assert "cloud_a: it does not accept the certificate of this cloud" in said
+    door.said("certificate is not accepted here")
+
+
+def test_a_cloud_that_answers_for_another_is_found_out(door: Door) -> None:
+    """cloud_b takes who answers for cloud_c, whose certificate it has."""
+    said = dial(dialler(door.listener.port, peer="cloud_c"))
+    assert "cloud_c: its certificate is not accepted here" in said
+
+
+def test_a_certificate_that_expires_while_a_run_goes_on_is_named_on_both_sides(
+    tmp_path: Path,
+) -> None:
+    """It was valid when the keys were read; the line is cut, and dialled again."""
+    policy = copy_keys(tmp_path)
+    a = read_line_keys("cloud_a", {}, policy_file=policy)
+    for name in ("cloud_b.key", "cloud_b.pem"):
+        (tmp_path / name).unlink()
+    expired = make_key("cloud_b", tmp_path, valid_for=timedelta(minutes=-5))
+    a = dataclasses.replace(a, peers={"cloud_b": [expired]})
+    b = LineKeys(
+        expired, tmp_path / "cloud_b.key", pem_file=tmp_path / "cloud_b.pem",
+        peers={"cloud_a": [a.own]},
+    )  # fmt: skip
+    refused: list[str] = []
+    listens = Listener(
+        ("127.0.0.1", 0), PinnedTls(a, LABEL), cloud="cloud_a", rank=0, run=RUN, attempt=1,
+        on_refused=refused.append,
+    )  # fmt: skip
+    dials = Dialler(("127.0.0.1", listens.port), "cloud_a", PinnedTls(b, LABEL))
+    assert "certificate expired" in dial(dials)
+    wait_for(lambda: any("certificate has expired" in line for line in refused))
+    listens.close()
+
+
+def test_either_of_two_certificates_is_its_cloud_on_the_day_of_a_change(tmp_path: Path) -> None:
+    policy = copy_keys(tmp_path)
+    (tmp_path / "new").mkdir()
+    make_key("cloud_b", tmp_path / "new")
+    (tmp_path / "new" / "cloud_a.pem").write_bytes((tmp_path / "cloud_a.pem").read_bytes())
+    both = {"cloud_b": ["cloud_b.pem", "new/cloud_b.pem"]}
+    a = read_line_keys("cloud_a", both, policy_file=policy)
+    listens = Listener(
+        ("127.0.0.1", 0), PinnedTls(a, LABEL), cloud="cloud_a", rank=0, run=RUN, attempt=1
+    )
+    for folder in (tmp_path, tmp_path / "new"):
+        b = read_line_keys(
+            "cloud_b", {"cloud_a": ["cloud_a.pem"]}, policy_file=folder / "policy.yaml"
+        )
+        dials = Dialler(("127.0.0.1", listens.port), "cloud_a", PinnedTls(b, LABEL))
+        assert "not ready" in dial(dials)  # it has come through all of TLS
+    listens.close()
+
+
+def raw_dial(port: int, context: ssl.SSLContext | None) -> bytes:
+    """What a client of another kind gets back."""
+    end = socket.create_connection(("127.0.0.1", port), 5)
+    try:
+        if context is not None:
+            end = context.wrap_socket(end, server_hostname=LABEL)
+        end.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return end.recv(100)
+    except OSError as error:
+        return str(error).encode()
+    finally:
+        end.close()
+
+
+def test_clients_without_certificate_without_tls_and_of_old_tls_get_nothing(door: Door) -> None:
+    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anyone.check_hostname = False
+    anyone.verify_mode = ssl.CERT_NONE
+    assert b"XCL" not in raw_dial(door.listener.port, anyone)
+    door.said("did not return a certificate")
+
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname = False
+    old.verify_mode = ssl.CERT_NONE
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert b"XCL" not in raw_dial(door.listener.port, old)
+    door.said("TLS 1.3")
+
+    assert b"XCL" not in raw_dial(door.listener.port, None)
+    door.said("no TLS")
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "refused"),
+    [
+        (hello(run=bytes(16)), "runs another experiment file", "other_run"),
+        (hello(attempt=0), "LinkClosed: cloud_a refuses this rank: it has begun", "earlier_att"),
+        (hello(stream=NAME._replace(line="backward 0")), "not ready for this link", "not_yet"),
+        (hello(stream=NAME._replace(sender=5)), "connection was closed", "has dialled rank 0"),
+        (
+            hello(stream=NAME._replace(receiver_cloud="cloud_c")),
+            "connection was closed",
+            "has dialled rank 0 of cloud_a for line 'forward 0'",
+        ),
+    ],
+)
+def test_a_greeting_that_nobody_waits_for_leads_nowhere(
+    said: Hello, answer: str, refused: str, door: Door
+) -> None:
+    assert answer in dial(dialler(door.listener.port), said)
+    door.said(refused)
+
+
+def test_a_peer_that_has_begun_again_ends_the_links_of_the_attempt_before() -> None:
+    with linked() as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        proxy.refuses = True
+        proxy.reset()
+        again = dialler(ends.listener.port)
+        assert "not ready" in dial(again, hello(attempt=2))
+        with pytest.raises(LinkClosed, match="cloud_b has begun the run again"):
+            ends.out.close(20.0)
+
+
+def test_a_slow_or_endless_greeting_is_left_after_five_seconds(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcloud.line.hello.HELLO_S", 0.5)
+    tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
+    plain = socket.create_connection(("127.0.0.1", door.listener.port))
+    with tls.dial(plain, "cloud_a") as end:
+        started_s = time.monotonic()
+        with pytest.raises(OSError):
+            for byte in encode_hello(hello()):
+                end.sendall(bytes([byte]))
+                time.sleep(0.02)
+            end.recv(1)
+        assert time.monotonic() - started_s < 5.0
+    door.said("no answer")
+
+
+def test_no_more_than_sixteen_handshakes_go_on_at_once(door: Door) -> None:
+    """Eight from one address: the ninth is closed at once, and honest ones come through later."""
+    port = door.listener.port
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    wait_for(lambda: door.listener._handshakes.total() == 8)
+    with socket.create_connection(("127.0.0.1", port), 5) as ninth:
+        assert ninth.recv(1) == b""
+    door.said("too many handshakes at once")
+    for one in slow:
+        one.close()
+    wait_for(lambda: door.listener._handshakes.total() == 0)
+    assert "not ready" in dial(dialler(port))
+
+
+def test_a_link_goes_on_while_strangers_dial() -> None:
+    parts = parts_of([100_000] * 20)
+    with linked() as (ends, _):
+        port = ends.listener.port
+        sending = send_all(ends.out, parts)
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+        assert ends.state.num_cuts == 0
+        for one in strangers:
+            one.close()
+
+
+# What an authenticated peer may not say
+
+
+def message() -> bytes:
+    """The bytes of the first message of a link, of three numbers."""
+    frame = encode_frame(key(0), (torch.ones(3),), sequence=0)
+    seal_frame(frame, 0.0)
+    return bytes(frame.numpy().tobytes())
+
+
+class Peer:
+    """cloud_b as a hostile program: it dials a listener of cloud_a and says what it likes."""
+
+    def __init__(self, port: int, said: Hello) -> None:
+        tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
+        until_s = time.monotonic() + 10
+        while True:
+            plain = socket.create_connection(("127.0.0.1", port))
+            self.tls = tls.dial(plain, "cloud_a")
+            self.tls.sendall(encode_hello(said))
+            answer = read_hello(self.tls, "cloud_a")
+            if isinstance(answer, Hello) or time.monotonic() > until_s:
+                break
+            assert answer is Refusal.NOT_YET
+        assert isinstance(answer, Hello)
+
+    def take(self, num_pieces: int) -> None:
+        """Read pieces that carry messages of three numbers."""
+        left = num_pieces * (HEADER.size + len(message()))
+        while left:
+            left -= len(self.tls.recv(left))
+
+    def close(self) -> None:
+        self.tls.close()
+
+
+def sending_to(**changed: Any) -> tuple[StreamOutLink, Listener]:
+    listens = listener()
+    out = StreamOutLink(
+        stream(listens, first_within_s=10.0, reconnect_s=10.0, **changed),
+        OutSettings("receiver", 1 << 20),
+    )
+    return out, listens
+
+
+def failure(end: StreamOutLink) -> str:
+    wait_for(lambda: end._failure is not None)
+    with pytest.raises(FrameError) as error:
+        end.send(key(9), ())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("expected", [2, 7])
+def test_a_receiver_expects_no_frame_that_was_never_sent(expected: int) -> None:
+    out, listens = sending_to()
+    out.send(key(0), (torch.ones(3),))
+    peer = Peer(listens.port, hello(expected=expected))
+    assert f"expects frame {expected}, but 0 to 0 can come" in failure(out)
+    peer.close()
+    listens.close()
+
+
+def test_a_receiver_expects_no_frame_that_it_has_acknowledged() -> None:
+    out, listens = sending_to()
+    for number in range(3):
+        out.send(key(number), (torch.ones(3),))
+    peer = Peer(listens.port, hello())
+    peer.take(3)
+    peer.tls.sendall(ACKNOWLEDGEMENT.pack(3))
+    wait_for(lambda: out._outbox.is_empty)
+    peer.close()
+    peer = Peer(listens.port, hello(expected=1))
+    assert "expects frame 1, but 3 to 3 can come" in failure(out)
+    peer.close()
+    listens.close()
+
+
+@pytest.mark.parametrize("counts", [[4], [2, 1], [1 << 60]])
+def test_a_receiver_acknowledges_no_more_than_was_sent_and_takes_nothing_back(
+    counts: Sequence[int],
+) -> None:
+    out, listens = sending_to()
+    for number in range(3):
+        out.send(key(number), (torch.ones(3),))
+    peer = Peer(listens.port, hello())
+    peer.take(3)
+    with suppress(OSError):
+        for count in counts:
+            peer.tls.sendall(ACKNOWLEDGEMENT.pack(count))
+    assert f"acknowledges {counts[-1]} pieces" in failure(out)
+    peer.close()
+    listens.close()
+
+
+BACK = NAME._replace(sender_cloud="cloud_b", sender=1, receiver_cloud="cloud_a", receiver=0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([(0, 1 << 40, 0, PIECE_BYTES)], "at most 1,048,576 were promised"),
+        ([(0, 1000, 0, 999)], "a piece of frame 0 has 999 bytes at 0 of 1,000"),
+        ([(0, 1000, 1000, 0)], "0 bytes at 1,000 of 1,000"),
+        ([(0, 1 << 20, 7, PIECE_BYTES)], "bytes at 7 of"),
+        ([(0, 1 << 20, 0, PIECE_BYTES), (0, 1 << 19, PIECE_BYTES, PIECE_BYTES)], "or 524,288"),
+        ([(n, 1 << 20, 0, PIECE_BYTES) for n in range(9)], "from 0 on are not finished"),
+        ([(n, 10, 0, 10) for n in range(9)], "too few for a frame"),
+        ([(0, 0, 1, 0)], "has ended without closing its link"),
+    ],
+)
+def test_a_sender_cuts_frames_as_agreed(
+    pieces: Sequence[tuple[int, int, int, int]], said: str
+) -> None:
+    listens = listener()
+    window = LinkWindow(max_queued_bytes=1 << 20)
+    incoming = StreamInLink(stream(listens, BACK), InSettings("sender", 1 << 20, window=window))
+    peer = Peer(listens.port, hello(stream=BACK))
+    with suppress(OSError):  # it may be refused before all is said
+        for piece in pieces:
+            peer.tls.sendall(HEADER.pack(*piece) + bytes(piece[3]))
+    with pytest.raises(LinkError, match=said):
+        incoming.recv(key(0), 20.0)
+    assert incoming._ready._total.peak_bytes < 1 << 23
+    peer.close()
+    listens.close()
+
+
+def test_a_piece_that_comes_twice_changes_nothing() -> None:
+    listens = listener()
+    frame = message()
+    incoming = StreamInLink(stream(listens, BACK), InSettings("sender", 1 << 20))
+    peer = Peer(listens.port, hello(stream=BACK))
+    for number in (0, 0):
+        peer.tls.sendall(HEADER.pack(number, len(frame), 0, len(frame)) + frame)
+    assert torch.equal(incoming.recv(key(0), 20.0)[0], torch.ones(3))
+    peer.tls.sendall(HEADER.pack(0, len(frame), 0, len(frame)) + bytes(len(frame)))
+    with pytest.raises(LinkTimeout):
+        incoming.recv(key(1), 0.2)
+    peer.close()
+    incoming.stop()
+    listens.close()
+
+
+def test_a_sender_expects_nothing() -> None:
+    listens = listener()
+    incoming = StreamInLink(stream(listens, BACK), InSettings("sender", 1 << 20))
+    peer = Peer(listens.port, hello(stream=BACK, expected=4))
+    with pytest.raises(FrameError, match="sends, and expects frame 4"):
+        incoming.recv(key(0), 20.0)
+    peer.close()
+    listens.close()
+
+
+def test_the_connections_of_a_stream_follow_the_round_trip() -> None:
+    assert [num_connections(ms / 1e3) for ms in (0, 10, 30, 100, 200, 2000)] == [1, 1, 2, 5, 9, 10]
+
+
+def test_the_proxy_of_these_tests_sees_every_byte() -> None:
+    """Else the tests above would cut and change nothing."""
+    assert folder_of_keys().is_dir()
+    server = socket.create_server(("127.0.0.1", 0))
+    proxy = Proxy(server.getsockname()[1])
+    near = socket.create_connection(("127.0.0.1", proxy.port))
+    far, _ = server.accept()
+    near.sendall(b"hello")
+    assert far.recv(5) == b"hello" and proxy.seen == b"hello"
+    proxy.reset()
+    assert far.recv(5) == b""
+    for one in (near, far, server):
+        one.close()

@@ -1,0 +1,289 @@
+"""Frames in pieces: what one end keeps until it is acknowledged, and what the other puts together.
+
+A stream carries frames, numbered from 0, over one or more connections. On each connection the
+sender writes pieces, little-endian:
+  frame u32 | bytes of the frame u64 | offset u64 | bytes of the piece u32 | the piece
+Pieces are PIECE_BYTES long, but for the last of a frame. A piece of a frame of 0 bytes asks for an
+answer (offset 0), or says that the stream has ended (offset 1). The receiver writes how many
+pieces have come over this connection, u64, every now and then and at least every second.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from xcloud.base.errors import FrameError
+from xcloud.net.frame import message_buffer
+from xcloud.net.link_end import QueuedBytes
+
+PIECE_BYTES = 1 << 18
+HEADER = struct.Struct("<IQQI")
+ACKNOWLEDGEMENT = struct.Struct("<Q")
+ASK = HEADER.pack(0, 0, 0, 0)
+END = HEADER.pack(0, 0, 1, 0)
+_MEASURE_S = 1.0
+_SHORTEST_MEASURE_S = 0.2
+
+
+class Piece(NamedTuple):
+    """A part of a frame. Of 0 bytes: a question, put at asked_at_s."""
+
+    frame: int
+    offset: int
+    num_bytes: int
+    asked_at_s: float = 0.0
+
+
+class _Kept:
+    """A frame that the receiver may not have."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.num_begun = 0  # bytes
+        self.num_acknowledged = 0
+
+
+class Outbox:
+    """The frames of one stream from when they are begun until the receiver has them. Thread-safe.
+
+    max_bytes: no further frame is begun while so much of it is under way.
+    next_frame: returns the next frame, sealed, or None while there is none.
+    queued: counts the bytes kept.
+    """
+
+    def __init__(
+        self, max_bytes: int, next_frame: Callable[[], Tensor | None], queued: QueuedBytes
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._next_frame = next_frame
+        self._queued = queued
+        self._lock = threading.Lock()
+        self._kept: dict[int, _Kept] = {}
+        self._kept_bytes = 0
+        self._first = 0  # the oldest frame kept
+        self._next = 0  # the first that was not begun
+        self._floor: dict[int, int] = {}  # by connection, the oldest when it was made
+        self._returned: list[Piece] = []
+        self._sent: dict[int, deque[Piece]] = defaultdict(deque)  # by connection
+        self._num_acknowledged: dict[int, int] = defaultdict(int)  # pieces of this connection
+        self._busy_since_s: float | None = None
+        self._busy_bytes = 0
+        self.round_trip_s: float | None = None
+        self.bytes_per_s: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every frame that was begun has arrived."""
+        with self._lock:
+            return not self._kept
+
+    def begin(self, number: int, of: int, expected: int) -> None:
+        """Begin with a new connection, whose receiver expects this frame. Raises FrameError for
+        one that it cannot expect."""
+        with self._lock:
+            # With others beside it, the oldest may have moved on after the receiver spoke.
+            lowest = self._first if of == 1 else self._floor.get(number, 0)
+            if not lowest <= expected <= self._next:
+                raise FrameError(
+                    f"the receiver expects frame {expected}, but {lowest} to {self._next} can come"
+                )
+            self._give_back(number)
+            self._num_acknowledged[number] = 0
+            for frame in range(self._first, expected):
+                self._kept[frame].num_acknowledged = len(self._kept[frame].data)
+            self._release()
+            self._floor[number] = self._first
+
+    def cut(self, number: int) -> None:
+        """Send over other connections what is not acknowledged on this one."""
+        with self._lock:
+            self._give_back(number)
+
+    def take(self, number: int) -> tuple[Piece, memoryview, int] | None:
+        """Return a piece to be sent over this connection now, its bytes, and the bytes of its
+        frame; None if there is none, or enough is under way."""
+        with self._lock:
+            while self._returned:
+                piece = heapq.heappop(self._returned)
+                if piece.frame in self._kept:
+                    return self._sends(number, piece)
+            last = self._kept.get(self._next - 1)
+            if last is None or last.num_begun == len(last.data):
+                if (last := self._begin_frame()) is None:
+                    return None
+            size = min(PIECE_BYTES, len(last.data) - last.num_begun)
+            piece = Piece(self._next - 1, last.num_begun, size)
+            last.num_begun += size
+            return self._sends(number, piece)
+
+    def ask(self, number: int) -> None:
+        """Note that a question is sent over this connection."""
+        with self._lock:
+            self._sent[number].append(Piece(0, 0, 0, asked_at_s=time.monotonic()))
+
+    def acknowledge(self, number: int, num_pieces: int) -> None:
+        """Note how many pieces have arrived over a connection. Raises FrameError for fewer than
+        before, or for more than were sent."""
+        with self._lock:
+            sent = self._sent[number]
+            before = self._num_acknowledged[number]
+            if not before <= num_pieces <= before + len(sent):
+                raise FrameError(
+                    f"the receiver acknowledges {num_pieces} pieces; it had acknowledged {before} "
+                    f"of {before + len(sent)}"
+                )
+            self._num_acknowledged[number] = num_pieces
+            now_s = time.monotonic()
+            for _ in range(num_pieces - before):
+                piece = sent.popleft()
+                if not piece.num_bytes:
+                    self.round_trip_s = now_s - piece.asked_at_s
+                elif (kept := self._kept.get(piece.frame)) is not None:
+                    kept.num_acknowledged += piece.num_bytes
+                    self._busy_bytes += piece.num_bytes
+            self._release()
+            self._measure(now_s)
+
+    def _begin_frame(self) -> _Kept | None:
+        if self._kept:
+            under_way = self._kept_bytes - self._kept[self._first].num_acknowledged
+            if under_way >= self._max_bytes:
+                return None
+        if (frame := self._next_frame()) is None:
+            return None
+        kept = _Kept(memoryview(cast(bytes, frame.numpy())))
+        self._kept[self._next] = kept
+        self._next += 1
+        self._kept_bytes += len(kept.data)
+        self._queued.add(len(kept.data))
+        if self._busy_since_s is None:
+            self._busy_since_s = time.monotonic()
+        return kept
+
+    def _sends(self, number: int, piece: Piece) -> tuple[Piece, memoryview, int]:
+        self._sent[number].append(piece)
+        data = self._kept[piece.frame].data
+        return piece, data[piece.offset : piece.offset + piece.num_bytes], len(data)
+
+    def _give_back(self, number: int) -> None:
+        for piece in self._sent[number]:
+            if piece.num_bytes and piece.frame in self._kept:
+                heapq.heappush(self._returned, piece)
+        self._sent[number].clear()
+
+    def _release(self) -> None:
+        while (kept := self._kept.get(self._first)) is not None:
+            if kept.num_acknowledged < len(kept.data):
+                break
+            del self._kept[self._first]
+            self._first += 1
+            self._kept_bytes -= len(kept.data)
+            self._queued.add(-len(kept.data))
+
+    def _measure(self, now_s: float) -> None:
+        """Note the bandwidth of a time in which there was always something under way."""
+        assert self._busy_since_s is not None or not self._kept
+        if self._busy_since_s is None:
+            return
+        took_s = now_s - self._busy_since_s
+        is_over = not self._kept
+        if took_s >= _MEASURE_S or (is_over and took_s >= _SHORTEST_MEASURE_S):
+            # The first acknowledgement comes a round trip later than the first byte leaves.
+            self.bytes_per_s = self._busy_bytes / max(
+                took_s / 2, took_s - (self.round_trip_s or 0)
+            )
+        if is_over:
+            self._busy_since_s = None
+            self._busy_bytes = 0
+        elif took_s >= _MEASURE_S:
+            self._busy_since_s = now_s - (self.round_trip_s or 0)
+            self._busy_bytes = 0
+
+
+class _Open:
+    """A frame of which pieces have come."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = message_buffer(num_bytes)
+        self.data = memoryview(cast(bytearray, self.buffer.numpy()))
+        self.missing_bytes = num_bytes
+        self.arrived: set[int] = set()  # offsets
+
+
+class Assembly:
+    """The frames of one stream of which pieces have come, put together. Thread-safe.
+
+    capacity_bytes: of the longest frame.
+    max_bytes: of all frames that are open; an honest sender keeps below it.
+    deliver: is given every frame in order, by whichever thread brought the last piece.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, max_bytes: int, deliver: Callable[[Tensor], None]
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._max_bytes = max_bytes
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}
+        self._open_bytes = 0
+        self.expected = 0
+        """The number of the first frame that has not arrived whole."""
+
+    def place(self, frame: int, frame_bytes: int, offset: int, num_bytes: int) -> memoryview:
+        """Return where the bytes of a piece belong. A piece that has come before, over a
+        connection that was cut then, goes nowhere.
+
+        Raises FrameError for a piece that no honest sender cuts.
+        """
+        if not 0 < frame_bytes <= self._capacity_bytes:
+            raise FrameError(
+                f"frame {frame} has {frame_bytes:,} bytes; at most {self._capacity_bytes:,} were "
+                "promised"
+            )
+        size = min(PIECE_BYTES, frame_bytes - offset)
+        if offset % PIECE_BYTES or size <= 0 or num_bytes != size:
+            raise FrameError(
+                f"a piece of frame {frame} has {num_bytes:,} bytes at {offset:,} of "
+                f"{frame_bytes:,}"
+            )
+        with self._lock:
+            if frame < self.expected:
+                return memoryview(bytearray(num_bytes))
+            if (found := self._open.get(frame)) is None:
+                if self._open and self._open_bytes + frame_bytes > self._max_bytes:
+                    raise FrameError(
+                        f"{len(self._open)} frames from {self.expected} on are not finished, and "
+                        f"frame {frame} begins"
+                    )
+                found = self._open[frame] = _Open(frame_bytes)
+                self._open_bytes += frame_bytes
+            if len(found.data) != frame_bytes:
+                raise FrameError(f"frame {frame} has {len(found.data):,} or {frame_bytes:,} bytes")
+            if offset in found.arrived:
+                return memoryview(bytearray(num_bytes))
+            return found.data[offset : offset + num_bytes]
+
+    def arrived(self, frame: int, offset: int, num_bytes: int) -> None:
+        """Note that a piece is in its place."""
+        with self._lock:
+            found = self._open.get(frame)
+            if found is None or offset in found.arrived:
+                return
+            found.arrived.add(offset)
+            found.missing_bytes -= num_bytes
+            while (whole := self._open.get(self.expected)) is not None:
+                if whole.missing_bytes:
+                    break
+                del self._open[self.expected]
+                self.expected += 1
+                self._open_bytes -= len(whole.data)
+                self._deliver(whole.buffer)

@@ -1,0 +1,342 @@
+"""Links between clouds of two owners: today's frames over TLS, kept until they are acknowledged
+and sent again after a cut.
+
+At each end a thread drives each connection (connection.py), and at the receiving end one more
+opens and delivers the frames, so that a full inbox never silences a connection. Which rank dials
+does not matter here (ways.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xcloud.base.errors import FrameError, LinkClosed, LinkError
+from xcloud.line.connection import SPEAK_EVERY_S, Connection, Connections, LineState
+from xcloud.line.hello import Hello, StreamName
+from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, Assembly, Outbox
+from xcloud.line.pinned_tls import LineDown
+from xcloud.line.ways import Way
+from xcloud.net.frame import Kind, MessageKey, seal_frame
+from xcloud.net.link_end import (
+    ByteQueue,
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+    await_peer,
+)
+from xcloud.net.rendezvous import JOIN_WITHIN_S
+
+RECONNECT_S = 120.0
+LINGER_S = 30.0
+"""How long the receiving end answers after the last message, in case the sender has not heard that
+it came."""
+_BULK_BYTES = 1 << 16
+"""A link whose longest frame has fewer bytes never fills a line."""
+_JOINED_BYTES = 16_000
+"""Bytes that are written at once, with their header: they fit into one record of TLS."""
+_ACKNOWLEDGE_EVERY = 8
+_READY_BYTES = 1 << 22
+"""How much may wait to be opened before no more is read."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream as both its ends see it.
+
+    run, attempt: as in a greeting.
+    state: of the line to the peer, which other links to it share.
+    first_within_s: how long the peer is waited for at first.
+    reconnect_s: how long the line may be down later.
+    num_connections: 0: as many as the round trip asks for.
+    """
+
+    name: StreamName
+    run: bytes
+    attempt: int
+    way: Way
+    state: LineState
+    first_within_s: float = JOIN_WITHIN_S
+    reconnect_s: float = RECONNECT_S
+    num_connections: int = 0
+
+    def hello(self, expected: int = 0) -> Hello:
+        return Hello(
+            self.name, self.run, attempt=self.attempt, connection=0, of=0, expected=expected
+        )
+
+
+class StreamOutLink(SendingEnd):
+    """Sends frames to a rank of another cloud."""
+
+    def __init__(self, stream: Stream, settings: OutSettings) -> None:
+        super().__init__(settings)
+        self._state = stream.state
+        self._over = threading.Event()
+        self._queue: ByteQueue[Outgoing] = ByteQueue(
+            settings.window.max_queued_bytes, settings.queued
+        )
+        self._outbox = Outbox(
+            settings.window.max_queued_bytes, self._next_frame, queued=settings.queued
+        )
+        self._idle: set[int] = set()
+        self._goodbye_taken = False
+        self._connections = Connections(
+            stream.way,
+            stream.state,
+            life=settings.life,
+            first_within_s=stream.first_within_s,
+            reconnect_s=stream.reconnect_s,
+            is_bulk=settings.capacity_bytes >= _BULK_BYTES,
+            num_connections=stream.num_connections,
+            hello=stream.hello,
+            begin=self._outbox.begin,
+            carry=self._carry,
+            cut=self._cut,
+            fail=self._fail,
+        )
+
+    def close(self, timeout_s: float) -> None:
+        with self._sending:
+            self._is_closing = True
+            self._send(MessageKey(Kind.GOODBYE), (), ())
+        await_peer(
+            self._over.wait,
+            self._settings,
+            timeout_s=timeout_s,
+            failing="did not take the last messages",
+        )
+        if self._failure is not None:
+            raise self._failure
+        self._connections.join(SPEAK_EVERY_S)
+
+    def stop(self) -> None:
+        """End at once, whatever is under way."""
+        self._connections.stop()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._queue.is_empty
+
+    def _put(self, item: Outgoing) -> None:
+        self._put_into(self._queue, item)
+        self._wake_one()
+
+    def _fail(self, reason: LinkError) -> None:
+        self._failure = reason
+        self._over.set()
+
+    def _wake_one(self) -> None:
+        """Wake the first connection that has nothing to do: small messages all go over one."""
+        if (number := min(tuple(self._idle), default=None)) is not None:
+            self._connections.wake(number)
+
+    def _next_frame(self) -> Tensor | None:
+        """Return the next frame, ready to be sent. Only one thread calls it at a time."""
+        if self._queue.is_empty:
+            return None
+        key, sequence, frame, queued_at_s = self._queue.get()
+        seal_frame(frame, -time.monotonic())
+        self.record.sending(
+            key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None
+        )
+        self._settings.note_progress(key.kind)
+        self._goodbye_taken = key.kind is Kind.GOODBYE
+        return frame
+
+    def _cut(self, number: int) -> None:
+        self._idle.discard(number)
+        self._outbox.cut(number)
+        self._connections.wake()
+
+    def _carry(self, connection: Connection, number: int) -> None:
+        acknowledgement = memoryview(bytearray(ACKNOWLEDGEMENT.size))
+        num_read = 0
+        while True:
+            while num_bytes := connection.read_into(acknowledgement[num_read:]):
+                num_read += num_bytes
+                if num_read == ACKNOWLEDGEMENT.size:
+                    num_read = 0
+                    self._acknowledged(number, ACKNOWLEDGEMENT.unpack(acknowledgement)[0])
+            if connection.has_unsent or self._queue_pieces(connection, number):
+                if not connection.write():
+                    connection.wait(SPEAK_EVERY_S)
+                continue
+            if self._goodbye_taken and self._outbox.is_empty:
+                return self._end(connection)
+            if time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S:
+                self._outbox.ask(number)
+                connection.queue(ASK)
+                continue
+            self._idle.add(number)
+            if not self._queue_pieces(connection, number):  # it may have come before that line
+                connection.wait(SPEAK_EVERY_S)
+            self._idle.discard(number)
+
+    def _acknowledged(self, number: int, num_pieces: int) -> None:
+        self._outbox.acknowledge(number, num_pieces)
+        self._settings.life.note()
+        state = self._state
+        state.round_trip_s = self._outbox.round_trip_s or state.round_trip_s
+        state.bytes_per_s = self._outbox.bytes_per_s or state.bytes_per_s
+
+    def _end(self, connection: Connection) -> None:
+        """Say that the stream has ended, and wait a moment until the receiver has heard it: closed
+        at once the connection may be reset, and the receiver not know."""
+        connection.queue(END)
+        self._connections.linger(0.0)
+        self._over.set()
+        place = memoryview(bytearray(ACKNOWLEDGEMENT.size))
+        until_s = time.monotonic() + SPEAK_EVERY_S
+        with suppress(LineDown, OSError):
+            while time.monotonic() < until_s:
+                connection.write()
+                if not connection.read_into(place):
+                    connection.wait(SPEAK_EVERY_S)
+
+    def _queue_pieces(self, connection: Connection, number: int) -> bool:
+        """Queue what is next for a connection: one large piece, or some small ones in one write.
+        Return whether there was any."""
+        joined = bytearray()
+        while not connection.has_unsent and len(joined) < _JOINED_BYTES:
+            if (taken := self._outbox.take(number)) is None:
+                break
+            piece, data, frame_bytes = taken
+            joined += HEADER.pack(piece.frame, frame_bytes, piece.offset, piece.num_bytes)
+            room = max(0, _JOINED_BYTES - len(joined))
+            joined += data[:room]
+            if len(data) > room:
+                connection.queue(bytes(joined))
+                connection.queue(data[room:])
+                self._wake_one()
+                return True
+        if joined:
+            connection.queue(bytes(joined))
+        return bool(joined)
+
+
+class StreamInLink(ReceivingEnd):
+    """Receives frames from a rank of another cloud."""
+
+    def __init__(self, stream: Stream, settings: InSettings) -> None:
+        super().__init__(settings)
+        window_bytes = settings.window.max_queued_bytes
+        self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(window_bytes, settings.queued)
+        self._assembly = Assembly(
+            settings.capacity_bytes,
+            max_bytes=window_bytes + 2 * settings.capacity_bytes,
+            deliver=self._add_ready,
+        )
+        self._connections = Connections(
+            stream.way,
+            stream.state,
+            life=settings.life,
+            first_within_s=stream.first_within_s,
+            reconnect_s=stream.reconnect_s,
+            is_bulk=settings.capacity_bytes >= _BULK_BYTES,
+            num_connections=stream.num_connections,
+            hello=lambda: stream.hello(self._assembly.expected),
+            begin=self._check_sender,
+            carry=self._carry,
+            cut=lambda number: None,
+            fail=self._fail,
+        )
+        threading.Thread(target=self._open_all, name=f"from-{self.peer_name}", daemon=True).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the sender knows that all has arrived. Return whether it does."""
+        return self._connections.join(timeout_s)
+
+    def stop(self) -> None:
+        """End at once, whatever is under way."""
+        self._connections.stop()
+        self._fail(LinkClosed("this rank has ended"))
+
+    def _check_sender(self, number: int, of: int, expected: int) -> None:
+        if expected:
+            raise FrameError(f"{self.peer_name} sends, and expects frame {expected}")
+
+    def _fail(self, reason: LinkError) -> None:
+        self._ready.put(reason, 0)
+
+    def _add_ready(self, frame: Tensor) -> None:
+        # It never blocks here: the connections stop reading.
+        self._ready.put(frame, frame.numel(), max_bytes=sys.maxsize)
+
+    def _open_all(self) -> None:
+        """Open and deliver frames until the sender closes the link."""
+        try:
+            while True:
+                was_full = self._ready.num_bytes >= _READY_BYTES
+                found = self._ready.get()
+                if was_full and self._ready.num_bytes < _READY_BYTES:
+                    self._connections.wake()
+                if isinstance(found, LinkError):
+                    raise found
+                frame = self._open(found)
+                if frame.key.kind is Kind.GOODBYE:
+                    self._connections.linger(LINGER_S)
+                    return self._leave()
+                self._deliver(frame)
+                del found, frame  # not held until the next message
+        except LinkError as error:
+            self._connections.stop()
+            self._end(error)
+        except Exception as error:  # a thread that dies in silence leaves its reader waiting
+            self._connections.stop()
+            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+    def _carry(self, connection: Connection, number: int) -> None:
+        receiving = _Receiving(connection)
+        header = memoryview(bytearray(HEADER.size))
+        while True:
+            while self._ready.num_bytes >= _READY_BYTES:
+                receiving.acknowledge()
+                connection.wait(SPEAK_EVERY_S, reading=False)
+            receiving.read(header)
+            frame, frame_bytes, offset, num_bytes = HEADER.unpack(header)
+            if frame_bytes:
+                receiving.read(self._assembly.place(frame, frame_bytes, offset, num_bytes))
+                self._assembly.arrived(frame, offset, num_bytes)
+            elif offset:
+                gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
+                return self._fail(gone)  # nobody looks where it has closed it
+            receiving.num_pieces += 1
+
+
+class _Receiving:
+    """What has come over one connection, and how much of it the sender has been told."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.num_pieces = 0
+        self._num_told = 0
+
+    def read(self, place: memoryview) -> None:
+        """Fill a place with what comes next. Meanwhile the sender hears what has come."""
+        at = 0
+        while at < len(place):
+            if num_bytes := self._connection.read_into(place[at:]):
+                at += num_bytes
+                if self.num_pieces - self._num_told >= _ACKNOWLEDGE_EVERY:
+                    self.acknowledge()
+            else:
+                self.acknowledge()
+                self._connection.wait(SPEAK_EVERY_S)
+
+    def acknowledge(self) -> None:
+        """Tell the sender how many pieces have come, if it does not know or has heard nothing for
+        long."""
+        connection = self._connection
+        is_due = time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S
+        if not connection.has_unsent and (is_due or self.num_pieces > self._num_told):
+            connection.queue(ACKNOWLEDGEMENT.pack(self.num_pieces))
+            self._num_told = self.num_pieces
+        connection.write()

@@ -1,0 +1,304 @@
+"""How a connection between two clouds comes about: one of the two ranks dials, the other listens.
+
+What is dialled in from outside is bounded: 16 handshakes at once and 8 from one address, 5 s for a
+handshake and 5 s for a greeting. Only a greeting that this rank waits for leads further.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from xcloud.base.errors import FrameError, LinkClosed
+from xcloud.line.hello import (
+    HELLO_S,
+    MAX_CONNECTIONS,
+    Hello,
+    Refusal,
+    StreamName,
+    encode_hello,
+    encode_refusal,
+    read_hello,
+)
+from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
+from xcloud.net.link_end import ignore
+
+CONNECT_S = 2.0
+MAX_HANDSHAKES = 16
+MAX_HANDSHAKES_PER_ADDRESS = 8
+_BACKLOG = 128
+_NOT_SENT_BYTES = 1 << 19
+_ONE_STREAM_BYTES = 3e6
+"""What one connection carries in a round trip with Linux's usual limit (4 MB, tcp_wmem), as
+measured."""
+_FAST_LINE = 125e6
+"""Bytes per second of the fastest line that connections are opened for: 1 Gbit/s."""
+
+
+class Connected(NamedTuple):
+    """A connection on which both sides have said who they are.
+
+    of: how many connections the stream has.
+    expected: by the peer's greeting.
+    round_trip_s: None where this rank did not dial.
+    """
+
+    tls: ssl.SSLSocket
+    of: int
+    expected: int
+    round_trip_s: float | None = None
+
+
+class Way(Protocol):
+    """What makes the connections of a rank to ranks of one other cloud."""
+
+    def connect(
+        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+    ) -> Connected:
+        """Return a connection for this greeting, whose `of` is 0 if the number is not fixed yet.
+
+        is_bulk: whether the stream may fill the line.
+        wake: called when the peer has come again while this connection seems to last.
+
+        Raises LineDown if there is none yet, LinkClosed if there can be none any more, FrameError
+        for a peer that breaks the rules.
+        """
+
+    def has_come_again(self, wanted: Hello) -> bool:
+        """Return whether the peer has dialled once more for this greeting."""
+
+
+class Dialler:
+    """Dials one rank of another cloud.
+
+    address: host and port of that rank.
+    """
+
+    def __init__(self, address: tuple[str, int], cloud: str, tls: PinnedTls) -> None:
+        self._address = address
+        self._cloud = cloud
+        self._tls = tls
+
+    def connect(
+        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+    ) -> Connected:
+        try:
+            plain = socket.create_connection(self._address, timeout=CONNECT_S)
+        except OSError as error:
+            host, port = self._address
+            raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
+        tune(plain, is_bulk)
+        started_s = time.monotonic()
+        tls = self._tls.dial(plain, self._cloud)
+        round_trip_s = time.monotonic() - started_s
+        of = wanted.of or (num_connections(round_trip_s) if is_bulk else 1)
+        said = wanted._replace(of=of)
+        try:
+            tls.settimeout(HELLO_S)
+            tls.sendall(encode_hello(said))
+            answer = read_hello(tls, self._cloud)
+            if isinstance(answer, Refusal):
+                self._refused(answer)
+            elif answer._replace(expected=0) != said._replace(expected=0):
+                raise FrameError(f"{self._cloud} answers {said.stream} as {answer.stream}")
+            else:
+                return Connected(tls, of, answer.expected, round_trip_s=round_trip_s)
+        except OSError as error:
+            tls.close()
+            raise LineDown(f"{self._cloud}: {in_words(error)}") from None
+        except BaseException:
+            tls.close()
+            raise
+        raise AssertionError("a refusal raises")
+
+    def has_come_again(self, wanted: Hello) -> bool:
+        return False
+
+    def _refused(self, reason: Refusal) -> None:
+        if reason is Refusal.EARLIER_ATTEMPT:
+            raise LinkClosed(f"{self._cloud} refuses this rank: {reason.text}")
+        raise LineDown(f"{self._cloud}: {reason.text}")
+
+
+class Listener:
+    """Waits for ranks of other clouds to dial this one.
+
+    cloud, rank: of this rank.
+    run, attempt: as in a greeting.
+    on_refused: is given a line for each connection that led to nothing.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        tls: PinnedTls,
+        cloud: str,
+        rank: int,
+        run: bytes,
+        attempt: int,
+        on_refused: Callable[[str], object] = ignore,
+    ) -> None:
+        self._tls = tls
+        self._cloud = cloud
+        self._rank = rank
+        self._run = run
+        self._attempt = attempt
+        self._on_refused = on_refused
+        self._changed = threading.Condition()
+        self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
+        self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
+        self._began_again: set[str] = set()  # clouds of which a later attempt has come
+        self._handshakes: Counter[str] = Counter()  # by address
+        self._socket = socket.create_server(address, backlog=_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        # A blocked accept goes on after close(); this ends it.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._changed:
+            for tls, _ in self._arrived.values():
+                tls.close()
+            self._arrived.clear()
+
+    def connect(
+        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+    ) -> Connected:
+        key = (wanted.stream, wanted.connection)
+        stream = wanted.stream
+        here = stream.sender_cloud == self._cloud
+        peer = stream.receiver_cloud if here else stream.sender_cloud
+        with self._changed:
+            self._awaited[key] = wake
+            self._changed.wait_for(
+                lambda: key in self._arrived or peer in self._began_again, timeout_s
+            )
+            if peer in self._began_again:
+                raise LinkClosed(f"{peer} has begun the run again")
+            if key not in self._arrived:
+                raise LineDown(f"{peer} has not dialled")
+            tls, hello = self._arrived.pop(key)
+        try:
+            if wanted.of not in (0, hello.of):
+                raise FrameError(f"{peer} wants {hello.of} connections for {stream}")
+            tune(tls, is_bulk)
+            tls.settimeout(HELLO_S)
+            tls.sendall(encode_hello(wanted._replace(of=hello.of)))
+        except OSError as error:
+            tls.close()
+            raise LineDown(f"{peer}: {in_words(error)}") from None
+        except BaseException:
+            tls.close()
+            raise
+        return Connected(tls, hello.of, hello.expected)
+
+    def has_come_again(self, wanted: Hello) -> bool:
+        return (wanted.stream, wanted.connection) in self._arrived
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain, address = self._socket.accept()
+            except OSError as error:
+                if self._socket.fileno() < 0:
+                    return
+                self._on_refused(f"the system refuses connections: {in_words(error)}")
+                time.sleep(0.1)  # such as no file descriptor left
+                continue
+            host = address[0]
+            with self._changed:
+                has_room = (
+                    self._handshakes.total() < MAX_HANDSHAKES
+                    and self._handshakes[host] < MAX_HANDSHAKES_PER_ADDRESS
+                )
+                if has_room:
+                    self._handshakes[host] += 1
+            if not has_room:
+                plain.close()
+                self._on_refused(f"{host}: too many handshakes at once")
+                continue
+            threading.Thread(
+                target=self._greet, args=(plain, host), name=f"greet {host}", daemon=True
+            ).start()
+
+    def _greet(self, plain: socket.socket, host: str) -> None:
+        """Find out who has dialled, and what for."""
+        try:
+            tls, cloud = self._tls.accept(plain)
+            try:
+                self._hand_over(tls, cloud)
+            except BaseException:
+                tls.close()
+                raise
+        except (LineDown, FrameError) as error:
+            self._on_refused(f"{host}: {error}")
+        except OSError as error:
+            self._on_refused(f"{host}: {in_words(error)}")
+        finally:
+            with self._changed:
+                self._handshakes[host] -= 1
+                self._handshakes += Counter()  # forgets addresses that have none
+
+    def _hand_over(self, tls: ssl.SSLSocket, cloud: str) -> None:
+        hello = read_hello(tls, cloud)
+        if isinstance(hello, Refusal):
+            raise FrameError(f"{cloud} refuses what nobody asked")
+        stream = hello.stream
+        ends = [(stream.sender_cloud, stream.sender), (stream.receiver_cloud, stream.receiver)]
+        if (self._cloud, self._rank) not in ends or cloud not in (ends[0][0], ends[1][0]):
+            raise FrameError(
+                f"{cloud} has dialled rank {self._rank} of {self._cloud} for {stream}"
+            )
+        key = (stream, hello.connection)
+        with self._changed:
+            reason = self._refusal_of(hello, cloud)
+            if reason is None:
+                if (earlier := self._arrived.pop(key, None)) is not None:
+                    earlier[0].close()
+                self._arrived[key] = (tls, hello)
+                self._changed.notify_all()
+                self._awaited[key]()
+                return
+        tls.settimeout(HELLO_S)
+        tls.sendall(encode_refusal(reason))
+        raise LineDown(f"{cloud} is refused for {stream}: {reason.name.lower()}")
+
+    def _refusal_of(self, hello: Hello, cloud: str) -> Refusal | None:
+        if hello.run != self._run:
+            return Refusal.OTHER_RUN
+        if hello.attempt < self._attempt:
+            return Refusal.EARLIER_ATTEMPT
+        if hello.attempt > self._attempt:
+            self._began_again.add(cloud)
+            self._changed.notify_all()
+            return Refusal.NOT_YET
+        if (hello.stream, hello.connection) not in self._awaited:
+            return Refusal.NOT_YET
+        return None
+
+
+def num_connections(round_trip_s: float) -> int:
+    """Return how many connections fill a fast line with this round trip."""
+    needed = math.ceil(_FAST_LINE * round_trip_s / _ONE_STREAM_BYTES)
+    return min(max(1, needed), MAX_CONNECTIONS)
+
+
+def tune(connection: socket.socket, is_bulk: bool) -> None:
+    """Prepare a connection: nothing waits to be joined, and little waits unsent in the kernel. One
+    that may fill the line gets BBR, where the kernel has it."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+    if is_bulk and hasattr(socket, "TCP_CONGESTION"):
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except OSError:
+            return  # this kernel has no BBR, and its own choice works
