@@ -58,15 +58,22 @@ def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
 
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
-    """Return the text of docs/paper.md: the cells for which a source gives a figure."""
+    """Return the text of docs/paper.md: the cells for which a source prints a figure."""
     tables = {}
     for table, lines in _cells(claims, records).items():
+        printed = [line for line in lines if line[1].published != UNKNOWN]
+        formulas = [claim for claim, cell, _ in printed if isinstance(cell.published, Figure)]
         rows = [
-            (*shown, f"[{claim.name}](../{FOLDER}/{claim.name}/README.md)")
-            for claim, shown in lines
-            if shown[1] != UNKNOWN
+            (*shown, _linked(claim))
+            for claim, cell, shown in printed
+            if not isinstance(cell.published, Figure)
         ]
-        tables[table] = rows, len(lines) - len(rows)
+        tables[table] = {
+            "rows": rows,
+            "num_unknown": len(lines) - len(printed),
+            "num_formulas": len(formulas),
+            "formulas": ", ".join(dict.fromkeys(map(_linked, formulas))),
+        }
     paper = Path(__file__).with_name("paper.md")
     return rendered(
         paper,
@@ -75,6 +82,10 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
         unlike=_unlike(claims),
         withdrawn=[claim for claim in claims.values() if claim.withdrawn],
     )
+
+
+def _linked(claim: Claim) -> str:
+    return f"[{claim.name}](../{FOLDER}/{claim.name}/README.md)"
 
 
 def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
@@ -90,8 +101,8 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
     """Return the same as a page of the site, whose first column links to the studies."""
     columns = ["cell", "published", "ours", "made better"]
     tables = [
-        Table(name, pd.DataFrame([shown for _, shown in lines], columns=columns, dtype=object),
-              links=[f"{claim.name}.html" for claim, _ in lines])
+        Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
+              links=[f"{claim.name}.html" for claim, *_ in lines])
         for name, lines in _cells(claims, records).items()
     ]  # fmt: skip
     unlike = dict.fromkeys(text for texts in _unlike(claims).values() for text in texts)
@@ -101,14 +112,14 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
 
 def _cells(
     claims: Mapping[str, Claim], records: Records
-) -> dict[str, list[tuple[Claim, tuple[str, ...]]]]:
-    """Return by table, for each cell, its claim, and what is published, ours, and ours made
-    better."""
-    tables: dict[str, list[tuple[Claim, tuple[str, ...]]]] = {}
+) -> dict[str, list[tuple[Claim, Cell, tuple[str, ...]]]]:
+    """Return by table its cells, each with its claim and the texts that are shown: its name, what
+    is published, ours, and ours made better."""
+    tables: dict[str, list[tuple[Claim, Cell, tuple[str, ...]]]] = {}
     for claim in claims.values():
         for cell in claim.cells:
-            line = _line(cell, records.get(claim.name))
-            tables.setdefault(cell.table, []).append((claim, line))
+            line = claim, cell, _line(cell, records.get(claim.name))
+            tables.setdefault(cell.table, []).append(line)
     return tables
 
 
