@@ -1,34 +1,89 @@
-"""A strategy that the package does not have, all of it in docs/strategies.md: sign-SGD with
-majority vote. It runs over the real wiring and trainer, and the planner asks it what it sends."""
+"""A strategy that the package does not have, to copy: sign-SGD with majority vote, in the class
+`MajorityVote` and its exchange. It runs over the real wiring and trainer, and the planner asks it
+what it sends."""
 
 from __future__ import annotations
 
 import math
 import re
-import textwrap
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field
+from torch import Tensor
 
 from tests.import_walk import PACKAGE
 from tests.strategy_jobs import clouds, values
 from tests.trainers import ranks, update
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
+from xcloud.features.replicas.averaging import Terms
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
-from xcloud.job.strategy import ModelPlacement, Strategy
+from xcloud.features.replicas.merging import weighted_sum
+from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.job.strategy import Averaging, ModelPlacement, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
 
-PAGE = PACKAGE.parent / "docs" / "strategies.md"
-# The example of the page, as a newcomer would copy it.
-exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
-MajorityVote: Any = globals()["MajorityVote"]
+LOSS = "(loss)"
+
+
+@settings("strategy.averaging")
+class MajorityVote(Averaging):
+    """Every replica sends the signs of its gradient; all use the sign of their sum, times
+    `scale` (Bernstein et al., arXiv:1810.05291)."""
+
+    scale: Annotated[float, Field(gt=0.0)] = 1.0
+
+    @property
+    def label(self) -> str:
+        return f"votes, {self.scale:g}"
+
+    def check(self, layout: ClusterLayout) -> None:
+        if several := [n for n, cloud in layout.clouds.items() if cloud.num_ranks > 1]:
+            raise ConfigError(f"majority_vote needs clouds of one rank; not so: {several}")
+
+    def join(self, replicas: Replicas) -> Exchange:
+        return Votes(self.scale, replicas)
+
+
+class Votes(Exchange):
+    """The exchange of one rank."""
+
+    def __init__(self, scale: float, replicas: Replicas) -> None:
+        self._scale = scale
+        self._parameters = list(replicas.trained.values())
+        shapes = {name: parameter.shape for name, parameter in replicas.trained.items()}
+        shapes[LOSS] = torch.Size([1])
+        terms = Terms(weighted_sum)
+        self._averager = replicas.averager(shapes, terms, False, "votes", plain={LOSS})
+        replicas.open([self._averager])
+
+    def before_update(
+        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Put the votes in place of the gradients."""
+        last = max(buffers)  # the stage that has the loss
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._averager.start(step, [*(g.sign() for g in gradients), losses[last].reshape(1)])
+        ((*votes, loss),) = self._averager.finish(step).changes
+        for gradient, voted in zip(gradients, votes, strict=True):
+            gradient.copy_(voted.sign() * self._scale)
+        for buffer in buffers.values():
+            buffer.flat[-1] = loss
+        return {**losses, last: loss.reshape(())}
+
+    def after_update(self, step: int, work: Work) -> None:
+        """Say whether the votes were used: not in an update that all skip."""
+        self._averager.settle(was_used=work.num_samples > 0)
 
 
 TRAINING = Training(30, batch_size=18, optimizer=Optimizer(0.02, 1))
