@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import lzma
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -30,7 +30,7 @@ KINDS: tuple[Callable[[int], Sequence[object]], ...] = (
 def test_the_grammar_still_makes_the_bytes_of_every_file() -> None:
     written = {}
     for name, text in made():
-        assert gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()) == text.encode()
+        assert lzma.decompress((FOLDER / f"{name}.jsonl.xz").read_bytes()) == text.encode()
         written[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert written == DIGESTS
 
