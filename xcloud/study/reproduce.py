@@ -315,7 +315,9 @@ class Record:
 
     def write(self, folder: Path, claim: Claim) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(vars(self), indent=1, ensure_ascii=False)
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in self.rows)
+        text = json.dumps({**vars(self), "rows": []}, indent=1, ensure_ascii=False)
+        text = text.replace('"rows": []', f'"rows": [\n{rows}\n ]')  # a line for each run
         (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
         (folder / "README.md").write_text(page(claim, self), encoding="utf-8")
 
