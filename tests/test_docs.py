@@ -1,11 +1,10 @@
-"""The pages build as a site without a warning, and the notebook runs: minutes, nightly."""
+"""The pages build as a site without a warning, and the notebook runs."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,6 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.skipif(
-    not (find_spec("mkdocs") and find_spec("material")),
-    reason="mkdocs-material is not installed: pip install -c constraints.txt -e '.[docs]'",
-)
 def test_the_pages_build_as_a_site_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
