@@ -3,27 +3,17 @@
     result = xcloud.run("abnet_iwslt", "compression=int8")
     result.scores, result.step_s, result.bytes_per_step, result.folder
 
-`xcloud/api.py` documents every name. It is imported at the first use of one, so that commands and
-ranks, which do not need it, start without it.
+`__all__` names what is public, and `xcloud/api.py` documents it. That module is imported at the
+first use of a name, so that commands and ranks, which do not need it, start without it.
 """
 
+# ruff: noqa: F403, F405 (a type checker takes the names of __all__ from the star)
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xcloud.api import (
-        ConfigError,
-        Result,
-        RunFailed,
-        XcloudError,
-        compress_ddp,
-        compression,
-        compressions,
-        load,
-        run,
-        sweep,
-    )
+    from xcloud.api import *
 
 import sys as _sys
 

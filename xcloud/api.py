@@ -1,4 +1,5 @@
-"""The functions of xcloud for a script or a notebook; `import xcloud` offers all of them.
+"""The functions of xcloud for a script or a notebook; `xcloud/__init__.py` names those that
+`import xcloud` offers.
 
     import xcloud
 
@@ -20,7 +21,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xcloud.base.errors import ConfigError, RunFailed, XcloudError
+from xcloud.base.errors import ConfigError as ConfigError
+from xcloud.base.errors import RunFailed as RunFailed
+from xcloud.base.errors import XcloudError as XcloudError
 from xcloud.base.project import MODEL_DIR, conf_dir
 from xcloud.comm.compression import CompressionPlan
 from xcloud.entry import carry_out, with_plan
@@ -31,19 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from xcloud.features.replicas.gradient_averaging import CompressedAveraging
-
-__all__ = [
-    "ConfigError",
-    "Result",
-    "RunFailed",
-    "XcloudError",
-    "compress_ddp",
-    "compression",
-    "compressions",
-    "load",
-    "run",
-    "sweep",
-]
 
 
 @dataclass(frozen=True)
