@@ -1,5 +1,5 @@
-"""What every rank knows of checkpoints: the messages about them, and what saves its state. How
-that is done is the feature's matter (features/checkpoints/).
+"""Every rank knows the messages about checkpoints and the protocol of what saves its state. The
+feature in features/checkpoints/ implements that protocol.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from xcloud.net.frame import Frame, TensorSpec
 from xcloud.pipeline.control import Signal
 
 Facts = Mapping[str, Mapping[str, str]]
-"""Digests of what a rank reads, by kind ("data", "base") and by a name for messages. They stay
-with the shard that this rank has of a checkpoint."""
+"""The digests of what a rank reads, by kind ("data", "base") and by a name for messages, are saved
+with its shard of a checkpoint."""
 
 CHECKPOINT_CARRIES = (
     "how far a rank is with its part of a checkpoint, or how often to save uint8",
@@ -26,13 +26,13 @@ CHECKPOINT_CARRIES = (
 class CheckpointMessage(IntEnum):
     """A code by which ranks tell each other of a checkpoint."""
 
-    DONE = 1  # to rank 0: my part is on the disk
+    DONE = 1  # to rank 0: my shard is on the disk
     FAILED = 2  # to rank 0: I have none
-    AGREED = 3  # from rank 0: every rank has its part
+    AGREED = 3  # from rank 0: every rank has its shard
     STOP = 4  # to rank 0: I was asked to end
     SAVE = 5  # from rank 0, where no signal comes with the step (one-way jobs)
     SAVE_AND_STOP = 6
-    LOST = 7  # from rank 0: some rank has no part
+    LOST = 7  # from rank 0: some rank has no shard
     EVERY = 8  # from rank 0, in place of a step: replicas save at multiples of this number
 
 
@@ -47,7 +47,7 @@ def code_of(frame: Frame, peer: int) -> int:
 
 
 class Saver(Protocol):
-    """What saves one rank's state where a loop of its own asks for it, step by step."""
+    """An object that saves one rank's state where a loop of its own asks for it, step by step."""
 
     @property
     def is_pending(self) -> bool:
