@@ -54,6 +54,24 @@ def sweep(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "multirun" / "s")
 
 
+def test_the_rows_as_json_are_those_of_the_table_and_nothing_is_written(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(sweep.iterdir())
+    assert report.main([str(sweep), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["compression"], row["runs"], row["finished"]) for row in rows] == [
+        ("int8+int8", 2, 2),
+        ("none", 2, 2),
+        ("int2+int2", 2, 1),
+    ]
+    first, reference, _ = rows
+    assert (first["score"], first["bleu"], first["share"]) == ("bleu", 42.0, 0.45)
+    assert first["bleu_std"] == pytest.approx(2**0.5) and reference["share"] == 1.0
+    assert first["settings"]["seed"] == 1
+    assert sorted(sweep.iterdir()) == before
+
+
 def printed(results: Results, width: int = 100) -> str:
     stream = StringIO()
     print_sweep(results, Console(file=stream, width=width))
