@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from tests.event_lines import append_event
-from tests.split_runs import split_run
-from tests.sweep_runs import write_run
+from tests.sweep_runs import split_run, write_run
 from tests.toy import toy_config
 from xcloud.record.summary import read_run
 from xcloud.study import report

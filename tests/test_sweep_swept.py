@@ -9,8 +9,7 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from tests.split_runs import fig_9, split_run
-from tests.sweep_runs import compose, write_run
+from tests.sweep_runs import compose, fig_9, split_run, write_run
 from xcloud.study.pictures import write_swept_picture
 from xcloud.study.points import (
     differences,

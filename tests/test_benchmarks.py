@@ -1,12 +1,15 @@
-"""What benchmarks/cost_over_scale.py reckons; it runs nothing here."""
+"""The benchmarks cost_over_scale and soak compute these figures; they run nothing here."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from benchmarks.cost_over_scale import per_unit
 from benchmarks.sleeping_job import LINE, Job
 from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, Usage
+from benchmarks.soak import growth, line_through
 from benchmarks.step_profile import by_group, largest
 from xcloud.net.link_profile import LinkProfile
 from xcloud.simulator.formulas import step_of_overlapped_transfers
@@ -63,3 +66,16 @@ def test_what_runs_in_c_counts_for_whoever_calls_it() -> None:
 
     assert by_group(stats) == {"torch": 5.5, "model and data": 4.0, "frames and links": 3.0}
     assert largest(stats, 3) == [("net/frame.py encode", 3.0)]
+
+
+def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
+    noise = random.Random(0)
+    steps = range(0, 100_000, 500)
+    warm = [(step, 200 + min(30.0, step / 500) + noise.gauss(0, 3), 0.0) for step in steps]
+    leaking = [(step, mb + 30 * step / 1e5, 0.0) for step, mb, _ in warm]
+
+    assert growth(warm, 100_000)["flat"] is True
+    found = growth(leaking, 100_000)
+    assert found["flat"] is False and 20 < found["mb_per_100000_steps"] < 40
+    assert growth(warm[:3], 100_000)["flat"] is None
+    assert line_through([0, 1, 2], [1.0, 3.0, 5.0]) == (2.0, 0.0)
