@@ -27,8 +27,7 @@ from tests.trainers import Rank
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.launch.processes import LIBRARY_SETTINGS
-from xcloud.net.link_end import heartbeat
-from xcloud.net.link_profile import DEFAULT_LIVENESS
+from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter
@@ -64,7 +63,8 @@ def seconds_of(
     def one(rank: Rank, checkpoints: Checkpointer) -> float:
         control = rank.wiring.control
         assert control is not None
-        alive = heartbeat(BEAT_S, control.say_alive) if beats else contextlib.nullcontext()
+        control.detector.liveness = Liveness(BEAT_S)
+        alive = control.detector.running() if beats else contextlib.nullcontext()
         with alive:
             started_s = time.perf_counter()
             for step in range(begin, begin + STEPS):

@@ -56,12 +56,12 @@ from xcloud.line.hello import (
 from xcloud.line.keys import read_key
 from xcloud.line.pieces import HEADER, Assembly
 from xcloud.line.sealing import open_sealed, seal
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.net.words import Message, WordKind, decode, encode
 from xcloud.pipeline.control import (
     check_norms,
-    note_ages,
     reply_of,
     word_of,
 )
@@ -234,7 +234,7 @@ def batches() -> Parser:
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 
     def take(parts: Parts) -> object:
-        inbox = Inbox(layout, 64, {1: PeerLife()}, most_waiting=8)
+        inbox = Inbox(layout, 64, {1: Peer()}, most_waiting=8)
         inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
         for number in (1, 2, 5):
             inbox.put(0, frame(parts, Kind.BATCH, number))
@@ -264,9 +264,9 @@ def codes() -> Parser:
 
 
 def ages() -> Parser:
-    lives = {1: PeerLife(), 2: PeerLife()}
+    detector = FailureDetector(1, num_ranks=3)
     honest = (whole(0.0, 1.0, 2.0, dtype=torch.float32),)
-    return Parser([honest], lambda parts: note_ages(lives, frame(parts)))
+    return Parser([honest], lambda parts: detector.hear(0, frame(parts)))
 
 
 def facts() -> Parser:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,6 +179,24 @@ def pipeline(
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
     boundaries = one.wiring.boundaries
     return CachingPipeline(one.caches, rank, layout, modules, boundaries.ports, CPU, 7, one.clock)
+
+
+@contextmanager
+def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
+    """Call beat() in the background every interval_s seconds while the block lasts."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(interval_s):
+            beat()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -77,7 +77,7 @@ class SocketOut(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_goodbyes()
+            self._send_closes()
             assert self._socket is not None
             self._socket.close()
 
@@ -93,9 +93,9 @@ class SocketIn(ReceivingEnd):
                 while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
                     data = bytearray(stream.read(_LENGTH.unpack(head)[0]))
                     frame = self._open(torch.frombuffer(data, dtype=torch.uint8))
-                    if frame.key.kind is Kind.GOODBYE:
+                    if frame.key.kind is Kind.CLOSE:
                         self._leave()
-                        stream.read()  # the other goodbyes
+                        stream.read()  # the other closes
                         return
                     self._deliver(frame)
                 self._end(LinkClosed(f"{self.peer_name} is gone"))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from tests.pipelines import in_threads
+from tests.pipelines import heartbeat, in_threads
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
 from xcloud.net.link import LinkClock
-from xcloud.net.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
+from xcloud.net.peer import Peer
 
 pytestmark = pytest.mark.slow
 
@@ -132,14 +133,14 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link() -> None:
     (reason,) = reasons
     assert isinstance(reason, FrameError) and "report of step 0" in str(reason)
     assert "from rank 0 of cloud 'x' cannot be handled: IndexError" in str(reason)
-    assert not incoming.said_goodbye
+    assert not incoming.has_closed
 
 
 def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_life() -> None:
     """More messages than both ends hold, and nobody who takes them for a while."""
-    life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
+    life, window = Peer(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
     out, incoming = linked(
-        OutSettings(NAMES[0], 1000, window, life=life, overdue_s=1.0),
+        OutSettings(NAMES[0], 1000, window, peer=life, overdue_s=1.0),
         InSettings(NAMES[1], 1000, window=window),
     )
     is_over = threading.Event()
@@ -154,7 +155,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
 
     taking = threading.Thread(target=take)
     taking.start()
-    with heartbeat(0.2, life.note):
+    with heartbeat(0.2, life.hear):
         for i in range(200):
             out.send(key(i), ())
     with pytest.raises(LinkTimeout, match="rank 1 of cloud 'x' has taken none of the waiting"):
@@ -168,10 +169,10 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
 def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:
     """12 messages of 0.2 s each, closed with 0.5 s of patience."""
     clock = LinkClock(LinkProfile(1e6), tmp_path / "clock")
-    lives = [PeerLife(Liveness(0.2, 1.0)) for _ in range(3)]
+    lives = [Peer(Liveness(0.2, 1.0)) for _ in range(3)]
     out, incoming = linked(
-        OutSettings(NAMES[0], 100_000, clock=clock, life=lives[0]),
-        InSettings(NAMES[1], 100_000, life=lives[1], is_emulated=True),
+        OutSettings(NAMES[0], 100_000, clock=clock, peer=lives[0]),
+        InSettings(NAMES[1], 100_000, peer=lives[1], is_emulated=True),
     )
     for i in range(12):
         out.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
@@ -182,7 +183,7 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
         incoming.recv(key(i), 20)
     incoming.close(1.0)
 
-    out, incoming = linked(OutSettings(NAMES[0], 99), InSettings(NAMES[1], 99, life=lives[2]))
+    out, incoming = linked(OutSettings(NAMES[0], 99), InSettings(NAMES[1], 99, peer=lives[2]))
     with pytest.raises(
         LinkTimeout, match="rank 0 of cloud 'x' did not close its link and sent no"
     ):

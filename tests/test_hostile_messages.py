@@ -19,8 +19,9 @@ from xcloud.comm.sparsify import RandomTopK, TopK, TopRows
 from xcloud.comm.step_clock import StepClock
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, encode_frame, seal_frame
 from xcloud.net.gloo_link import GlooInLink
-from xcloud.net.link_end import InSettings, PeerLife
+from xcloud.net.link_end import InSettings
 from xcloud.net.link_profile import LinkWindow, Liveness
+from xcloud.net.peer import Peer
 
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
 DAY_S = 86_400.0
@@ -35,14 +36,14 @@ def sent_over(group: MemoryGroup, deliver_at_s: float) -> None:
 
 
 def test_a_real_line_delivers_at_once_whatever_time_its_peer_writes() -> None:
-    group, life = MemoryGroup(), PeerLife(Liveness(1.0, 3.0))
-    settings = InSettings("rank 1", 4096, window=LinkWindow(2), life=life)
+    group, life = MemoryGroup(), Peer(Liveness(1.0, 3.0))
+    settings = InSettings("rank 1", 4096, window=LinkWindow(2), peer=life)
     link = GlooInLink(group, settings)
 
     sent_over(group, time.monotonic() + DAY_S)
 
     assert link.recv(KEY, 5.0)[0].tolist() == [1, 1, 1]
-    assert life.deadline_s(0.0, 0.0) <= time.monotonic() + 3.0  # no word of tomorrow
+    assert life.left_s(0.0, 0.0) <= 3.0  # no word of tomorrow
 
 
 @pytest.mark.parametrize("time_s", [float("nan"), float("inf"), float("-inf")])

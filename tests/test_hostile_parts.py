@@ -24,7 +24,7 @@ from xcloud.features.replicas.averaging import AllToAll, Terms
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import weighted_mean
 from xcloud.net.frame import Frame, Kind, MessageKey
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.pipeline.control import (
     Signal,
     StageSums,
@@ -95,7 +95,7 @@ def test_a_stop_with_parts_another_one_and_orders_after_it_are_refused() -> None
 
 
 def test_batches_come_only_as_ordered_and_not_without_end() -> None:
-    inbox = Inbox(ONE_WAY, 4, {1: PeerLife()}, most_waiting=8)
+    inbox = Inbox(ONE_WAY, 4, {1: Peer()}, most_waiting=8)
     payload = torch.zeros(4, dtype=torch.uint8)
     inbox.expect([Order(0, number, 0, 9) for number in (2, 5)])
     with pytest.raises(FrameError, match=r"batch 3 of producer 'a' .* was not ordered"):

@@ -21,6 +21,7 @@ from xcloud.launch.failures import (
     write_failure,
 )
 from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
+from xcloud.net.link_profile import Liveness
 from xcloud.record.files import error_file, failure_of, ready_file, state_file
 
 
@@ -225,7 +226,9 @@ def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_no
     """Where no link looks for heartbeats: while ranks join, and in a collective."""
 
     def ranks_of(script: str, essential: frozenset[int] | None = None) -> LocalRanks:
-        ranks = LocalRanks(tmp_path, ["a", "b"], essential, lost_after_s=1.0)
+        ranks = LocalRanks(
+            tmp_path, ["a", "b"], essential, liveness=Liveness(0.1, lost_after_s=1.0)
+        )
         ranks.processes = [subprocess.Popen(["sh", "-c", text]) for text in ("sleep 2", script)]
         return ranks
 

@@ -3,47 +3,96 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.pipelines import in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net import failure_detector
+from xcloud.net.failure_detector import FailureDetector, Loss
+from xcloud.net.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.net.gloo_groups import of_this_attempt
-from xcloud.net.link_end import PeerLife
+from xcloud.net.gloo_pair import Pair
+from xcloud.net.link_profile import Liveness
 from xcloud.net.transport import Rendezvous, rendezvous_store
-from xcloud.rank import failure_detector
-from xcloud.rank.failure_detector import FailureDetector, HeartbeatCode, HeartbeatLine
-from xcloud.rank.restarts import life_of, watch
+from xcloud.rank.restarts import heartbeats_of, over_gloo, watch
+
+LOST_AFTER_S = 30.0
+
+
+def liveness(lost_after_s: float) -> Liveness:
+    return Liveness(interval_s=min(0.1, lost_after_s / 4), lost_after_s=lost_after_s)
+
+
+class ByHand:
+    """A rank that sends no heartbeat but those that the test gives. Its process ends with it."""
+
+    def __init__(self, store: dist.Store, place: int = 1) -> None:
+        self._pair = Pair(store, "life", "heartbeats", place, timedelta(seconds=30))
+        self._pair.join()
+        self._num_sent = self._num_read = 0
+        self.say()
+
+    def say(self, *parts: Tensor, kind: Kind = Kind.ALIVE) -> None:
+        frame = encode_frame(MessageKey(kind), parts, self._num_sent)
+        seal_frame(frame, 0.0)
+        self._pair.isend(frame, self._num_sent).wait()
+        self._num_sent += 1
+
+    def ages(self) -> list[float]:
+        """The next heartbeat of rank 0 that says when it heard each rank."""
+        while True:
+            buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+            self._pair.irecv(buffer, self._num_read).wait()
+            self._num_read += 1
+            frame = decode_frame(buffer, "rank 0")
+            if frame.parts:
+                return [float(age) for age in frame.parts[0]]
+
+    def close(self) -> None:
+        for _ in range(3):
+            self.say(kind=Kind.CLOSE)
 
 
 class Ranks:
     """Of a job of three, which meet in one store; `lost[rank]` is what made that rank end."""
 
-    def __init__(self, lost_after_s: float = 30.0) -> None:
+    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
         self.store = dist.HashStore()
         self.lost: dict[int, LinkError] = {}
         self.joined: dict[int, FailureDetector] = {}
         self.begun: set[int] = set()
         self.lost_after_s = lost_after_s
 
-    def come(self, rank: int) -> FailureDetector:
-        self.joined[rank] = FailureDetector(
-            rank, "rank {}".format, self.lost_after_s, lambda error: self.lose(rank, error)
+    def detector(
+        self, rank: int, needs: Callable[[frozenset[int]], bool] = bool
+    ) -> FailureDetector:
+        return FailureDetector(
+            rank,
+            3,
+            liveness(self.lost_after_s),
+            on_lost=lambda error: self.lose(rank, error),
+            needs=needs,
         )
-        self._sign_in(rank, self.joined[rank].watch)
-        return self.joined[rank]
 
-    def come_by_hand(self, rank: int) -> HeartbeatLine:
-        """A rank that sends no heartbeat but those that the test gives."""
-        lines: list[HeartbeatLine] = []
-        self._sign_in(rank, lambda peer, store: lines.append(HeartbeatLine(store, 1, 30.0)))
-        wait_for(lambda: bool(lines), 20)
-        return lines.pop()
+    def come(self, rank: int) -> FailureDetector:
+        mine = self.joined[rank] = self.detector(rank)
+        self._sign_in(rank, lambda peer, part: mine.watch(peer, over_gloo(part, rank, mine)))
+        return mine
+
+    def come_by_hand(self, rank: int) -> ByHand:
+        made: list[ByHand] = []
+        self._sign_in(rank, lambda peer, store: made.append(ByHand(store)))
+        wait_for(lambda: bool(made), 20)
+        return made.pop()
 
     def _sign_in(self, rank: int, watch: Callable[[int, dist.Store], None]) -> None:
         def meet() -> None:
@@ -67,11 +116,10 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(self, *args, **settings)
 
     monkeypatch.setattr(FailureDetector, "__init__", noted)
-    monkeypatch.setattr(failure_detector, "BEAT_S", 0.02)
     monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
     yield
-    for each in made:  # or its threads would be in torch when Python ends
-        each.close()
+    for each in made:  # its thread
+        each.over.set()
 
 
 def test_a_rank_that_dies_before_all_have_come_is_named_in_those_that_wait() -> None:
@@ -79,7 +127,7 @@ def test_a_rank_that_dies_before_all_have_come_is_named_in_those_that_wait() -> 
     ranks.come(0)
     ranks.come(2)
     line = ranks.come_by_hand(1)
-    line.receive("rank 0")
+    line.ages()
     del line  # as the end of its process does
     wait_for(lambda: ranks.lost.keys() == {0, 2}, 20)
     for error in ranks.lost.values():
@@ -109,11 +157,10 @@ def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
     ranks.come(2)
     wait_for(lambda: ranks.begun >= {2}, 20)
 
-    liar.receive("rank 0")
-    liar.send(HeartbeatCode.ENDED, 2)
+    liar.say(torch.tensor([0.0, 0.0, -1.0]))
 
     wait_for(lambda: 0 in ranks.lost, 20)
-    assert str(ranks.lost[0]) == "rank 1 calls rank 2 lost"
+    assert "rank 1 tells of other ranks" in str(ranks.lost[0])
     assert isinstance(ranks.lost[0], FrameError)
 
 
@@ -122,28 +169,29 @@ def test_once_a_rank_has_left_its_end_is_no_loss() -> None:
     for rank in range(3):
         ranks.come(rank)
     wait_for(lambda: ranks.begun == {0, 1, 2}, 20)
-    lines = [line for joined in ranks.joined.values() for line in joined._lines.values()]
+    links = [link for joined in ranks.joined.values() for link in joined._watches.values()]
+    wait_for(lambda: all(link.has_come for link in links), 20)
     for joined in ranks.joined.values():
-        joined.met(bool, {}, lambda: None)
-    assert len(lines) == 4 and all(line.is_alive() for line in lines)
+        joined.connected(bool, lambda: None)
+    assert len(links) == 4 and not any(link.is_over for link in links)
     for rank in (2, 0, 1):
         ranks.joined[rank].leave()
-    wait_for(lambda: not any(line.is_alive() for line in lines), 20)
+    assert all(link.is_over for link in links)
     assert not ranks.lost
 
 
 @pytest.mark.parametrize("how", ["stopped", "dead"])
 def test_a_rank_that_is_lost_in_a_run_is_named_by_all_whatever_they_do(how: str) -> None:
     """With what it was waited for, as nothing interrupts a collective; after last words."""
-    ranks, life, said = Ranks(lost_after_s=2.0), PeerLife(), list[int]()
+    ranks, said = Ranks(lost_after_s=2.0), list[int]()
     first, other = ranks.come(0), ranks.come(2)
     lines = [ranks.come_by_hand(1)]
     wait_for(lambda: ranks.begun == {0, 1, 2}, 20)
-    first.met(bool, {}, lambda: said.append(0))
-    other.met(bool, {1: life}, lambda: threading.Event().wait())
-    with life.awaiting("the sum of 2 ranks"):
+    first.connected(bool, lambda: said.append(0))
+    other.connected(bool, lambda: threading.Event().wait())
+    with other.peers[1].awaiting("the sum of 2 ranks"):
         if how == "dead":
-            lines[0].receive("rank 0")
+            lines[0].ages()
             lines.clear()
         wait_for(lambda: ranks.lost.keys() == {0, 2}, 20)
     what = "ended" if how == "dead" else "sent no heartbeat for 2 s"
@@ -158,14 +206,13 @@ def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> No
     joined = {rank: ranks.come(rank) for rank in (0, 2)}
     line = ranks.come_by_hand(1)
     for rank in (0, 2):
-        joined[rank].met(needs[rank], {}, lambda: None)
+        joined[rank].connected(needs[rank], lambda: None)
     wait_for(lambda: 2 in ranks.lost, 20)
     assert "rank 1 sent no heartbeat" in str(ranks.lost[2])
-    line.receive("rank 0")
-    line.send(HeartbeatCode.ALIVE, 1)
+    line.say()
     wait_for(lambda: 1 not in joined[0]._lost, 20)
-    line.receive("rank 0")
-    line.send(HeartbeatCode.LEFT, 1)
+    line.close()
+    wait_for(lambda: 1 in joined[0]._left, 20)
     assert not ranks.lost.keys() & {0}
 
 
@@ -196,9 +243,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     needs = {0: lambda lost: 0 in lost, 1: lambda lost: bool(lost)}
 
     def begin(rank: int) -> FailureDetector:
-        mine = FailureDetector(
-            rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
-        )
+        mine = ranks.detector(rank, needs[rank])
         watch(rendezvous(rank), mine, layout)
         return mine
 
@@ -211,7 +256,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     for _ in range(2):
         begin(1)
         gone = rendezvous(2)
-        line = HeartbeatLine(life_of(gone.store, 2, gone.beginning), 1, 30.0)
+        line = ByHand(heartbeats_of(gone.store, 2, gone.beginning))
         wait_for(lambda: 1 in ranks.lost, 20)
         assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))
         del line
@@ -225,22 +270,21 @@ def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_threa
     """Whoever reaches the store may raise the number; nobody comes."""
     layout = ClusterLayout({"hub": Cloud(), "away": Cloud()}, "free")
     store, lost = rendezvous_store(tmp_path), list[LinkError]()
-    first = FailureDetector(0, "rank {}".format, 5.0, lost.append)
+    first = FailureDetector(0, 2, liveness(5.0), on_lost=lost.append)
     watch(Rendezvous(0, 2, rendezvous_store(tmp_path), is_open=True), first, layout)
     other = Rendezvous(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
-    line = HeartbeatLine(life_of(other.store, 1, 1), 1, 30.0)
-    live, num_greetings = first._lines[1], set[int]()
+    line = ByHand(heartbeats_of(other.store, 1, 1))
+    line.ages()
+    live, greeted = first._watches[1], set[int]()
     for _ in range(20):
         store.add("beginnings.1", 1)
-        assert line.receive("rank 0") == (HeartbeatCode.ALIVE, 0)
-        line.send(HeartbeatCode.ALIVE, 1)
+        line.say()
+        line.ages()
         threading.Event().wait(0.05)
-        num_greetings.add(len(first._greetings))
-        assert first._lines[1] is live and live.is_alive()
-    assert max(num_greetings) == 1 and not lost
-    line.receive("rank 0")
-    line.send(HeartbeatCode.LEFT, 1)
-    first.over.set()  # it looks no more
+        greeted.add(id(first._greeted[1]))
+        assert first._watches[1] is live and not live.is_over
+    assert len(greeted) <= 2 and not lost
+    line.close()
     wait_for(lambda: not first.is_greeting(1), 30)  # nobody has come in time
     assert not lost
 
@@ -253,14 +297,15 @@ def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_
     hub = ranks.come(0)
     other = ranks.come_by_hand(2)
     line = ranks.come_by_hand(1)
-    line.receive("rank 0")
-    assert other.receive("rank 0") == (HeartbeatCode.ALIVE, 0)
+    line.ages()
+    assert other.ages()[1] != -1.0
     del line
-    wait_for(lambda: 1 in hub._lost, 20)
+    wait_for(lambda: hub._lost.get(1) is Loss.ENDED, 20)
 
-    def hear() -> tuple[HeartbeatCode, int]:
-        other.send(HeartbeatCode.ALIVE, 2)
-        return other.receive("rank 0")
+    def hear() -> float:
+        while (age_s := other.ages()[1]) != -1.0:
+            pass
+        return age_s
 
-    assert in_threads([hub.close, hear])[1] == (HeartbeatCode.ENDED, 1)
+    assert in_threads([hub.close, hear])[1] == -1.0
     assert not ranks.lost

@@ -81,7 +81,7 @@ def test_messages_of_any_size_arrive_in_order(out_listens: bool, num_connections
         check_all(ends.incoming, parts)
         sending.join()
         ends.close()
-        assert ends.incoming.said_goodbye
+        assert ends.incoming.has_closed
         assert ends.state.num_cuts == 0
     assert ends.out.record.num_messages[Kind.ACTIVATION] == len(sizes)
     assert ends.out._settings.queued._num_bytes == 0
@@ -207,7 +207,7 @@ def test_the_last_acknowledgement_may_be_lost(num_connections: int) -> None:
 
         def lose(number: int, num_pieces: int) -> None:
             if ends.out._is_closing and not lost.is_set():
-                wait_for(lambda: ends.incoming.said_goodbye)
+                wait_for(lambda: ends.incoming.has_closed)
                 lost.set()
                 raise LineDown("cut")
             acknowledge(number, num_pieces)

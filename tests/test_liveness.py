@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from tests.in_process_link import InProcessLink
-from tests.pipelines import in_threads
+from tests.pipelines import heartbeat, in_threads
+from tests.runs import wait_for
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.launch.several_machines import await_monitor
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import (
     OF_A_STEP,
     Frame,
@@ -25,27 +27,24 @@ from xcloud.net.frame import (
 )
 from xcloud.net.gloo_link import GlooOutLink
 from xcloud.net.link import Progress
-from xcloud.net.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
+from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
 from xcloud.net.memory_transport import MemoryWorld
-from xcloud.pipeline.control import Control, note_ages, word_of
+from xcloud.net.peer import Peer
+from xcloud.pipeline.control import Control, word_of
 from xcloud.pipeline.ends import Ends
-from xcloud.rank.failure_detector import Silence
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 
 
 def controls(num_ranks: int, overdue_s: float) -> list[Control]:
-    """A star of links in memory; `lives` are fed by the tests."""
+    """A star of links in memory; the detectors are fed by the tests."""
     up = {rank: InProcessLink(f"rank {rank}") for rank in range(1, num_ranks)}
     down = {rank: InProcessLink("rank 0") for rank in range(1, num_ranks)}
-    lives = [
-        {peer: PeerLife(QUICK) for peer in range(num_ranks) if peer != rank}
-        for rank in range(num_ranks)
-    ]
-    first = Control(0, down, up, overdue_s, lives[0])
+    knows = [FailureDetector(rank, num_ranks, QUICK) for rank in range(num_ranks)]
+    first = Control(0, down, up, overdue_s, knows[0])
     return [first] + [
-        Control(rank, {0: up[rank]}, {0: down[rank]}, overdue_s, lives[rank])
+        Control(rank, {0: up[rank]}, {0: down[rank]}, overdue_s, knows[rank])
         for rank in range(1, num_ranks)
     ]
 
@@ -88,7 +87,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
     started_s = time.monotonic()
 
     def busy() -> None:
-        with heartbeat(QUICK.interval_s, lambda: ranks[0].lives[2].note()):
+        with heartbeat(QUICK.interval_s, lambda: ranks[0].detector.peers[2].hear()):
             time.sleep(1.5)
 
     def wait() -> str:
@@ -119,33 +118,54 @@ def test_the_end_of_any_rank_ends_the_meeting_at_once() -> None:
 
 
 def test_rank_0_passes_on_when_it_heard_the_others() -> None:
-    lives = {0: PeerLife(QUICK), 2: PeerLife(QUICK)}
-    ages = torch.tensor([0.0, 0.0, 30.0])
+    detector = FailureDetector(1, num_ranks=4)
+    ages = torch.tensor([0.0, 0.0, 30.0, float("inf")])
 
-    note_ages(lives, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
+    detector.hear(0, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
 
-    assert lives[0].silent_s < 5 and 30 <= lives[2].silent_s < 35
-    with pytest.raises(FrameError, match="must carry 3 ages"):
-        note_ages(lives, Frame(MessageKey(Kind.ALIVE), (ages[:2],), 0, 0.0, 0))
+    assert 30 <= detector.peers[2].silent_s < 35
+    assert detector.peers[3].silent_s == float("inf")  # it has not come
+    with pytest.raises(FrameError, match="must carry one vector of ages"):
+        detector.hear(0, Frame(MessageKey(Kind.ALIVE), (ages, ages), 0, 0.0, 0))
+    with pytest.raises(FrameError, match="rank 2 tells of other ranks"):
+        detector.hear(2, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
+
+
+def test_a_heartbeat_of_rank_0_says_when_it_heard_each_rank() -> None:
+    sent: list[list[float]] = []
+
+    class Out:
+        def say_alive(self, parts: tuple[torch.Tensor, ...], carries: Sequence[str]) -> None:
+            sent.append(parts[0].tolist())
+
+    detector = FailureDetector(0, 3, QUICK)
+    detector.beat_over(1, Out())  # type: ignore[arg-type]
+    detector.peers[1].hear()
+    with detector.running():
+        wait_for(lambda: bool(sent), 10)
+
+    own, first, second = sent[0]
+    assert own == 0 and first < 5 and second == float("inf")
 
 
 def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
-    life, now_s = PeerLife(QUICK), time.monotonic()
+    life = Peer(QUICK, now_s=lambda: 100.0)
 
-    assert life.deadline_s(now_s, 7.0) == now_s + 7.0
-    life.note(now_s + 60.0)  # a message under way on an emulated link
-    life.note(now_s)
-    assert life.deadline_s(now_s, 7.0) == now_s + 60.0 + QUICK.lost_after_s
+    assert life.left_s(waited_s=3.0, overdue_s=7.0) == 4.0
+    life.hear(age_s=-60.0)  # a message under way on an emulated link
+    life.hear()
+    assert life.left_s(waited_s=3.0, overdue_s=7.0) == 60.0 + QUICK.lost_after_s
+    assert life.silent_s == 0.0  # what is under way is no later sign of its process
 
 
 def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer() -> None:
     """Silence for lost_after_s ends it before overdue_s, life does not prolong that."""
 
     def waited_s(overdue_s: float, lives_s: float, lost_after_s: float) -> tuple[float, str]:
-        life = PeerLife(Liveness(0.1, lost_after_s))
-        life.beats = True
-        end, started_s = ReceivingEnd(InSettings("rank 1", 1000, life=life)), time.monotonic()
-        beating = heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.note())
+        life = Peer(Liveness(0.1, lost_after_s))
+        life.silence_is_loss = True
+        end, started_s = ReceivingEnd(InSettings("rank 1", 1000, peer=life)), time.monotonic()
+        beating = heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.hear())
         with beating, pytest.raises(LinkTimeout) as raised:
             end.recv(MessageKey(Kind.GRADIENT, 3), overdue_s)
         return time.monotonic() - started_s, str(raised.value)
@@ -159,9 +179,9 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
 def test_whoever_waits_while_the_peer_lives_counts_no_time_of_the_link() -> None:
     """As for a merge of a first cloud whose round is long; it ends with the link."""
     for while_alive, error in ((False, LinkTimeout), (True, LinkClosed)):
-        life = PeerLife(Liveness(0.1, 60.0))
-        end = ReceivingEnd(InSettings("rank 1", 1000, life=life))
-        life.note()
+        life = Peer(Liveness(0.1, 60.0))
+        end = ReceivingEnd(InSettings("rank 1", 1000, peer=life))
+        life.hear()
         over = threading.Timer(0.3, end._end, [LinkClosed("the link is over")])
         over.start()
         with pytest.raises(error):
@@ -175,7 +195,7 @@ def test_a_message_of_a_step_is_overdue_only_once_nothing_of_a_step_has_moved_fo
 ) -> None:
     """A norm of a few bytes comes behind all gradients of its update."""
     progress = Progress()
-    end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK), progress=progress))
+    end = ReceivingEnd(InSettings("rank 1", 1000, peer=Peer(QUICK), progress=progress))
     moved_at_s = time.monotonic() + 0.4  # an emulated line delivers it then
     progress.note(moved_at_s)
     progress.note(time.monotonic())  # what comes earlier changes nothing
@@ -188,7 +208,7 @@ def test_a_message_of_a_step_is_overdue_only_once_nothing_of_a_step_has_moved_fo
 
 def test_a_meeting_and_a_replica_that_may_be_late_are_given_their_time_and_no_more() -> None:
     for progress, kind in ((Progress(), Kind.BARRIER), (None, Kind.AVERAGING)):
-        end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK), progress=progress))
+        end = ReceivingEnd(InSettings("rank 1", 1000, peer=Peer(QUICK), progress=progress))
         if progress is not None:
             progress.note(time.monotonic() + 3600.0)
         with pytest.raises(LinkTimeout):  # or the test takes an hour
@@ -266,52 +286,55 @@ def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(
 ) -> None:
     # Its machine takes as much as it has announced, with the line cut or the peer stopped. Nor is
     # a heartbeat of ours: the peer's own may lie in a line that never came about.
-    life = PeerLife()
-    life.beats = beats
-    out = OutSettings("rank 1", 4096, window=LinkWindow(num_posted=1), life=life)
+    life = Peer()
+    life.silence_is_loss = beats
+    out = OutSettings("rank 1", 4096, window=LinkWindow(num_posted=1), peer=life)
     link = GlooOutLink(Taker(), out)  # type: ignore[arg-type]
     link.send(MessageKey(kind), ())
-    link._put(None)
+    link._queue.put(None, 0)
     link._thread.join(5.0)
-    assert (life.silent_s == float("inf")) == (beats or kind is Kind.ALIVE)
+    assert life.silent_s == float("inf")
+    is_given_time = life.left_s(waited_s=1000.0, overdue_s=0.0) > 0
+    assert is_given_time == (kind is Kind.BARRIER and not beats)
 
 
 def test_a_peer_is_silent_lost_after_s_after_its_last_word_and_until_the_next() -> None:
     now_s = [0.0]
-    silence = Silence(20.0, lambda: now_s[0])
+    detector = FailureDetector(0, 3, clock_s=lambda: now_s[0])
+    peers = detector.peers
 
     def silent_after(seconds: float) -> list[int]:
         """Looking once a second."""
         for _ in range(int(seconds)):
             now_s[0] += 1.0
-            found = silence.look()
+            found = detector.silent()
         return found
 
     assert silent_after(100.0) == []  # nobody has come
-    silence.hear(1)
-    silence.hear(2)
+    peers[1].hear()
+    peers[2].hear()
     assert silent_after(15.0) == []
-    silence.hear(2)
+    peers[2].hear()
     assert silent_after(5.0) == [] and silent_after(1.0) == [1]
-    silence.forget(1)
+    peers[1].forget()
     assert silent_after(14.0) == [] and silent_after(1.0) == [2]
-    silence.hear(1)
-    silence.hear(2)
+    peers[1].hear()
+    peers[2].hear()
     assert silent_after(20.0) == [] and silent_after(1.0) == [1, 2]
 
 
 def test_a_rank_that_was_stopped_itself_blames_nobody_for_that_time() -> None:
     now_s = [0.0]
-    silence = Silence(20.0, lambda: now_s[0])
-    silence.hear(1)
+    detector = FailureDetector(0, 3, clock_s=lambda: now_s[0])
+    detector.peers[1].hear()
     for now_s[0], found in ((8.0, []), (15.0, []), (75.0, []), (79.0, []), (81.0, [1])):
-        assert silence.look() == found
+        assert detector.silent() == found
 
 
 @pytest.mark.parametrize(("numbers", "came"), [((0, 0), 0), ((0, 2), 2), ((1,), 1)])
 def test_a_frame_that_is_repeated_or_lost_is_refused(numbers: Sequence[int], came: int) -> None:
     """Even of the key that is waited for."""
-    end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK)))
+    end = ReceivingEnd(InSettings("rank 1", 1000, peer=Peer(QUICK)))
     key, value = MessageKey(Kind.GRADIENT, 3), torch.ones(2)
     *good, last = (encode_frame(key, (value,), number) for number in numbers)
     for frame in (*good, last):

@@ -19,9 +19,10 @@ from xcloud.features.one_way.producer import ProducerRank
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.net.link import LinkName, LinkRecord
-from xcloud.net.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkProfile, Liveness
 from xcloud.net.memory_transport import MemoryWorld
+from xcloud.net.peer import Peer
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext
@@ -60,8 +61,8 @@ def test_an_end_is_heard_by_reader_and_handler() -> None:
     incoming.close(1.0)
     out.say_alive()
 
-    assert incoming.said_goodbye and len(heard) == 1
-    with pytest.raises(LinkClosed, match="rank 0 has ended its part"):
+    assert incoming.has_closed and len(heard) == 1
+    with pytest.raises(LinkClosed, match="rank 0 has closed its link"):
         incoming.recv(KEY, 1.0)
 
 
@@ -78,12 +79,12 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link_and_not_of_the_sender
 
     with pytest.raises(FrameError, match="from rank 0 cannot be handled: IndexError"):
         incoming.recv(KEY, 1.0)
-    assert not incoming.said_goodbye
+    assert not incoming.has_closed
 
 
-def test_a_peer_that_never_says_goodbye_is_a_timeout() -> None:
-    life = PeerLife(Liveness(0.01, 0.05))
-    incoming = MemoryWorld().transport(1).incoming("x", 0, InSettings("rank 0", 200, life=life))
+def test_a_peer_that_never_closes_its_link_is_a_timeout() -> None:
+    life = Peer(Liveness(0.01, 0.05))
+    incoming = MemoryWorld().transport(1).incoming("x", 0, InSettings("rank 0", 200, peer=life))
 
     with pytest.raises(LinkTimeout, match="rank 0 did not close its link"):
         incoming.close(0.05)
@@ -117,10 +118,9 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
         assert wiring.control is not None
         if rank:
             wiring.control.report(f"rank {rank}\n".encode())
-        with heartbeat(0.01, wiring.control.say_alive):
+        with wiring.control.detector.running():
             time.sleep(0.01 * rank)
             wiring.meet()
-        wiring.control.say_alive()
         wiring.close()
 
     in_threads([lambda r=rank: work(r) for rank in range(3)])

@@ -111,10 +111,10 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
 
     forth = {(n, "disc", kind, parts) for n in ("one", "two")
              for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
-                                 ("goodbye", ()))}  # fmt: skip
+                                 ("close", ()))}  # fmt: skip
     back = {("disc", n, kind, parts) for n in ("one", "two")
             for kind, parts in (("order", ("int32 2",)), ("stop", ()),
-                                ("goodbye", ()))}  # fmt: skip
+                                ("close", ()))}  # fmt: skip
     reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
     saves = {(*ends, "checkpoint", ("uint8 1",)) for n in ("one", "two")
              for ends in ((n, "disc"), ("disc", n))}  # fmt: skip

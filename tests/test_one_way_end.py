@@ -26,8 +26,9 @@ from xcloud.features.one_way.producer import OrderBook, ProducerRank, ProducerRu
 from xcloud.features.one_way.ranks import OneWayEnds
 from xcloud.job.config import job_from_config
 from xcloud.net.frame import Frame, Kind, MessageKey
-from xcloud.net.link_end import PeerLife, ReceivingEnd, SendingEnd
+from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.net.memory_transport import MemoryWorld
+from xcloud.net.peer import Peer
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.pipeline.trainer import DivergenceGuard
@@ -90,7 +91,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
 
 class Closing:
-    """OneWayEnds with a goodbye or with an error, in an order that the test sees."""
+    """OneWayEnds that closes or fails, in an order that the test sees."""
 
     def __init__(self, closed: list[str], name: str, error: LinkError | None = None) -> None:
         self._closed, self._name, self._error = closed, name, error
@@ -106,7 +107,7 @@ class ClosingOut(Closing, SendingEnd):
 
 
 class ClosingIn(Closing, ReceivingEnd):
-    said_goodbye = True
+    has_closed = True
 
 
 def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def consumer(rank: int, clouds: dict[str, object], **feed: object) -> ConsumerRa
     """Without links."""
     role, config = object.__new__(ConsumerRank), feed_config(clouds, feed=feed)
     role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(OmegaConf.create(config)))
-    lives = {rank: PeerLife() for rank in range(role.job.cluster.num_ranks)}
+    lives = {rank: Peer() for rank in range(role.job.cluster.num_ranks)}
     role.inbox, role._outs = Inbox(role.job.cluster, 100, lives), []
     return role
 

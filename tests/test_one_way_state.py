@@ -24,7 +24,7 @@ from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.producer import OrderBook
 from xcloud.net.frame import Frame, Kind, MessageKey
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.pipeline.settings import Checkpoints
 
 
@@ -134,7 +134,7 @@ def batch(number: int, *payload: int) -> Frame:
 
 
 def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
-    lives = defaultdict[int, PeerLife](PeerLife)
+    lives = defaultdict[int, Peer](Peer)
     original, restored = Inbox(TWO, 5, lives), Inbox(TWO, 5, lives)
     original.put(0, batch(1, 1, 2))
     original.put(0, batch(3))
@@ -155,7 +155,7 @@ def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
 
 
 def test_who_waits_for_batches_or_orders_says_for_which() -> None:
-    lives = {rank: PeerLife() for rank in (1, 2, 3)}
+    lives = {rank: Peer() for rank in (1, 2, 3)}
     inbox, book = Inbox(TWO, 5, lives), OrderBook(lives[1])
 
     def awaited() -> list[str]:

@@ -21,10 +21,10 @@ from xcloud.launch import failures
 from xcloud.launch.torchrun import Machines, StopAsked, _endings, _host_and_port, _tell
 from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
 from xcloud.rank import restarts
-from xcloud.rank.failure_detector import FailureDetector, HeartbeatCode, HeartbeatLine
-from xcloud.rank.restarts import Doorbell, unreachable
+from xcloud.rank.restarts import Doorbell, over_gloo, unreachable
 
 Address = namedtuple("Address", "family address")
 INTERFACES = {
@@ -104,10 +104,10 @@ def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port(
     assert here.why_not(1) is None and there.why_not(0) is None
     assert here.why_not(2) is None  # it has not come
     closed = free_port()
-    detector = FailureDetector(0, "rank {}".format, 30.0, lost.append)
+    detector = FailureDetector(0, 2, on_lost=lost.append)
     detector.why_not = here.why_not
     store.set("address.1", f"127.0.0.1 {closed}")
-    detector.watch(1, store)
+    detector.watch(1, over_gloo(store, 0, detector))
     wait_for(lambda: bool(lost), 20)
     assert f"127.0.0.1:{closed} (connection refused)" in str(lost[0])
     assert str(lost[0]).startswith("rank 1 cannot be reached: both reach the store at the store")
@@ -120,7 +120,7 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
     store, lost = dist.HashStore(), list[LinkError]()
     asked, released = threading.Event(), threading.Event()
     answers = iter(["connection refused", None])
-    detector = FailureDetector(1, "rank {}".format, 30.0, lost.append)
+    detector = FailureDetector(1, 2, on_lost=lost.append)
 
     def why_not(peer: int) -> str | None:
         answer = next(answers)
@@ -130,18 +130,18 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
         return answer
 
     detector.why_not = why_not
-    detector.watch(0, PrefixStore("given up", store))
-    stale = detector._lines[0]
+    detector.watch(0, over_gloo(PrefixStore("given up", store), 1, detector))
+    stale = detector._watches[0]
     assert asked.wait(20)
-    detector.watch(0, PrefixStore("next", store))
-    line = HeartbeatLine(PrefixStore("next", store), 0, 30.0)
+    part = PrefixStore("next", store)
+    detector.watch(0, over_gloo(part, 1, detector))
+    first = FailureDetector(0, 2, on_lost=lost.append)
+    first.watch(1, over_gloo(part, 0, first))
     released.set()
-    stale.join(20)
-    line.send(HeartbeatCode.ALIVE, 0)
-    assert line.receive("rank 1") == (HeartbeatCode.ALIVE, 1)
-    assert not stale.is_alive() and not lost
-    line.send(HeartbeatCode.LEFT, 0)
-    detector._lines[0].join(20)
+    wait_for(lambda: stale.is_over and detector._watches[0].has_come, 20)
+    assert not lost
+    in_threads([first.leave, detector.leave])
+    assert not lost
 
 
 @pytest.mark.parametrize(

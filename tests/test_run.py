@@ -296,7 +296,7 @@ def test_copies_of_the_model_in_two_clouds_average_in_eight_bits(
         "report",
         "barrier",
         "alive",
-        "goodbye",
+        "close",
         "checkpoint",
     }
 

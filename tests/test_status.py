@@ -18,8 +18,8 @@ from tests.runs import start, wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.net.link_end import PeerLife
 from xcloud.net.memory_transport import MemoryWorld
+from xcloud.net.peer import Peer
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.record.files import (
     LAUNCHER_FILE,
@@ -83,8 +83,8 @@ def test_lanes_in_a_collective_wait_for_the_one_that_is_not_in_it(tmp_path: Path
 
 
 def test_a_rank_in_a_collective_notes_whom_it_waits_for(tmp_path: Path) -> None:
-    state, lives = RankState(tmp_path, 0), {1: PeerLife(), 2: PeerLife()}
-    state.lives = lives
+    state, lives = RankState(tmp_path, 0), {1: Peer(), 2: Peer()}
+    state.peers = lives
     world = MemoryWorld()
     group, other = (
         RankGroup(rank, (0, 1), world.transport(rank).group((0, 1)), lives if not rank else {})
@@ -105,7 +105,7 @@ def test_a_rank_in_a_collective_notes_whom_it_waits_for(tmp_path: Path) -> None:
         call(other)
         waiting.join()
     assert lives[2].awaited is None
-    state.close("has done its part")
+    state.close("has finished")
 
 
 def test_a_rank_elsewhere_is_judged_by_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_may_leave_is_away_and_the_run_well(tmp_path: Path) -> None:
 
 
 def test_another_clouds_folder_says_whether_its_part_is_done(tmp_path: Path) -> None:
-    write(tmp_path, 1, ended=True, phase="has done its part", torchrun=True)
+    write(tmp_path, 1, ended=True, phase="has finished", torchrun=True)
     assert "this cloud's part is done" in describe(tmp_path)
     write(tmp_path, 1, ended=True, phase="has failed: rank 0 is gone", torchrun=True)
     assert "give the same torchrun command again" in describe(tmp_path)
@@ -166,7 +166,7 @@ def test_between_the_death_of_a_rank_and_its_restart_the_run_is_starting_again(
     assert said(3, -4) == starts
     assert said(0, -4) == ends
     assert said(0, 4) == starts  # the last attempt has begun
-    assert said(3, -4, ended=True, phase="has done its part") == ends
+    assert said(3, -4, ended=True, phase="has finished") == ends
     for is_expected, what in ((False, starts), (True, ends)):
         error_file(tmp_path, 0).write_text(json.dumps({"expected": is_expected}))
         assert said(3, -4, ended=True) == what
@@ -191,8 +191,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
-    state, life = RankState(tmp_path, 3), PeerLife()
-    state.lives = {1: life}
+    state, life = RankState(tmp_path, 3), Peer()
+    state.peers = {1: life}
     state.hear("phase", {"name": "training"})
     state.hear("step", {"step": 4})
     with life.awaiting(MessageKey(Kind.GRADIENT, 5, 1)):
@@ -200,7 +200,7 @@ def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
     found = ranks_of(tmp_path)[0]
     assert found.waits[0][:2] == (1, "gradient of step 5, micro-batch 1")
     assert (found.phase, found.step, found.process) == ("training", 4, "running")
-    state.close("has done its part")
+    state.close("has finished")
     assert ranks_of(tmp_path)[0].has_ended and not list(tmp_path.glob(".*"))
 
 
@@ -228,8 +228,6 @@ def test_a_rank_that_no_monitor_tells_of_says_its_phases(
 ) -> None:
     state = RankState(tmp_path, 1, says=True)
     state.hear("phase", {"name": "training"})
-    state.close("has done its part")
+    state.close("has finished")
     said = capsys.readouterr().out.splitlines()
-    assert said == [
-        f"rank 1: {x}" for x in ("joining the others", "training", "has done its part")
-    ]
+    assert said == [f"rank 1: {x}" for x in ("joining the others", "training", "has finished")]

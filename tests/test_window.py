@@ -197,7 +197,7 @@ def ends(
     return group, out, GlooInLink(group, settings)
 
 
-def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(
+def test_as_many_receives_are_posted_as_the_window_says_and_the_close_meets_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, out, incoming = ends(LinkWindow(num_posted=7))
@@ -210,7 +210,7 @@ def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_th
     incoming.close(10)
 
     assert group.most_posted == 7
-    assert incoming.said_goodbye and not group.posted
+    assert incoming.has_closed and not group.posted
 
 
 def test_a_stage_that_starts_many_micro_batches_before_it_reads_does_not_deadlock(

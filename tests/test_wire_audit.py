@@ -19,7 +19,7 @@ from xcloud.features.one_way.ranks import CARRIES, noting
 from xcloud.launch.local import run
 from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.security.audit import (
     as_table,
@@ -109,7 +109,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert told_bytes == sizes
     kinds = {message["kind"] for message in audit["messages"]}
     assert kinds == {"activation", "gradient", "evaluation", "norm", "report", "barrier",
-                      "goodbye", "checkpoint"}  # fmt: skip
+                      "close", "checkpoint"}  # fmt: skip
     # Reports tell figures; the words of a sample are in a file of its owner alone.
     assert "samples_text" not in audit["reports"].get("quality", [])
     assert "SECRET" in (tmp_path / "run" / "samples.txt").read_text()
@@ -203,7 +203,7 @@ def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     layout = OneWayLayout({"a": OneWayCloud(1, 1.0), "d": OneWayCloud()})
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
     record, part = LinkRecord(LinkName(CONTROL, 1, 0), "d"), torch.zeros(3)
-    inbox = Inbox(layout, 100, {1: PeerLife()})
+    inbox = Inbox(layout, 100, {1: Peer()})
     for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
         with pytest.raises(FrameError):
             frame = Frame(MessageKey(kind, 1), parts, 0, 0.0, 50)

@@ -103,7 +103,9 @@ def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
     first, good = rendezvous(tmp_path, 0), rendezvous(tmp_path, 2)
 
     def misbehave() -> None:
-        line = _JoinedLine(line_of(rendezvous_store(tmp_path), 1, 1, is_first=False), 0, 60.0)
+        line = _JoinedLine(
+            line_of(rendezvous_store(tmp_path), 1, 1, is_first=False, within_s=60.0), 0
+        )
         if trouble == "garbage":
             line._pair.isend(torch.full((70,), 0xFF, dtype=torch.uint8), 0).wait()
         messages = {

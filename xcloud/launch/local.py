@@ -135,7 +135,7 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
         clouds,
         essential=job.roster.essential & set(processes),
         restart_s=job.roster.restart_s,
-        lost_after_s=layout.liveness.lost_after_s,
+        liveness=layout.liveness,
         experiment_file=file,
     )
 

@@ -40,7 +40,7 @@ from xcloud.record.reporter import EventFile, RankState, Reporter
 from xcloud.security.audit import write_rank_audit
 from xcloud.train.stage_rank import StageRank
 
-DONE = "has done its part"
+DONE = "has finished"
 STOPPED = "has stopped as it was asked to, and saved its last step"
 FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
 
@@ -102,7 +102,7 @@ class Process:
         final_report: sends what is left to say, where the rank is ended before.
         """
         if self.state is not None:
-            self.state.lives = role.lives
+            self.state.peers = role.peers
         yield
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,8 @@ import psutil
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import module_paths, python_command
 from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
+from xcloud.net.failure_detector import LAUNCHER, FailureDetector
+from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.net.transport import num_cores
 from xcloud.record.files import ready_file
 
@@ -85,8 +87,8 @@ class LocalRanks:
         the remaining ranks report. None: all ranks.
     restart_s: after which all ranks of a cloud that lost one restart, unless that one has an error
         of its own; None: never.
-    lost_after_s: an essential rank that is suspended (SIGSTOP) for so long is ended, whatever the
-        others wait for, and until all have met any rank; None: never.
+    liveness: an essential rank that is suspended (SIGSTOP) for lost_after_s is ended, whatever the
+        others wait for, and until all have met any rank.
     experiment_file: that the ranks read; None: that of the run folder.
     """
 
@@ -96,7 +98,7 @@ class LocalRanks:
         cloud_of_rank: list[str],
         essential: frozenset[int] | None = None,
         restart_s: float | None = None,
-        lost_after_s: float | None = None,
+        liveness: Liveness = DEFAULT_LIVENESS,
         experiment_file: Path | None = None,
     ) -> None:
         self.run_dir = run_dir
@@ -106,9 +108,10 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
         self._restart_s = restart_s
-        self._lost_after_s = lost_after_s
+        self._liveness = liveness
+        self._detector = self._new_detector()
         self.since_s: dict[object, float] = {}  # when something was first seen, see for_s
-        self._suspended: dict[int, float] = {}  # ranks that were given up, after how many seconds
+        self._suspended = set[int]()  # ranks that were given up
 
     def start(self) -> None:
         """Start all ranks. It may be called again once `wait` has raised RunFailed."""
@@ -121,6 +124,7 @@ class LocalRanks:
         self.processes = []
         self.since_s.clear()
         self._suspended.clear()
+        self._detector = self._new_detector()
         for rank in range(len(self.clouds)):
             self.processes.append(self.start_rank(rank))
         if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
@@ -196,7 +200,10 @@ class LocalRanks:
         ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
         if failed.keys() - (ready - self.essential) or (failed and not has_met):
             cause = first_cause(
-                self.run_dir, self.clouds, failed=lambda: self.failed, suspended=self._suspended
+                self.run_dir,
+                self.clouds,
+                failed=lambda: self.failed,
+                suspended=dict.fromkeys(self._suspended, self._liveness.lost_after_s),
             )
             until_s = time.monotonic() + (_FINAL_REPORTS_S if has_met else 0.0)
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
@@ -219,18 +226,21 @@ class LocalRanks:
         now_s = time.monotonic()
         return now_s - self.since_s.setdefault(what, now_s)
 
-    def _end_suspended(self, watched: Iterable[int]) -> None:
+    def _new_detector(self) -> FailureDetector:
+        detector = FailureDetector(LAUNCHER, len(self.clouds), self._liveness)
+        for peer in detector.peers.values():
+            peer.hear()
+        return detector
+
+    def _end_suspended(self, watched: Collection[int]) -> None:
         """End ranks that have been suspended all along for lost_after_s. They would keep others
         waiting where no link looks for heartbeats: while they join, and in a collective."""
-        for rank in watched:
-            key = ("suspended", rank)
-            process = self.processes[rank]
+        for rank, process in enumerate(self.processes):
             if not _is_suspended(process):
-                if process.poll() is None:
-                    self.since_s.pop(key, None)
-            elif self._lost_after_s is not None and self.for_s(key) > self._lost_after_s:
-                self._suspended[rank] = self._lost_after_s
-                process.kill()
+                self._detector.peers[rank].hear()
+        for rank in {*self._detector.silent()}.intersection(watched):
+            self._suspended.add(rank)
+            self.processes[rank].kill()
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""

@@ -24,10 +24,10 @@ from xcloud.job.job import Job
 from xcloud.launch.failures import failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import Ending
 from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import Table, Verdict, rank_name
-from xcloud.rank.failure_detector import FailureDetector
 from xcloud.rank.restarts import rendezvous_under_torchrun
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.events import EVENTS_FILE, EventReader
@@ -68,8 +68,9 @@ class TorchrunProcess(RankProcess):
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
         self._detector = FailureDetector(
             self.rank,
-            partial(rank_name, job),
-            lost_after_s=job.cluster.liveness.lost_after_s,
+            job.cluster.num_ranks,
+            job.cluster.liveness,
+            name_of=partial(rank_name, job),
             on_lost=self._end_alone,
             needs=needs,
         )
@@ -86,7 +87,7 @@ class TorchrunProcess(RankProcess):
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         detector = self._detector
         assert detector is not None, "there is one once the ranks meet"
-        detector.met(role.needs, role.lives, final_report)
+        detector.connected(role.needs, final_report)
         try:
             with super().taking_part(role, final_report):
                 yield

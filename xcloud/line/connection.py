@@ -17,7 +17,8 @@ from xcloud.base.units import human_duration
 from xcloud.line.hello import Hello
 from xcloud.line.pinned_tls import LineDown, in_words
 from xcloud.line.ways import Connected, Way
-from xcloud.net.link_end import PeerLife, ignore
+from xcloud.net.link_end import ignore
+from xcloud.net.peer import Peer
 
 SPEAK_EVERY_S = 1.0
 SILENT_S = 3.0
@@ -206,7 +207,7 @@ class Connections:
         self,
         way: Way,
         state: LineState,
-        life: PeerLife,
+        peer: Peer,
         first_within_s: float,
         reconnect_s: float,
         is_bulk: bool,
@@ -219,7 +220,7 @@ class Connections:
     ) -> None:
         self._way = way
         self._state = state
-        self._life = life
+        self._peer = peer
         self._first_within_s = first_within_s
         self._reconnect_s = reconnect_s
         self._is_bulk = is_bulk
@@ -337,7 +338,7 @@ class Connections:
     def _note_up(self, number: int, made: Connected) -> None:
         if made.round_trip_s is not None:
             self._state.round_trip_s = made.round_trip_s
-        self._life.note()
+        self._peer.hear()
         with self._lock:
             self._up.add(number)
             is_first = self._is_first
@@ -374,5 +375,5 @@ class Connections:
                 f"the line to {who} has been down for {self._reconnect_s:g} s "
                 f"(cluster.reconnect_s): {reason}"
             )
-        self._life.note()  # it is waited for
+        self._peer.hear()  # it is waited for
         return False

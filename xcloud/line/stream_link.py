@@ -87,11 +87,11 @@ class StreamOutLink(SendingEnd):
             settings.window.max_queued_bytes, self._next_frame, queued=settings.queued
         )
         self._idle: set[int] = set()
-        self._goodbye_taken = False
+        self._close_taken = False
         self._connections = Connections(
             stream.way,
             stream.state,
-            life=settings.life,
+            peer=settings.peer,
             first_within_s=stream.first_within_s,
             reconnect_s=stream.reconnect_s,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
@@ -106,7 +106,7 @@ class StreamOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._is_closing = True
-            self._send(MessageKey(Kind.GOODBYE), (), ())
+            self._send(MessageKey(Kind.CLOSE), (), ())
         await_peer(
             self._over.wait,
             self._settings,
@@ -148,7 +148,7 @@ class StreamOutLink(SendingEnd):
             key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None
         )
         self._settings.note_progress(key.kind)
-        self._goodbye_taken = key.kind is Kind.GOODBYE
+        self._close_taken = key.kind is Kind.CLOSE
         return frame
 
     def _cut(self, number: int) -> None:
@@ -169,7 +169,7 @@ class StreamOutLink(SendingEnd):
                 if not connection.write():
                     connection.wait(SPEAK_EVERY_S)
                 continue
-            if self._goodbye_taken and self._outbox.is_empty:
+            if self._close_taken and self._outbox.is_empty:
                 return self._end(connection)
             if time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S:
                 self._outbox.ask(number)
@@ -182,7 +182,7 @@ class StreamOutLink(SendingEnd):
 
     def _acknowledged(self, number: int, num_pieces: int) -> None:
         self._outbox.acknowledge(number, num_pieces)
-        self._settings.life.note()
+        self._settings.peer.hear()
         state = self._state
         state.round_trip_s = self._outbox.round_trip_s or state.round_trip_s
         state.bytes_per_s = self._outbox.bytes_per_s or state.bytes_per_s
@@ -237,7 +237,7 @@ class StreamInLink(ReceivingEnd):
         self._connections = Connections(
             stream.way,
             stream.state,
-            life=settings.life,
+            peer=settings.peer,
             first_within_s=stream.first_within_s,
             reconnect_s=stream.reconnect_s,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
@@ -281,7 +281,7 @@ class StreamInLink(ReceivingEnd):
                 if isinstance(found, LinkError):
                     raise found
                 frame = self._open(found)
-                if frame.key.kind is Kind.GOODBYE:
+                if frame.key.kind is Kind.CLOSE:
                     self._connections.linger(LINGER_S)
                     return self._leave()
                 self._deliver(frame)

@@ -81,7 +81,7 @@ class Kind(IntEnum):
     NORM = 4
     REPORT = 5
     CHOICE = 6  # what ranks measured, and what rank 0 chose by it
-    GOODBYE = 7
+    CLOSE = 7  # the last of a link
     START = 8  # what a stage passes to the next one, once, before the first step
     BARRIER = 9  # a rank has reached a barrier; rank 0 answers when all have
     ALIVE = 10  # a heartbeat of a rank that is busy outside a step

@@ -20,11 +20,12 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from xcloud.base.errors import LinkClosed, LinkError
 from xcloud.net.frame import LONG_BYTES, Kind, message_buffer, seal_frame
 from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
-from xcloud.net.gloo_pair import Pair, first_line
+from xcloud.net.gloo_pair import Pair, Transfer, first_line
 from xcloud.net.link import PostedReceives, Reservation
 from xcloud.net.link_end import (
     ByteQueue,
@@ -58,7 +59,7 @@ class GlooOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_goodbyes()
+            self._send_closes()
             self._queue.put(None, 0)
         await_peer(
             self._has_ended,
@@ -96,9 +97,10 @@ class GlooOutLink(SendingEnd):
                 self._pair.isend(frame, sequence % _TAGS).wait()
                 if slot is None:
                     settings.note_progress(key.kind)
-                # Its machine may have taken it alone. Our heartbeats would hide a dead line back.
-                if key.kind is not Kind.ALIVE and not settings.life.beats:
-                    settings.life.note(slot.deliver_at_s if slot is not None else None)
+                # Our heartbeats would hide a dead line back.
+                if key.kind is not Kind.ALIVE and not settings.peer.silence_is_loss:
+                    taken_at_s = slot.deliver_at_s if slot is not None else time.monotonic()
+                    settings.peer.note_taken(taken_at_s)
                 del item, frame  # not held until the next message
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
@@ -132,7 +134,7 @@ class GlooInLink(ReceivingEnd):
         self._thread.start()
 
     def _run(self) -> None:
-        posted: deque[tuple[Tensor, dist.Work]] = deque()
+        posted: deque[tuple[Tensor, Transfer]] = deque()
         sequence = count()
         spare = list[Tensor]()
         try:
@@ -149,8 +151,8 @@ class GlooInLink(ReceivingEnd):
                 if buffer.numel() < LONG_BYTES:
                     spare.append(buffer)
                 del buffer, work
-                if frame.key.kind is Kind.GOODBYE:
-                    for _, rest in posted:  # as many goodbyes are sent as receives are posted
+                if frame.key.kind is Kind.CLOSE:
+                    for _, rest in posted:  # as many closes are sent as receives are posted
                         rest.wait()
                     return self._leave()
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
@@ -163,6 +165,25 @@ class GlooInLink(ReceivingEnd):
             self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+
+def heartbeat_link(
+    store: Store, rank: int, within_s: float, out: OutSettings, incoming: InSettings
+) -> tuple[SendingEnd, ReceivingEnd]:
+    """Make both ends of the link of heartbeats between rank 0 and another rank, which share one
+    process group.
+
+    store: the same part at both ends, which nothing else uses.
+    within_s: how long the other side may take to join it.
+    """
+    pair = Pair(
+        store,
+        "life",
+        ranks="heartbeats",
+        place=int(rank != 0),
+        join_within=timedelta(seconds=within_s),
+    )
+    return GlooOutLink(pair, out), GlooInLink(pair, incoming)
 
 
 class GlooTransport(Transport):

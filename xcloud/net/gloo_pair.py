@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -21,17 +22,30 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class Pair:
-    """The process group of one direction of a line between two ranks, which has place 0 or 1.
+    """The process group of a line between two ranks, which has place 0 or 1: of one direction of a
+    link, or of both.
 
     Its name, line and ranks, must be its own in the store: see `claimed`.
+
+    join_within: how long `join` waits for the other side.
     """
 
-    def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        line: str,
+        ranks: str,
+        place: int,
+        join_within: timedelta = FOREVER,
+    ) -> None:
         self._store = store
         self._line = line
         self._name = f"{line} {ranks}"
         self._place = place
+        self._join_within = join_within
         self._group: Any = None
+        self._failure: RuntimeError | None = None
+        self._joining = threading.Lock()
 
     @classmethod
     def claimed(cls, store: Store, line: str, ranks: str, place: int) -> Pair:
@@ -45,27 +59,50 @@ class Pair:
             )
         return cls(store, line, ranks, place)
 
-    def join(self, timeout: timedelta = FOREVER) -> None:
-        """Wait for the other side, in the thread of the link's end. Who wants something of that
-        end waits no longer than its deadline."""
+    def join(self) -> None:
+        """Wait for the other side, in the thread of a link's end; both ends may call it. Who wants
+        something of that end waits no longer than its deadline. Raises RuntimeError if the other
+        side does not come in time."""
+        with self._joining:
+            if self._failure is not None:
+                raise self._failure
+            if self._group is not None:
+                return
+            try:
+                self._group = self._joined()
+            except RuntimeError as error:
+                self._failure = error
+                raise
+
+    def _joined(self) -> Any:
         # A client of its own: whoever waits in a store keeps others of that client waiting.
         own: Any = self._store.clone()  # type: ignore[attr-defined]
-        own.set_timeout(timeout)
+        own.set_timeout(self._join_within)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [_device(self._line)]
         options._threads = 2
-        options._timeout = timeout
+        options._timeout = self._join_within
         store = PrefixStore(self._name, own)
-        self._group = gloo(store, self._place, 2, options)
+        return gloo(store, self._place, 2, options)
 
-    def isend(self, frame: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._group.send([frame], 1 - self._place, tag)
-        return work
+    def isend(self, frame: Tensor, tag: int) -> Transfer:
+        return Transfer(self._group.send([frame], 1 - self._place, tag))
 
-    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._group.recv([buffer], 1 - self._place, tag)
-        return work
+    def irecv(self, buffer: Tensor, tag: int) -> Transfer:
+        return Transfer(self._group.recv([buffer], 1 - self._place, tag))
+
+
+class Transfer:
+    """A message that is being sent or received."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, within: timedelta = FOREVER) -> None:
+        """Wait until it is done. Raises RuntimeError if it is not in time, or the other side is
+        gone."""
+        self._work.wait(within)  # without a limit that of joining would count
 
 
 @cache

@@ -2,20 +2,20 @@
 hand them to whoever waits, and give up a peer that is silent. A subclass carries the frames: over
 gloo (gloo_link.py) or in memory (memory_transport.py).
 
-Ranks of a pipeline send a heartbeat every few seconds, from a thread, whatever else they do, so
-no limit on an evaluation or an export is needed. Every message counts as a heartbeat. Inside a
-step a message has a deadline too (`overdue_s`), which the link or the policy sets.
+A heartbeat is a frame like any other (`SendingEnd.say_alive`), and every frame counts as one, so
+a carrier has nothing to do for them. The failure detector sends one every few seconds, whatever
+else its rank does, so no limit on an evaluation or an export is needed. Inside a step a message
+has a deadline too (`overdue_s`), which the link or the policy sets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,7 +31,8 @@ from xcloud.net.frame import (
     encode_frame,
 )
 from xcloud.net.link import LinkClock, LinkRecord, Parts, Progress
-from xcloud.net.link_profile import DEFAULT_LIVENESS, LinkWindow, Liveness
+from xcloud.net.link_profile import LinkWindow
+from xcloud.net.peer import Peer
 
 T = TypeVar("T")
 
@@ -113,105 +114,6 @@ class ByteQueue(Generic[T]):
         return self._num_bytes
 
 
-class PeerLife:
-    """The time when one peer last sent a heartbeat, by this machine's monotonic clock.
-    Thread-safe."""
-
-    def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
-        self.policy = policy
-        self.beats = False  # heartbeats come all the time: silence is a loss, in a step too
-        self._lock = threading.Lock()
-        self._last_s = float("-inf")
-        self._awaited: tuple[object, float] | None = None  # message, since when
-        self._arrived_s = float("-inf")
-
-    def note(self, at_s: float | None = None) -> None:
-        """Note a heartbeat.
-
-        at_s: default now; in the future for a message that an emulated link holds back.
-        """
-        with self._lock:
-            self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
-
-    @contextmanager
-    def awaiting(self, message: object) -> Iterator[None]:
-        """Note that this rank waits for `message` of the peer while the block lasts. Who looks for
-        the same one again within a second has waited since the first time."""
-        now_s = time.monotonic()
-        before = self._awaited
-        if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
-            self._awaited = (message, now_s)
-        self._arrived_s = float("inf")
-        try:
-            yield
-        finally:
-            self._arrived_s = time.monotonic()
-
-    @property
-    def awaited(self) -> tuple[object, float] | None:
-        """The message that this rank waits for now, and for how many seconds; None for none."""
-        found = self._awaited
-        now_s = time.monotonic()
-        if found is None or now_s - self._arrived_s > 0.5:
-            return None
-        return found[0], now_s - found[1]
-
-    @property
-    def silent_s(self) -> float:
-        """The seconds since the last heartbeat, infinite before the first."""
-        with self._lock:
-            return max(0.0, time.monotonic() - self._last_s)
-
-    def deadline_s(self, started_s: float, overdue_s: float) -> float:
-        """Return until when to wait, having started at started_s: lost_after_s after the last
-        heartbeat, but at least overdue_s if the peer does not send them all the time."""
-        with self._lock:
-            patience_s = self.policy.lost_after_s if self.beats else overdue_s
-            return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
-
-    def wait(
-        self,
-        attempt: Callable[[float], bool],
-        overdue_s: float,
-        in_step: bool = False,
-        progress: Progress | None = None,
-    ) -> bool:
-        """Call attempt(seconds), which waits no longer than that, until it returns True. Return
-        False once the deadline is over: a message of a step must be there in overdue_s anyway,
-        counted from when `progress` last saw one move."""
-        started_s = time.monotonic()
-        while True:
-            since_s = started_s if progress is None else max(started_s, progress.moved_at_s)
-            until_s = self.deadline_s(started_s if self.beats else since_s, overdue_s)
-            if in_step:
-                until_s = min(until_s, since_s + overdue_s)
-            left_s = until_s - time.monotonic()
-            if attempt(min(1.0, max(0.0, left_s))):
-                return True
-            if left_s <= 0:
-                return False
-
-
-@contextmanager
-def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
-    """Call beat() in the background every interval_s seconds while the block lasts, until it
-    raises LinkError (which the main thread will meet itself)."""
-    stop = threading.Event()
-
-    def run() -> None:
-        with contextlib.suppress(LinkError):
-            while not stop.wait(interval_s):
-                beat()
-
-    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def ignore(*reported: object) -> None:
     """Drop what nobody wants to hear."""
 
@@ -223,7 +125,7 @@ class EndSettings:
     capacity_bytes: the receiver's buffer size; a longer frame is refused.
     window: receives that the receiver posts, and bytes that may wait at each end: at the sender
         before `send` blocks, at the receiver, for `recv`, before no more are taken.
-    life: the peer's heartbeats, shared with the other links to and from it.
+    peer: the record of the peer, which its other links share.
     progress: of messages of a step over any link of this rank; None: the deadline of a message
         stands, whatever else is on its way.
     queued: what waits in this rank, in all queues of its links.
@@ -233,7 +135,7 @@ class EndSettings:
     capacity_bytes: int
     window: LinkWindow = field(default_factory=LinkWindow)
     record: LinkRecord = field(default_factory=LinkRecord)
-    life: PeerLife = field(default_factory=PeerLife)
+    peer: Peer = field(default_factory=Peer)
     progress: Progress | None = None
     queued: QueuedBytes = field(default_factory=QueuedBytes)
 
@@ -344,7 +246,7 @@ class SendingEnd(ABC):
         `_failure` once the link has one."""
         started_s = time.monotonic()
         settings = self._settings
-        life = settings.life
+        peer = settings.peer
         num_bytes = item.frame.numel()
         room_bytes = settings.room_bytes(item.key.kind)
 
@@ -358,14 +260,17 @@ class SendingEnd(ABC):
         of_a_step = item.key.kind in OF_A_STEP
         progress = settings.progress if of_a_step else None
         with settings.blocked():
-            has_room = life.wait(
-                put, settings.overdue_s, in_step=life.beats and of_a_step, progress=progress
+            has_room = peer.wait(
+                put,
+                settings.overdue_s,
+                in_step=peer.silence_is_loss and of_a_step,
+                progress=progress,
             )
         if not has_room:
             raise LinkTimeout(
                 f"{self.peer_name} has taken none of the waiting messages for "
                 f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
-                f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
+                f"{peer.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
             )
 
     def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
@@ -381,11 +286,11 @@ class SendingEnd(ABC):
         self._put(Outgoing(key, self._sequence, frame=frame, queued_at_s=queued_at_s))
         self._sequence += 1
 
-    def _send_goodbyes(self) -> None:
+    def _send_closes(self) -> None:
         """Send the last messages, one for each receive that the peer has posted."""
         self._is_closing = True
         for _ in range(self._settings.window.num_posted):
-            self._send(MessageKey(Kind.GOODBYE), (), ())
+            self._send(MessageKey(Kind.CLOSE), (), ())
 
 
 class ReceivingEnd:
@@ -394,7 +299,7 @@ class ReceivingEnd:
 
     def __init__(self, settings: InSettings) -> None:
         self.peer_name = settings.peer_name
-        self.said_goodbye = False  # the peer; else the end of the link is a failure
+        self.has_closed = False  # the peer; else the end of the link is a failure
         self._settings = settings
         self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
         self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(
@@ -410,15 +315,17 @@ class ReceivingEnd:
         an evaluation, and with while_alive: not while the peer gives heartbeats), LinkClosed if
         the peer is gone, FrameError if something else came.
         """
-        life = self._settings.life
+        peer = self._settings.peer
         started_s = time.monotonic()
         progress = self._settings.progress if key.kind in OF_A_STEP else None
-        with life.awaiting(key):
+        with peer.awaiting(key):
             in_step = not while_alive and key.kind is not Kind.EVALUATION
-            is_there = life.wait(self._inbox.wait, overdue_s, in_step=in_step, progress=progress)
+            is_there = peer.wait(self._inbox.wait, overdue_s, in_step=in_step, progress=progress)
         if not is_there:
             waited_s = time.monotonic() - started_s
-            seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." if life.beats else ""
+            seen = ""
+            if peer.silence_is_loss:
+                seen = f" Its last heartbeat came {peer.silent_s:.0f} s ago."
             raise LinkTimeout(
                 f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
                 f"alive? {self._settings.advice}".rstrip()
@@ -444,7 +351,7 @@ class ReceivingEnd:
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
         settings.on_arrival(frame, now_s)
         arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
-        settings.life.note(arrives_at_s)
+        settings.peer.hear(time.monotonic() - arrives_at_s)
         settings.note_progress(frame.key.kind, arrives_at_s)
         if frame.sequence != self._expected:
             raise FrameError(
@@ -471,8 +378,8 @@ class ReceivingEnd:
         return self._inbox.put(frame, frame.num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
 
     def _leave(self) -> None:
-        self.said_goodbye = True
-        self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
+        self.has_closed = True
+        self._end(LinkClosed(f"{self.peer_name} has closed its link"))
 
     def _end(self, reason: LinkError) -> None:
         self._inbox.put(reason, 0)
@@ -499,7 +406,7 @@ def await_peer(
 
     Raises LinkTimeout for a peer that was silent for timeout_s.
     """
-    if not end.life.wait(wait, timeout_s):
+    if not end.peer.wait(wait, timeout_s):
         raise LinkTimeout(
             f"{end.peer_name} {failing} and sent no heartbeat for {timeout_s:.0f} s. Is that rank "
             "stopped, or its link down?"

@@ -161,7 +161,7 @@ class LinkWindow:
     """The limits of one direction between two ranks; the same at both ends.
 
     num_posted: receives that the receiver keeps posted, each with a buffer for the longest frame
-        (pages use memory only once filled). The sender ends the link with as many goodbyes.
+        (pages use memory only once filled). The sender closes the link with as many frames.
     max_queued_bytes: frames that may be queued at the sender before `send` blocks, and at the
         receiver before it stops reading from the network.
     max_evaluation_bytes: the same of the frames of an evaluation, whose sender may be blocked.

@@ -124,7 +124,7 @@ class MemoryOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_goodbyes()
+            self._send_closes()
 
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
@@ -153,7 +153,7 @@ class MemoryInLink(ReceivingEnd):
             return
         try:
             frame = self._open(buffer)
-            if frame.key.kind is Kind.GOODBYE:
+            if frame.key.kind is Kind.CLOSE:
                 self._leave()
             else:
                 self._deliver(frame)

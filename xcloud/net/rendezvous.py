@@ -21,7 +21,7 @@ from xcloud.base.units import human_duration
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (launch/processes.py), by heartbeats on several (rank/failure_detector.py).
+# machine (launch/processes.py), by heartbeats on several (net/failure_detector.py).
 FOREVER = timedelta(days=30)
 JOIN_WITHIN_S = 12 * 3600.0
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
 from xcloud.net.words import Words, words_of
@@ -54,6 +55,7 @@ class Rendezvous:
 
     within_s: how long ranks that have not come are waited for.
     is_open: ranks may begin at any time, also again.
+    detector: of this rank, where ranks watch each other from here on; None: its links make one.
     beginning: how often this one has begun, with this time.
     """
 
@@ -63,6 +65,7 @@ class Rendezvous:
     within_s: float = JOIN_WITHIN_S
     is_open: bool = False
     beginning: int = 1
+    detector: FailureDetector | None = None
 
     @cached_property
     def words(self) -> Words:

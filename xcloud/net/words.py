@@ -56,19 +56,20 @@ def words_of(
     if isinstance(store, HashStore):
         return WordsInOneProcess(store, rank, within_s=within_s)
     if rank != 0:
-        return WordsToFirst(
-            line_of(store, rank, beginning=beginning or 1, is_first=False), rank, within_s=within_s
-        )
+        line = line_of(store, rank, beginning=beginning or 1, is_first=False, within_s=within_s)
+        return WordsToFirst(line, rank, within_s=within_s)
     return WordsOfFirst(store, num_ranks, within_s=within_s, is_open=beginning is not None)
 
 
-def line_of(store: Store, rank: int, beginning: int, is_first: bool) -> Pair:
+def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> Pair:
     """Return the line between rank 0 and this beginning of another rank, not joined yet.
 
     is_first: whether it is rank 0's end.
+    within_s: how long the other side is waited for.
     """
     own = PrefixStore(f"words {rank}.{beginning}", store)
-    return Pair(own, "life", ranks=f"0-{rank}", place=0 if is_first else 1)
+    within = timedelta(seconds=within_s)
+    return Pair(own, "life", ranks=f"0-{rank}", place=0 if is_first else 1, join_within=within)
 
 
 class WordKind(IntEnum):
@@ -125,13 +126,13 @@ def decode(buffer: torch.Tensor, sender: str) -> Message:
 class _JoinedLine:
     """A line that has been joined. Raises RuntimeError once the other side is gone."""
 
-    def __init__(self, pair: Pair, peer: int, within_s: float) -> None:
+    def __init__(self, pair: Pair, peer: int) -> None:
         self._pair = pair
         self._peer = peer
-        pair.join(timedelta(seconds=within_s))
+        pair.join()
 
     def send(self, message: Message) -> None:
-        self._pair.isend(encode(message), 0).wait(FOREVER)
+        self._pair.isend(encode(message), 0).wait()
 
     def receive(self, within: timedelta = FOREVER) -> Message:
         buffer = torch.zeros(_CAPACITY, dtype=torch.uint8)
@@ -170,7 +171,7 @@ class WordsToFirst:
     def _carried(self, call: Callable[[_JoinedLine], str | None], name: str) -> str:
         try:
             if self._line is None:
-                self._line = _JoinedLine(self._pair, 0, within_s=self._within_s)
+                self._line = _JoinedLine(self._pair, peer=0)
             return call(self._line) or ""
         except RuntimeError as error:
             if _is_late(error):
@@ -237,11 +238,10 @@ class WordsOfFirst:
 
         def join() -> None:
             try:
-                line = _JoinedLine(
-                    line_of(self._store, rank, beginning=beginning, is_first=True),
-                    rank,
-                    within_s=within_s,
+                pair = line_of(
+                    self._store, rank, beginning=beginning, is_first=True, within_s=within_s
                 )
+                line = _JoinedLine(pair, rank)
             except RuntimeError as error:
                 if not self._is_open:
                     self._end(rank, LinkClosed(f"rank {rank} is gone: {error!s:.200}"))

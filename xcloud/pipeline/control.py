@@ -7,7 +7,6 @@ delayed and counted like the rest, under "other".
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
+from xcloud.base.errors import FrameError, LinkTimeout
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.net.link import Parts
-from xcloud.net.link_end import PeerLife, ReceivingEnd, SendingEnd
+from xcloud.net.link_end import ReceivingEnd, SendingEnd
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
@@ -28,7 +28,6 @@ _NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CODE = TensorSpec((1,), torch.uint8)
 _WORD = ("which of the last steps all ranks report int64",)
-_AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
 class Signal(IntEnum):
@@ -140,14 +139,14 @@ class Control:
     """The small messages between rank 0 and every other rank.
 
     out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: heartbeats of every other rank, by rank.
+    detector: what this rank knows of the life of the others.
     """
 
     rank: int
     out: dict[int, SendingEnd]
     incoming: dict[int, ReceivingEnd]
     overdue_s: float
-    lives: Mapping[int, PeerLife]
+    detector: FailureDetector
     _num_meetings: int = field(default=0, init=False)
     _listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
 
@@ -188,24 +187,14 @@ class Control:
         try:
             return self.incoming[peer].recv(key, _LOOK_S)
         except LinkTimeout:
-            life = self.lives[peer]
-            now_s = time.monotonic()
-            if now_s < life.deadline_s(started_s, self.overdue_s):
+            record = self.detector.peers[peer]
+            waited_s = time.monotonic() - started_s
+            if record.left_s(waited_s, self.overdue_s) > 0:
                 return None
             raise LinkTimeout(
-                f"rank {peer} has not come to the meeting of all ranks, and sent no heartbeat "
-                f"for {min(life.silent_s, now_s - started_s):.0f} s. Is that rank stopped, or its "
-                "link down?"
+                f"rank {peer} has not come to the barrier of all ranks, and sent no heartbeat for "
+                f"{min(record.silent_s, waited_s):.0f} s. Is that rank stopped, or its link down?"
             ) from None
-
-    def say_alive(self) -> None:
-        """Tell that this rank lives, and, in rank 0, when it last heard each of the others."""
-        if self.rank != 0:
-            return self.out[0].say_alive()
-        ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
-        for out in list(self.out.values()):  # another thread may take in a rank that is back
-            with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
-                out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def listen(self, take: Callable[[int, Frame], None]) -> None:
         """Have `take` called with each message about a checkpoint and who sent it, in a link's
@@ -227,17 +216,3 @@ def send_report(link: SendingEnd, lines: bytes) -> None:
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
     link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
-
-
-def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
-    """Take rank 0's word for when it last heard the others. Raises FrameError for anything but
-    one age for each rank."""
-    if len(frame.parts) != 1 or frame.parts[0].shape != (1 + len(lives),):
-        raise FrameError(
-            f"{frame.key} of rank 0 must carry {1 + len(lives)} ages, got "
-            f"{[tuple(part.shape) for part in frame.parts]}"
-        )
-    now_s = time.monotonic()
-    for rank, age_s in enumerate(frame.parts[0].tolist()):
-        if rank in lives and age_s >= 0:
-            lives[rank].note(now_s - age_s)

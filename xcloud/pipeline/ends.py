@@ -14,6 +14,7 @@ import torch
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.layout import Layout
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link import (
     CONTROL,
@@ -26,7 +27,6 @@ from xcloud.net.link import (
 from xcloud.net.link_end import (
     InSettings,
     OutSettings,
-    PeerLife,
     QueuedBytes,
     ReceivingEnd,
     SendingEnd,
@@ -47,7 +47,7 @@ class Ends:
     """The link ends of one rank.
 
     records: of links that leave the cloud.
-    lives: heartbeats of other ranks.
+    detector: what this rank knows of the life of the others.
     queued: bytes of messages that wait here.
     """
 
@@ -63,11 +63,9 @@ class Ends:
         self.rank = transport.rank
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.records: list[LinkRecord] = []
-        self.lives = {
-            peer: PeerLife(layout.liveness)
-            for peer in range(layout.num_ranks)
-            if peer != transport.rank
-        }
+        self.detector = transport.rendezvous.detector or FailureDetector(
+            self.rank, layout.num_ranks, layout.liveness
+        )
         self._messages = messages
         self._run_dir = run_dir
         self._clocks: dict[str, LinkClock] = {}  # by cloud
@@ -99,7 +97,7 @@ class Ends:
         joined = self.transport.group(ranks, device)
         if self.rank not in ranks:
             return None
-        return RankGroup(self.rank, tuple(ranks), group=joined, lives=self.lives)
+        return RankGroup(self.rank, tuple(ranks), group=joined, peers=self.detector.peers)
 
     def out(
         self,
@@ -125,7 +123,7 @@ class Ends:
             capacity_bytes=capacity_bytes,
             window=window,
             record=record,
-            life=self.lives[peer],
+            peer=self.detector.peers[peer],
             progress=None if may_be_late else self._progress,
             queued=self.queued,
             clock=self._clock_to(peer),
@@ -155,7 +153,7 @@ class Ends:
             capacity_bytes=capacity_bytes,
             window=window,
             record=self._record(LinkName(boundary, peer, receiver=self.rank)),
-            life=self.lives[peer],
+            peer=self.detector.peers[peer],
             progress=None if may_be_late else self._progress,
             queued=self.queued,
             handlers=handlers or {},

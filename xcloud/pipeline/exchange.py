@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import StatefulTree
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.net.transport import Collectives
 
 
@@ -38,7 +38,7 @@ class RankGroup:
     rank: int
     ranks: tuple[int, ...]
     group: Collectives | None = None
-    lives: Mapping[int, PeerLife] = field(default_factory=dict)
+    peers: Mapping[int, Peer] = field(default_factory=dict)
 
     @staticmethod
     def alone(rank: int = 0) -> RankGroup:
@@ -92,8 +92,8 @@ class RankGroup:
         message = _Call(f"the {what} of {len(self.ranks)} ranks")
         with ExitStack() as stack:
             for rank in self.ranks:
-                if rank in self.lives:
-                    stack.enter_context(self.lives[rank].awaiting(message))
+                if rank in self.peers:
+                    stack.enter_context(self.peers[rank].awaiting(message))
             call(self.group)
 
 

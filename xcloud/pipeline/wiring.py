@@ -31,7 +31,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link_end import ignore
-from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
+from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.guard import Guard
@@ -115,8 +115,8 @@ class Wiring(StatefulTree):
         nothing where links are emulated, which hold messages back, or where clouds may leave and
         come back."""
         if not self.is_elastic and not self.ends.is_emulated:
-            for life in self.ends.lives.values():
-                life.beats = True
+            for peer in self.ends.detector.peers.values():
+                peer.silence_is_loss = True
 
     def meet(self) -> None:
         """Block until all ranks are here; where clouds may leave, those of the first cloud. See
@@ -173,7 +173,7 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
     everyone = range(ends.layout.num_ranks)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
     control = Control(
-        ends.rank, {}, incoming={}, overdue_s=ends.overdue_s(peers), lives=ends.lives
+        ends.rank, {}, incoming={}, overdue_s=ends.overdue_s(peers), detector=ends.detector
     )
     for peer in peers:
         _join_peer(control, ends, on_report=on_report, peer=peer)
@@ -182,15 +182,16 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
 
 def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
     """Make the control links to one peer, also again to one that has come back."""
+    handlers = {Kind.CHECKPOINT: partial(control.hear, peer)}
     if ends.rank == 0:
-        told = (Kind.REPORT, partial(on_report, peer))
+        handlers[Kind.REPORT] = partial(on_report, peer)
     else:
-        told = (Kind.ALIVE, partial(note_ages, ends.lives))
-    handlers = dict([told, (Kind.CHECKPOINT, partial(control.hear, peer))])
+        handlers[Kind.ALIVE] = partial(ends.detector.hear, peer)
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     control.out[peer], control.incoming[peer] = ends.both(
         "control", peer, capacity, _CONTROL_AHEAD, handlers
     )
+    ends.detector.beat_over(peer, control.out[peer])
 
 
 def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:

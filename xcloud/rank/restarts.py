@@ -2,7 +2,7 @@
 
 Where a cloud may be late or lost, a rank begins at any time, also again, and compares what it has
 loaded with what rank 0 has put into the store. Under torchrun with --max-restarts all restart
-together. There ranks watch each other (failure_detector.py).
+together. There ranks watch each other (net/failure_detector.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from xcloud.net.addresses import (
     store_at,
     why_unreachable,
 )
+from xcloud.net.failure_detector import Connect, FailureDetector
+from xcloud.net.gloo_link import heartbeat_link
 from xcloud.net.rendezvous import (
     JOIN_WITHIN_S,
     count_of,
@@ -41,7 +44,6 @@ from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.pipeline.exchange import digest
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.agreement import rank_name
-from xcloud.rank.failure_detector import FailureDetector
 from xcloud.record.files import ready_file
 
 _LOOK_EVERY_S = 0.2
@@ -114,7 +116,7 @@ def rendezvous_under_torchrun(
     if job.roster.is_elastic:
         rendezvous = rendezvous_at_any_time(job, rank, run_dir=run_dir)
         watch(rendezvous, detector, layout=job.cluster)
-        return rendezvous
+        return replace(rendezvous, detector=detector)
     num_ranks = int(os.environ["WORLD_SIZE"])
     within_s = job.cluster.liveness.join_within_s
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent serves
@@ -130,12 +132,17 @@ def rendezvous_under_torchrun(
         connect,
         rank,
         num_ranks=num_ranks,
-        watch=detector.watch,
+        watch=lambda peer, part: detector.watch(peer, over_gloo(part, rank, detector)),
         within_s=within_s,
         name_of=name_of,
         say=say,
     )
-    return Rendezvous(rank, num_ranks, store=store, within_s=within_s)
+    return Rendezvous(rank, num_ranks, store=store, within_s=within_s, detector=detector)
+
+
+def over_gloo(store: Store, rank: int, detector: FailureDetector) -> Connect:
+    """Return what makes this rank's link of heartbeats in a part of the store of its own."""
+    return partial(heartbeat_link, store, rank, detector.liveness.lost_after_s)
 
 
 class Doorbell:
@@ -203,7 +210,8 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
     """
     store = rendezvous.store.clone()  # type: ignore[attr-defined]
     if rendezvous.rank != 0:
-        return detector.watch(0, life_of(store, rendezvous.rank, beginning=rendezvous.beginning))
+        part = heartbeats_of(store, rendezvous.rank, beginning=rendezvous.beginning)
+        return detector.watch(0, over_gloo(part, rendezvous.rank, detector))
     greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
 
     def greet() -> None:
@@ -212,16 +220,17 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
                 beginning = count_of(store, f"beginnings.{rank}")
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
-                    life = life_of(store.clone(), rank, beginning=beginning)
+                    part = heartbeats_of(store.clone(), rank, beginning=beginning)
                     cloud = layout.ranks_in(layout.cloud_of(rank))
-                    detector.watch(rank, life, anew=cloud, at_once=False)
+                    connect = over_gloo(part, rendezvous.rank, detector)
+                    detector.watch(rank, connect, restarted=cloud, at_once=False)
 
     threading.Thread(target=greet, name="greeting", daemon=True).start()
 
 
-def life_of(store: Store, rank: int, beginning: int) -> Store:
+def heartbeats_of(store: Store, rank: int, beginning: int) -> Store:
     """Return the part of the store for heartbeats between rank 0 and this beginning of another."""
-    return PrefixStore(f"life {rank}.{beginning}", store)
+    return PrefixStore(f"heartbeats {rank}.{beginning}", store)
 
 
 def attempt_of(

@@ -14,7 +14,7 @@ import torch
 from xcloud.comm.state import StateTree
 from xcloud.job.job import Job
 from xcloud.net.link import LinkRecord
-from xcloud.net.link_end import PeerLife, heartbeat
+from xcloud.net.peer import Peer
 from xcloud.net.transport import Transport
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.ends import OnReport
@@ -88,14 +88,14 @@ class Role(ABC, Generic[JobT]):
     records: of each link to another cloud.
     received: by rank of the sender, where its own record may be lost with it.
     control: None where there is one rank.
-    lives: heartbeats of the other ranks, by rank.
+    peers: the record of each other rank's heartbeats.
     is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
     control: Control | None = None
-    lives: Mapping[int, PeerLife] = {}
+    peers: Mapping[int, Peer] = {}
     is_stopped = False
 
     def __init__(self, context: RankContext[JobT]) -> None:
@@ -122,7 +122,7 @@ class Role(ABC, Generic[JobT]):
         """Send the other ranks heartbeats while the block lasts."""
         if self.control is None:
             return nullcontext()
-        return heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
+        return self.control.detector.running()
 
     def close(self) -> None:
         """Deliver everything, and wait until every peer has closed its links."""

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from xcloud.base.terminal import say
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.record import files, segments
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.files import replace_text, state_file
@@ -110,7 +110,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class RankState:
-    """`lives` is set once the rank has links: their ends note there what they wait for.
+    """`peers` is set once the rank has links: their ends note there what they wait for.
 
     phase: what the rank does, or how it has ended. step: of its last finished update. torchrun:
     it has started the rank. says: each phase on standard output.
@@ -119,7 +119,7 @@ class RankState:
     def __init__(
         self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
     ) -> None:
-        self.lives: Mapping[int, PeerLife] = {}
+        self.peers: Mapping[int, Peer] = {}
         self._path = state_file(run_dir, rank=rank)
         self._rank = rank
         self.says = says
@@ -160,11 +160,11 @@ class RankState:
     def _write(self) -> None:
         waits = [
             {"rank": peer, "message": str(key), "since": time.time() - seconds}
-            for peer, life in list(self.lives.items())
-            if (awaited := life.awaited) is not None
+            for peer, record in list(self.peers.items())
+            if (awaited := record.awaited) is not None
             for key, seconds in [awaited]
         ]
-        heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
+        heard = {peer: round(record.silent_s, 1) for peer, record in list(self.peers.items())}
         facts = {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,

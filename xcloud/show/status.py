@@ -214,7 +214,7 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if summary := read_json(run_dir / SUMMARY_FILE):
         cause = summary.get("cause")
         return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
-    if ranks and all(one.phase.startswith("has done its part") for one in ranks):
+    if ranks and all(one.phase.startswith("has finished") for one in ranks):
         return "this cloud's part is done; the first cloud has the summary"
     if any(one.by_torchrun for one in ranks):
         return "ended before its time; to resume, give the same torchrun command again"

@@ -20,7 +20,7 @@ class StageRank(Role[Experiment]):
         self.features = features_at(context)
         self.wiring = wired(context, self.features, clock=self.clock)
         self.records = self.wiring.ends.records
-        self.lives = self.wiring.ends.lives
+        self.peers = self.wiring.ends.detector.peers
         self.control = self.wiring.control
 
     def close(self) -> None:

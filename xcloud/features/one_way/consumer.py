@@ -233,7 +233,7 @@ class ConsumerRank(OneWayRank):
         self.inbox = Inbox(
             layout,
             self.job.model.max_payload_bytes,
-            lives=self.lives,
+            peers=self.peers,
             most_waiting=self.most_waiting,
         )
         feeding = range(layout.num_consumers, layout.num_ranks)

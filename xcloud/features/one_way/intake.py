@@ -24,7 +24,7 @@ from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, p
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.net.frame import Frame
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
 
@@ -54,7 +54,7 @@ class _Box:
 
     producer: int
     name: str
-    life: PeerLife
+    peer: Peer
     waiting: deque[Arrived] = field(default_factory=deque)
     due: deque[int] = field(default_factory=deque)
     last_number: int = 0
@@ -67,7 +67,7 @@ class Inbox(StatefulTree):
     """The batches that have come to one rank. Links fill it from their threads; one thread takes
     from it.
 
-    lives: of ranks; `wait` notes there what it waits for.
+    peers: the record of each rank; `wait` notes there what it waits for.
     most_waiting: batches of a source, which sends none that was not ordered.
 
     Its state has the batches that are here, once all that were ordered have come; a resumed run is
@@ -80,7 +80,7 @@ class Inbox(StatefulTree):
         self,
         layout: OneWayLayout,
         max_payload_bytes: int,
-        lives: Mapping[int, PeerLife],
+        peers: Mapping[int, Peer],
         most_waiting: int = 1 << 14,
     ) -> None:
         self._max_payload_bytes = max_payload_bytes
@@ -91,7 +91,7 @@ class Inbox(StatefulTree):
             rank = layout.num_consumers + source
             place = layout.placement(rank)
             name = f"producer {place.cloud!r} (its rank {place.group_rank})"
-            self._boxes.append(_Box(p, name, life=lives[rank]))
+            self._boxes.append(_Box(p, name, peer=peers[rank]))
         self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # from the links
@@ -211,20 +211,20 @@ class Inbox(StatefulTree):
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Block until something has changed such that `until()` holds, or the time is over."""
         with ExitStack() as stack:
-            for life, message in self._awaited():
-                stack.enter_context(life.awaiting(message))
+            for peer, message in self._awaited():
+                stack.enter_context(peer.awaiting(message))
             with self._changed:
                 self._changed.wait_for(until, timeout_s)
 
-    def _awaited(self) -> list[tuple[PeerLife, str]]:
+    def _awaited(self) -> list[tuple[Peer, str]]:
         """Return what is awaited: batches that are due; if none is, the readiness of those not
         ready.
         """
         with self._changed:
             there = [box for box in self._boxes if not box.ended]
-            batches = [(box.life, f"batch {box.due[0]}") for box in there if box.due]
-            unready = (box.life for box in there if not box.is_ready)
-            return batches or [(life, "the message that it is ready") for life in unready]
+            batches = [(box.peer, f"batch {box.due[0]}") for box in there if box.due]
+            unready = (box.peer for box in there if not box.is_ready)
+            return batches or [(peer, "the message that it is ready") for peer in unready]
 
     def own(self) -> Saved:
         with self._changed:

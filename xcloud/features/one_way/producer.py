@@ -22,7 +22,7 @@ from xcloud.features.one_way.feed import NOBODY, Order, packed, unpacked
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.ranks import CARRIES, OneWayRank
 from xcloud.net.frame import Frame, Kind, MessageKey
-from xcloud.net.link_end import PeerLife
+from xcloud.net.peer import Peer
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import FlatBuffer
 from xcloud.rank.role import RankContext
@@ -52,13 +52,13 @@ class OrderBook:
 
     def __init__(
         self,
-        consumer: PeerLife | None = None,
+        consumer: Peer | None = None,
         num_consumers: int = 1,
         most_waiting: int = 1 << 14,
         most_number: int = 1 << 30,
         source: int = 0,
     ) -> None:
-        self.consumer = consumer or PeerLife()
+        self.consumer = consumer or Peer()
         self.num_consumers = num_consumers
         self.most_waiting = most_waiting
         self.most_number = most_number
@@ -281,7 +281,7 @@ class ProducerRank(OneWayRank):
         most = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
         source = self.rank - len(consumers)
         self.orders = OrderBook(
-            self.lives[0],
+            self.peers[0],
             len(consumers),
             most_waiting=self.most_waiting,
             most_number=most,

@@ -78,7 +78,7 @@ class OneWayEnds(Ends):
             }
         return super().incoming(line, peer, capacity_bytes, window, handlers, *rest, **named)
 
-    def await_goodbye(self, peer: int) -> None:
+    def await_close(self, peer: int) -> None:
         """Wait until a peer closes its link, while it sends heartbeats. Raises LinkTimeout."""
         for other, end in self._ends:
             if other == peer and isinstance(end, ReceivingEnd):
@@ -100,7 +100,7 @@ class OneWayEnds(Ends):
             for peer, end in ((peer, end) for peer, end in theirs if isinstance(end, kind)):
                 try:
                     end.close(0.0 if peer in {*refused, *unheard} else patience_s)
-                    if isinstance(end, ReceivingEnd) and not end.said_goodbye:
+                    if isinstance(end, ReceivingEnd) and not end.has_closed:
                         unheard.add(peer)
                 except LinkError:
                     unheard.add(peer)
@@ -157,7 +157,7 @@ class OneWayRank(Role[OneWayExperiment]):
             capacity = num_bytes + FRAME_SLACK_BYTES
             self._lines[line] = capacity, ends.window(most_ahead + _MORE_AHEAD, capacity)
         self.control: Control = join_control(ends, context.on_report)
-        self.lives = ends.lives
+        self.peers = ends.detector.peers
         self.records = ends.records
         self.received = ends.received
         self.memory = MemoryMeter(context.device)
@@ -225,7 +225,7 @@ class OneWayRank(Role[OneWayExperiment]):
         Rank 0 says what counts as a checkpoint before it closes its links.
         """
         if self.rank != 0:
-            self.ends.await_goodbye(0)
+            self.ends.await_close(0)
         checkpoints.close(is_finished=not self.is_stopped)
         self.reporter.flush()
         self.ends.close()
