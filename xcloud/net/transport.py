@@ -1,6 +1,13 @@
 """How one rank of a job reaches the others: where they find each other (Rendezvous), and what
 wiring asks for (Transport). Our carrier is gloo (gloo_link.py).
 
+A further carrier is a Transport of its own, named by `cluster.carrier`. It makes the two ends of a
+link: a SendingEnd whose `_put` carries one frame after another in order, and a ReceivingEnd that
+calls `_open` on each frame that comes, then `_deliver`, and in the end `_leave` for a frame of
+kind CLOSE or `_end` with the reason why no more can come. Nothing else is asked of it. Heartbeats
+are frames like any other, and both ends note the peer as heard (link_end.py), so a carrier needs
+no code for them. tests/test_further_carrier.py is a whole one over TCP.
+
 A transport promises no collective over ranks of several clouds.
 """
 
