@@ -112,7 +112,7 @@ class Attempt:
             if until_step == LAST:
                 made.finish()
         made.settle()
-        rank.wiring.meet()
+        rank.wiring.barrier()
         made.close()
         made._notes.reporter.flush()
 

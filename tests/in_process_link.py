@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xcloud.base.errors import LinkTimeout
 from xcloud.net.frame import MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.net.link import LinkRecord, Parts
+from xcloud.net.link import LinkRecord, Tensors
 from xcloud.net.link_end import expect
 
 
@@ -22,17 +22,17 @@ class InProcessLink:
         self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._sequence = 0
 
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+    def send(self, key: MessageKey, parts: Tensors, carries: Sequence[str] = ()) -> None:
         frame = encode_frame(key, parts, self._sequence)
         seal_frame(frame, 0.0)
         self._sequence += 1
         self.record.note(key.kind, parts, carries, frame.numel())
         self._frames.put(frame)
 
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+    def say_alive(self, parts: Tensors = (), carries: Sequence[str] = ()) -> None:
         """Both ends live and die together."""
 
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+    def recv(self, key: MessageKey, overdue_s: float) -> Tensors:
         try:
             frame = self._frames.get(timeout=overdue_s)
         except queue.Empty:

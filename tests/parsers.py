@@ -62,8 +62,8 @@ from xcloud.net.peer import Peer
 from xcloud.net.words import Message, WordKind, decode, encode
 from xcloud.pipeline.control import (
     check_norms,
+    number_of,
     reply_of,
-    word_of,
 )
 from xcloud.pipeline.exchange import Work
 from xcloud.rank.agreement import (
@@ -304,7 +304,7 @@ def words() -> Parser:
 
 
 def told_steps() -> Parser:
-    return Parser([(whole(7, dtype=torch.int64),), ()], word_of)
+    return Parser([(whole(7, dtype=torch.int64),), ()], number_of)
 
 
 def contributions() -> Parser:

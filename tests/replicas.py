@@ -14,7 +14,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.features.replicas.averaging import Averager, Peer, ReplicaLinks
 from xcloud.net.frame import MessageKey, TensorSpec
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 
 PATIENCE_S = 20.0
 
@@ -24,7 +24,7 @@ class Post:
     """What replicas in threads have sent each other, in order."""
 
     num_replicas: int
-    queues: dict[tuple[int, int], list[tuple[MessageKey, Parts]]] = field(default_factory=dict)
+    queues: dict[tuple[int, int], list[tuple[MessageKey, Tensors]]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -61,7 +61,7 @@ class PostLinks(ReplicaLinks):
         self,
         replica: int,
         key: MessageKey,
-        parts: Parts,
+        parts: Tensors,
         carries: Sequence[str],
         raw_bytes: int,
     ) -> None:
@@ -81,7 +81,7 @@ class PostLinks(ReplicaLinks):
         key: MessageKey,
         wait_s: float | None = None,
         while_alive: bool = False,
-    ) -> Parts:
+    ) -> Tensors:
         deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
         if while_alive:  # and all live, until they are gone
             deadline_s += PATIENCE_S

@@ -17,7 +17,7 @@ from xcloud.features.autopilot.rule import Forecast, Measured, Rule
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile, line_bytes
-from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, most_kept
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, max_kept
 from xcloud.pipeline.schedule import GPipe, Schedule
 
 INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
@@ -157,7 +157,7 @@ def test_no_choice_keeps_more_activations_than_the_run_does(own: Schedule) -> No
         for found in settings.schedules(own, num_stages):
             for stage in range(num_stages):
                 kept = [
-                    most_kept(s.actions(stage, num_stages), 1, 1 / s.num_micro_batches, 0.0)
+                    max_kept(s.actions(stage, num_stages), 1, 1 / s.num_micro_batches, 0.0)
                     for s in (found, own)
                 ]
                 if isinstance(own, GPipe) or stage == 0:

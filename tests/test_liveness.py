@@ -1,4 +1,4 @@
-"""Heartbeats and meetings, without networks: links in memory, ranks in threads."""
+"""Heartbeats and barriers, without networks: links in memory, ranks in threads."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.net.peer import Peer
-from xcloud.pipeline.control import Control, word_of
+from xcloud.pipeline.control import Control, number_of
 from xcloud.pipeline.ends import Ends
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
@@ -49,7 +49,7 @@ def controls(num_ranks: int, overdue_s: float) -> list[Control]:
     ]
 
 
-def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
+def test_nobody_leaves_a_barrier_before_the_last_has_come() -> None:
     ranks = controls(3, 20.0)
     came, left = [], []
 
@@ -57,7 +57,7 @@ def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
         for _ in range(2):
             time.sleep(0.2 * rank)
             came.append(time.monotonic())
-            ranks[rank].meet()
+            ranks[rank].barrier()
             left.append(time.monotonic())
 
     in_threads([lambda rank=rank: work(rank) for rank in range(3)])
@@ -66,11 +66,13 @@ def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
     assert min(sorted(left)[3:]) >= max(sorted(came)[3:])
 
 
-@pytest.mark.parametrize("word", [0, 7])
-def test_a_number_that_rank_0_tells_at_a_meeting_comes_to_all(word: int) -> None:
+@pytest.mark.parametrize("number", [0, 7])
+def test_a_number_that_rank_0_gives_at_a_barrier_comes_to_all(number: int) -> None:
     ranks = controls(3, 5.0)
-    told = in_threads([lambda r=rank: ranks[r].meet(word=word * (r == 0)) for rank in range(3)])
-    assert told == [word] * 3
+    told = in_threads(
+        [lambda r=rank: ranks[r].barrier(number=number * (r == 0)) for rank in range(3)]
+    )
+    assert told == [number] * 3
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,10 @@ def test_a_number_that_rank_0_tells_at_a_meeting_comes_to_all(word: int) -> None
 )
 def test_what_is_no_number_is_refused_by_its_sender(parts: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(FrameError, match="rank 0 sent"):
-        word_of(parts)
+        number_of(parts)
 
 
-def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not() -> None:
+def test_a_barrier_waits_for_whoever_gives_signs_of_life_and_names_who_does_not() -> None:
     ranks = controls(3, 0.2)
     started_s = time.monotonic()
 
@@ -92,7 +94,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
 
     def wait() -> str:
         with pytest.raises(LinkTimeout) as raised:
-            ranks[0].meet()
+            ranks[0].barrier()
         return str(raised.value)
 
     ranks[1].out[0].send(MessageKey(Kind.BARRIER, 1), ())
@@ -103,7 +105,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
     assert time.monotonic() - started_s > 1.5 + QUICK.lost_after_s - QUICK.interval_s - 0.1
 
 
-def test_the_end_of_any_rank_ends_the_meeting_at_once() -> None:
+def test_the_end_of_any_rank_ends_the_barrier_at_once() -> None:
     """Also of one behind another that is busy for long."""
 
     class Gone(InProcessLink):
@@ -114,7 +116,7 @@ def test_the_end_of_any_rank_ends_the_meeting_at_once() -> None:
     first.incoming[2] = Gone()
 
     with pytest.raises(LinkClosed, match="rank 2 is gone"):
-        first.meet()
+        first.barrier()
 
 
 def test_rank_0_passes_on_when_it_heard_the_others() -> None:
@@ -206,7 +208,7 @@ def test_a_message_of_a_step_is_overdue_only_once_nothing_of_a_step_has_moved_fo
     assert time.monotonic() >= moved_at_s + 0.1
 
 
-def test_a_meeting_and_a_replica_that_may_be_late_are_given_their_time_and_no_more() -> None:
+def test_a_barrier_and_a_replica_that_may_be_late_are_given_their_time_and_no_more() -> None:
     for progress, kind in ((Progress(), Kind.BARRIER), (None, Kind.AVERAGING)):
         end = ReceivingEnd(InSettings("rank 1", 1000, peer=Peer(QUICK), progress=progress))
         if progress is not None:

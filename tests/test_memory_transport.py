@@ -120,7 +120,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
             wiring.control.report(f"rank {rank}\n".encode())
         with wiring.control.detector.running():
             time.sleep(0.01 * rank)
-            wiring.meet()
+            wiring.barrier()
         wiring.close()
 
     in_threads([lambda r=rank: work(r) for rank in range(3)])

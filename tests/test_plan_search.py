@@ -12,7 +12,7 @@ from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, 
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
-from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
+from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, max_kept
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.plan_report import Report, write_plan, write_plan_picture
 from xcloud.planner.search import (
@@ -98,7 +98,7 @@ def test_a_plan_that_does_not_fit_is_not_chosen_and_one_in_flight_less_is() -> N
         return [plan.schedule for plan in fastest(pricer, space, 1, fits=fits).best]
 
     # In stage 0 two samples of 4 blocks of 1 MB for each micro-batch in flight, and their message.
-    assert most_kept(GPipe(8).actions(0, 2), 1, 8e6, 0) == 64e6
+    assert max_kept(GPipe(8).actions(0, 2), 1, 8e6, 0) == 64e6
     assert Pricer(EIGHT, arranged, 16).memory(own) == dict.fromkeys("ab", 64e6 + 8 * 2e6 + 64e3)
     assert chosen(100) != [] and chosen(5) == []
     (few,) = chosen(21)

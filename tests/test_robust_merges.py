@@ -41,7 +41,7 @@ from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
 from xcloud.job.strategy import Averaging, Strategy
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import MessageKey
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.pipeline.batch_plan import BatchPlan, replica_samples
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
@@ -108,7 +108,7 @@ def corrupt(rank: Rank, value: Callable[[Tensor], Tensor]) -> list[int]:
     post, sent = links.post, list[int]()
 
     def posted(
-        replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+        replica: int, key: MessageKey, parts: Tensors, carries: Sequence[str], raw_bytes: int
     ) -> None:
         first, *others = parts
         sent.append(len(parts))

@@ -11,8 +11,8 @@ from xcloud.pipeline.schedule import (
     Schedule,
     ideal_ticks,
     max_in_flight,
-    put_off,
     rank_actions,
+    split_backwards,
 )
 
 SCHEDULES = [
@@ -47,9 +47,9 @@ def test_every_micro_batch_goes_forward_then_backward_once(
             forward = actions.index(Action("forward", stage, i))
             backward = actions.index(Action("backward", stage, i))
             assert forward < backward
-            if put_off(actions):
+            if split_backwards(actions):
                 assert backward < actions.index(Action("weights", stage, i))
-        num_kinds = 3 if put_off(actions) else 2
+        num_kinds = 3 if split_backwards(actions) else 2
         assert len(actions) == num_kinds * schedule.num_micro_batches
         for kind in ("forward", "backward", "weights"):
             order = [a.micro_batch for a in actions if a.kind == kind]

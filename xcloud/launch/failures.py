@@ -99,7 +99,7 @@ def own_failures(codes: Mapping[int, int]) -> list[int]:
 
 
 def comes_again(codes: Mapping[int, int]) -> bool:
-    """Return whether a rank ended by an error that it would meet in another attempt too."""
+    """Return whether a rank ended by an error that would come again in another attempt too."""
     return EXIT_COMES_AGAIN in codes.values()
 
 

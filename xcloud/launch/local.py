@@ -141,14 +141,14 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
 
 
 def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
-    """Read new events. Return whether all ranks have met."""
-    met = monitor.poll()
+    """Read new events. Return whether all ranks have joined."""
+    have_joined = monitor.poll()
     if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
         with contextlib.suppress(OSError):  # a full disk: it is tried again
             configs.write(config, file)
             ranks.experiment_file = file
             monitor.keep(file)
-    return met
+    return have_joined
 
 
 def _cause(error: BaseException, run_dir: Path) -> str:

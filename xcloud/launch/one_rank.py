@@ -46,19 +46,19 @@ FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
 
 
 def join(
-    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Rendezvous]
+    job: Job, table: Table, rank: int, run_dir: Path, find_others: Callable[[], Rendezvous]
 ) -> tuple[Rendezvous, Verdict]:
     """Compare with the other ranks what is to run and which checkpoint it goes on from.
 
     table: what this rank runs.
-    meet: finds the others. It is called once this rank has read its checkpoints.
+    find_others: the rendezvous. It is called once this rank has read its checkpoints.
 
     Raises ConfigError in a rank that cannot go on.
     """
     held = {}
     if CheckpointSteps(run_dir).steps():
         held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
-    rendezvous = meet()
+    rendezvous = find_others()
     return rendezvous, agree(job, rendezvous, mine=table, held=held, newest=newest_common)
 
 

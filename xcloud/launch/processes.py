@@ -88,7 +88,7 @@ class LocalRanks:
     restart_s: after which all ranks of a cloud that lost one restart, unless that one has an error
         of its own; None: never.
     liveness: an essential rank that is suspended (SIGSTOP) for lost_after_s is ended, whatever the
-        others wait for, and until all have met any rank.
+        others wait for, and until all have joined any rank.
     experiment_file: that the ranks read; None: that of the run folder.
     """
 
@@ -163,56 +163,55 @@ class LocalRanks:
         return self.run_dir / f"rank{rank}.log"
 
     def wait(self, meanwhile: Callable[[], bool]) -> None:
-        """Wait until all ranks are done, calling `meanwhile` often. It returns whether the ranks
-        have met: until then every rank is essential, because the others would wait for it.
+        """Wait until all ranks are done, calling `meanwhile` often. It returns whether all ranks
+        have joined: until then every rank is essential, because the others would wait for it.
 
         Raises RunFailed naming the first cause if an essential rank fails. The others notice,
         report the rest and end; those that do not are ended, as are all ranks on any other
         exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
         try:
-            while not self._is_over(has_met=meanwhile()):
+            while not self._is_over(have_joined=meanwhile()):
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
 
-    def _is_over(self, has_met: bool) -> bool:
+    def _is_over(self, have_joined: bool) -> bool:
         """Return whether the run is over. What follows from the conditions of all ranks, the first
-        that
-        applies:
+        that applies:
 
-        a rank stopped before all met, END_WITHIN_S ago   the run has stopped: those that wait for
-                                                          it inside torch hear no signal
-        one failed before all met                         the run fails
+        a rank stopped before all joined, longer than     the run has stopped: those that wait for
+        END_WITHIN_S ago                                  it inside torch hear no signal
+        one failed before all joined                      the run fails
         one failed that is essential or was not ready     it fails, once the others have reported
         an essential one runs                             the run goes on; lost clouds restart
         another one runs, for LATE_S at most              the run goes on
         an essential one stopped                          the run has stopped
         """
-        self._end_suspended(self.essential if has_met else range(len(self.processes)))
+        self._end_suspended(self.essential if have_joined else range(len(self.processes)))
         codes = [process.poll() for process in self.processes]
         needed = [codes[rank] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
-        if is_stopped and not has_met and self.for_s("stop") > END_WITHIN_S:
+        if is_stopped and not have_joined and self.for_s("stop") > END_WITHIN_S:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
         ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
-        if failed.keys() - (ready - self.essential) or (failed and not has_met):
+        if failed.keys() - (ready - self.essential) or (failed and not have_joined):
             cause = first_cause(
                 self.run_dir,
                 self.clouds,
                 failed=lambda: self.failed,
                 suspended=dict.fromkeys(self._suspended, self._liveness.lost_after_s),
             )
-            until_s = time.monotonic() + (_FINAL_REPORTS_S if has_met else 0.0)
+            until_s = time.monotonic() + (_FINAL_REPORTS_S if have_joined else 0.0)
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
                 time.sleep(POLL_EVERY_S)
             if self.is_asked_to_stop and not own_failures(self.failed):
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
             raise RunFailed(cause)
         if None in needed:
-            if has_met and self._restart_s is not None and not self.is_asked_to_stop:
+            if have_joined and self._restart_s is not None and not self.is_asked_to_stop:
                 start_lost_clouds(self, self._restart_s)
             return False
         if self.for_s("end") <= LATE_S and None in codes:
@@ -258,8 +257,7 @@ class LocalRanks:
         self._remove_rendezvous()
 
     def _remove_rendezvous(self) -> None:
-        """Delete the files by which ranks have met: of no use to others, and still there after a
-        kill."""
+        """Delete the files of the rendezvous, which are still there after a kill."""
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A rank as a process that a launcher has started: it reads what it is to run, meets the other
+"""A rank as a process that a launcher has started: it reads what it is to run, finds the other
 ranks, runs, and says in its run folder and by its exit code how it has ended.
 """
 
@@ -73,7 +73,11 @@ class RankProcess(Process):
         table = table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
         rendezvous, verdict = join(
-            job, table, rank=self.rank, run_dir=self.run_dir, meet=lambda: self.meet(job)
+            job,
+            table,
+            rank=self.rank,
+            run_dir=self.run_dir,
+            find_others=lambda: self.rendezvous(job),
         )
         return self.play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
 
@@ -101,10 +105,10 @@ class RankProcess(Process):
         config = configs.load(self.file)
         return config, configs.job_from_config(config)
 
-    def meet(self, job: Job) -> Rendezvous:
+    def rendezvous(self, job: Job) -> Rendezvous:
         """Find the other ranks."""
-        meet = rendezvous_at_any_time if job.roster.is_elastic else rendezvous_here
-        return meet(job, self.rank, self.run_dir)
+        find = rendezvous_at_any_time if job.roster.is_elastic else rendezvous_here
+        return find(job, self.rank, self.run_dir)
 
     def fail(self, error: BaseException) -> int:
         """Record why this rank has failed. Return the exit code."""

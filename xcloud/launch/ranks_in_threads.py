@@ -22,7 +22,7 @@ def run_in_threads(
         rank = transport.rank
         own = RankState(run_dir, rank) if rank else state
         _, verdict = join(
-            job, table, rank=rank, run_dir=run_dir, meet=lambda: transport.rendezvous
+            job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
         )
         is_stopped = run_rank(
             job,

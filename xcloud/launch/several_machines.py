@@ -64,7 +64,7 @@ class TorchrunProcess(RankProcess):
         _check_cloud(job, self.rank, cloud=self._cloud, me=configs.this_clouds_policy().me)
         return config, job
 
-    def meet(self, job: Job) -> Rendezvous:
+    def rendezvous(self, job: Job) -> Rendezvous:
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
         self._detector = FailureDetector(
             self.rank,
@@ -86,7 +86,7 @@ class TorchrunProcess(RankProcess):
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         detector = self._detector
-        assert detector is not None, "there is one once the ranks meet"
+        assert detector is not None, "there is one from the rendezvous on"
         detector.connected(role.needs, final_report)
         try:
             with super().taking_part(role, final_report):

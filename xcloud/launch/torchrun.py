@@ -1,8 +1,8 @@
 """`python -m xcloud torchrun`: torchrun, with machines that tell each other how they fare.
 
-All machines meet at --master-addr before any rank starts. Whoever waits there says so once a
-minute, and for whom. A machine whose ranks end before its time leaves one of the words of `Ending`
-in the store; rank 0, if it still waits for them, then ends instead of waiting for hours.
+All machines find each other at --master-addr before any rank starts. Whoever waits there says so
+once a minute, and for whom. A machine whose ranks end before its time leaves one of the words of
+`Ending` in the store; rank 0, if it still waits for them, then ends instead of waiting for hours.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Machines(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return where the ranks of all machines meet, once every machine has come.
+        """Return where the ranks of all machines find each other, once every machine has come.
 
         Raises StopAsked where torchrun would start ranks again that were asked to stop.
         """

@@ -1,4 +1,4 @@
-"""Which address and interface of this machine face the others, and the store where ranks meet.
+"""Which address and interface of this machine face the others, and the store of the rendezvous.
 
 Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on the address of the host's
 name, which is a loopback address on many systems. The interface with the route to MASTER_ADDR is

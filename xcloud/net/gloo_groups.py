@@ -31,10 +31,10 @@ class GroupCollectives:
         self._ranks = list(ranks)
 
     @classmethod
-    def met_in(
+    def joined_in(
         cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
     ) -> GroupCollectives:
-        """Return the collectives of ranks that meet in a store.
+        """Return the collectives of ranks that find each other in a store.
 
         store: a part that nothing else uses.
         """
@@ -134,7 +134,7 @@ class OpenGroups:
                 own, rendezvous.rank, ranks=ranks, within_s=rendezvous.within_s
             )
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        return GroupCollectives.met_in(store, rendezvous.rank, ranks=ranks)
+        return GroupCollectives.joined_in(store, rendezvous.rank, ranks=ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.net.link_profile import LinkProfile
 
-Parts = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 CONTROL = -1
 """In place of a boundary: control messages from and to rank 0."""

@@ -30,7 +30,7 @@ from xcloud.net.frame import (
     decode_frame,
     encode_frame,
 )
-from xcloud.net.link import LinkClock, LinkRecord, Parts, Progress
+from xcloud.net.link import LinkClock, LinkRecord, Progress, Tensors
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.peer import Peer
 
@@ -208,7 +208,7 @@ class SendingEnd(ABC):
         self._sequence = 0
         self._failure: LinkError | None = None
 
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+    def send(self, key: MessageKey, parts: Tensors, carries: Sequence[str] = ()) -> None:
         """Send a message.
 
         carries: what each part is, in words, for the record of what left the cloud.
@@ -216,7 +216,7 @@ class SendingEnd(ABC):
         with self._sending:
             self._send(key, parts, carries)
 
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+    def say_alive(self, parts: Tensors = (), carries: Sequence[str] = ()) -> None:
         """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
         if not self._sending.acquire(blocking=False):
             return
@@ -273,7 +273,7 @@ class SendingEnd(ABC):
                 f"{peer.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
             )
 
-    def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
+    def _send(self, key: MessageKey, parts: Tensors, carries: Sequence[str]) -> None:
         settings = self._settings
         frame = encode_frame(key, parts, sequence=self._sequence)
         if frame.numel() > settings.capacity_bytes:
@@ -308,7 +308,7 @@ class ReceivingEnd:
         self._over = threading.Event()
         self._expected = 0
 
-    def recv(self, key: MessageKey, overdue_s: float, while_alive: bool = False) -> Parts:
+    def recv(self, key: MessageKey, overdue_s: float, while_alive: bool = False) -> Tensors:
         """Return the next message, which must be `key`.
 
         Raises LinkTimeout after overdue_s seconds in which no message of a step moved either (in

@@ -86,7 +86,7 @@ class MemoryTransport(Transport):
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         store = PrefixStore(f"group {self._num_groups}", self.rendezvous.store)
-        return GroupCollectives.met_in(store, self.rank, ranks=ranks, timeout=PATIENCE)
+        return GroupCollectives.joined_in(store, self.rank, ranks=ranks, timeout=PATIENCE)
 
 
 class _MemoryLine:

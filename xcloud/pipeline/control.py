@@ -1,4 +1,4 @@
-"""Small messages between clouds besides the pipeline: norms, meetings, reports.
+"""Small messages between clouds besides the pipeline: norms, barriers, reports.
 
 A star around rank 0; for norms, one in each replica of the pipeline around the first of its
 leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
@@ -18,16 +18,16 @@ import torch
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
-_LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_LOOK_S = 0.1  # at a barrier rank 0 looks at one link so long, then at the next
 _NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CODE = TensorSpec((1,), torch.uint8)
-_WORD = ("which of the last steps all ranks report int64",)
+_NUMBER = ("which of the last steps all ranks report int64",)
 
 
 class Signal(IntEnum):
@@ -99,7 +99,7 @@ class StageSums:
         return Reply(total, signal)
 
 
-def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
+def check_norms(parts: Tensors, num_stages: int, leader: int) -> list[float]:
     """Return a leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
     found = [*map(TensorSpec.of, parts)]
     expected = [TensorSpec((num_stages,), torch.float64)]
@@ -112,7 +112,7 @@ def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
     return norms
 
 
-def reply_of(parts: Parts, first: int) -> Reply:
+def reply_of(parts: Tensors, first: int) -> Reply:
     """Return the reply in a message: the sum, and what to do. Raises FrameError for anything
     else."""
     specs = [*map(TensorSpec.of, parts)]
@@ -125,12 +125,12 @@ def reply_of(parts: Parts, first: int) -> Reply:
     return Reply(float(parts[0]), Signal(code))
 
 
-def word_of(parts: Parts) -> int:
-    """Return the number that rank 0 tells at a meeting, 0 for none. Raises FrameError for anything
+def number_of(parts: Tensors) -> int:
+    """Return the number that rank 0 gives at a barrier, 0 for none. Raises FrameError for anything
     else."""
     specs = [*map(TensorSpec.of, parts)]
     if specs not in ([], [TensorSpec((1,), torch.int64)]):
-        raise FrameError(f"rank 0 sent {specs} to a meeting of all ranks")
+        raise FrameError(f"rank 0 sent {specs} to a barrier of all ranks")
     return int(parts[0]) if parts else 0
 
 
@@ -147,42 +147,42 @@ class Control:
     incoming: dict[int, ReceivingEnd]
     overdue_s: float
     detector: FailureDetector
-    _num_meetings: int = field(default=0, init=False)
+    _num_barriers: int = field(default=0, init=False)
     _listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
 
     @property
     def peers(self) -> list[int]:
         return sorted(self.out)
 
-    def meet(self, ranks: Collection[int] | None = None, word: int = 0) -> int:
+    def barrier(self, ranks: Collection[int] | None = None, number: int = 0) -> int:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
         and rank 0 is one of them.
 
-        word: a number that rank 0 tells the others; returned in all ranks.
+        number: a number that rank 0 gives to the others; returned in all ranks.
 
         A rank is waited for as long as it sends heartbeats. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
         """
-        self._num_meetings += 1
-        key = MessageKey(Kind.BARRIER, self._num_meetings)
+        self._num_barriers += 1
+        key = MessageKey(Kind.BARRIER, self._num_barriers)
         started_s = time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
         missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
-        came: dict[int, Parts] = {}
+        came: dict[int, Tensors] = {}
         while missing:  # in turn, so that the end of any of them is seen at once
             for peer in missing:
                 if (parts := self._come(peer, key, started_s)) is not None:
                     came[peer] = parts
             missing = [peer for peer in missing if peer not in came]
         if self.rank != 0:
-            return word_of(came[0]) if 0 in came else 0
-        told = (torch.tensor([word]),) if word else ()
+            return number_of(came[0]) if 0 in came else 0
+        given = (torch.tensor([number]),) if number else ()
         for peer in peers:
-            self.out[peer].send(key, told, _WORD[: len(told)])
-        return word
+            self.out[peer].send(key, given, _NUMBER[: len(given)])
+        return number
 
-    def _come(self, peer: int, key: MessageKey, started_s: float) -> Parts | None:
+    def _come(self, peer: int, key: MessageKey, started_s: float) -> Tensors | None:
         """Return the message of a rank that has come, None for one that has not yet."""
         try:
             return self.incoming[peer].recv(key, _LOOK_S)

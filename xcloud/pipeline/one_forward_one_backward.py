@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from xcloud.base.settings import Positive, settings
-from xcloud.pipeline.schedule import Action, Schedule, SplitBackward, put_off
+from xcloud.pipeline.schedule import Action, Schedule, SplitBackward, split_backwards
 
 
 def _counts_in_flight(num_stages: int, num_lanes: int, num_micro_batches: int) -> list[int]:
@@ -100,12 +100,12 @@ class ZeroBubble(OneForwardOneBackward):
         if stage == 0:
             return order
         memory = self.num_in_memory or self.num_in_flight or num_stages
-        most_late = max(0, memory - self._warm_up(stage, num_stages))
+        max_late = max(0, memory - self._warm_up(stage, num_stages))
         num_late = num_weights = 0
         actions: list[Action] = []
         for action in order:
             if action.kind == "forward":
-                makes_room = num_late > most_late
+                makes_room = num_late > max_late
             else:  # in the cool-down, while the gradient is on its way
                 makes_room = bool(actions) and actions[-1].kind == "backward"
             if makes_room:
@@ -126,13 +126,17 @@ class ZeroBubble(OneForwardOneBackward):
         return [self, *(replace(self, num_in_flight=k, num_in_memory=k) for k in counts)]
 
 
-def most_kept(
+def max_kept(
     actions: Iterable[Action], num_ranks: int, activations: float, waiting: float
 ) -> float:
-    """Bytes that the fullest of a stage's ranks keeps at most. actions: of one stage, in order.
-    activations: bytes of a micro-batch; waiting: of what remains when its weights are put off."""
+    """Return the bytes that the fullest of a stage's ranks keeps at most.
+
+    actions: of one stage, in order.
+    activations: bytes of a micro-batch.
+    waiting: bytes of what remains of it while its weights' gradients wait.
+    """
     actions = list(actions)
-    late = put_off(actions)
+    late = split_backwards(actions)
     kept = [0.0] * num_ranks
     most = 0.0
     for kind, stage, i in actions:

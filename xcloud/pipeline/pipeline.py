@@ -24,8 +24,8 @@ from xcloud.pipeline.schedule import (
     GPipe,
     Schedule,
     SplitBackward,
-    put_off,
     rank_actions,
+    split_backwards,
 )
 
 Splits = dict[tuple[int, int], Callable[[], SplitBackward]]
@@ -196,7 +196,7 @@ class Pipeline:
             actions = rank_actions(
                 fitted, sorted(self.stages), num_stages=self.num_stages, turn_of=self.turns
             )
-            late = put_off(actions)
+            late = split_backwards(actions)
             splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
             self._plans[schedule] = actions, {place: splits[place[0]] for place in late}
         return self._plans[schedule]

@@ -107,8 +107,8 @@ def max_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counte
     return most
 
 
-def put_off(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
-    """(stage, micro-batch) of the backwards that leave the weights for later."""
+def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """Return (stage, micro-batch) of the backwards that leave the weights for later."""
     return frozenset((a.stage, a.micro_batch) for a in actions if a.kind == "weights")
 
 

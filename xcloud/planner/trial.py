@@ -45,7 +45,7 @@ from xcloud.launch.processes import RunStopped
 from xcloud.layout import ClusterLayout
 from xcloud.net.transport import num_cores
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.pipeline.schedule import Schedule, put_off
+from xcloud.pipeline.schedule import Schedule, split_backwards
 from xcloud.planner.averaging_timer import time_around_averaging, time_averaging
 from xcloud.planner.settings import FreelyCut, with_micro_batches
 from xcloud.record.timeline import Timeline, timeline_of
@@ -437,7 +437,7 @@ def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> Boundar
 
 
 def _splits(schedule: Schedule) -> bool:
-    return bool(put_off(schedule.actions(1, num_stages=2)))
+    return bool(split_backwards(schedule.actions(1, num_stages=2)))
 
 
 def table_of(made: Any) -> dict[str, Any]:

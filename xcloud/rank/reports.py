@@ -53,7 +53,7 @@ class TypicalStep(Hook):
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
         typical = steps[most_typical([step.step for step in steps], step_s)].step
-        number = typical if self.control is None else self.control.meet(word=typical)
+        number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
                 for part in timeline_events(step, messages):

@@ -180,14 +180,14 @@ class Evaluator(Hook):
     single samples it writes only to its own run folder: a few as text, of the test set all
     (write_scores).
 
-    meet: waits for all ranks.
+    barrier: waits for all ranks.
     """
 
     context: RankContext[PipelineJob]
     pipeline: Pipeline
     groups: Mapping[int, RankGroup]
     data: TaskData
-    meet: Callable[[], None]
+    barrier: Callable[[], None]
 
     def after_update(self, step: int, report: StepReport) -> None:
         every = self.context.job.training.evaluate_every
@@ -200,7 +200,7 @@ class Evaluator(Hook):
         would wait for another cloud's decoding."""
         if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
             self._score(split, step)
-        self.meet()
+        self.barrier()
 
     def _score(self, split: Split, step: int) -> None:
         started = time.perf_counter()

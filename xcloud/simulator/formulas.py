@@ -20,7 +20,7 @@ from typing import NamedTuple
 from xcloud.job.strategy import Averaging, everyone_merges
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
-from xcloud.pipeline.one_forward_one_backward import most_kept
+from xcloud.pipeline.one_forward_one_backward import max_kept
 from xcloud.pipeline.schedule import Schedule, max_in_flight
 from xcloud.simulator.costs import AveragingCodec, Profile
 from xcloud.simulator.plan import Arranged, Plan
@@ -261,14 +261,14 @@ def memory_of(
         work = works[stage]
         num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
         activations = work.activation_bytes
-        put_off = work.put_off_bytes
-        held = _most_kept(
+        waiting = work.put_off_bytes
+        held = _max_kept(
             schedule,
             stage,
             num_stages=p,
             num_ranks=num_ranks,
             activations=activations,
-            put_off=put_off,
+            waiting=waiting,
         )
         queued = sum(
             _most_queued(
@@ -318,11 +318,14 @@ def _most_queued(
 
 
 @lru_cache(maxsize=65536)
-def _most_kept(
+def _max_kept(
     schedule: Schedule, stage: int, num_stages: int, num_ranks: int, activations: float,
-    put_off: float,
+    waiting: float,
 ) -> float:  # fmt: skip
     """Return the bytes that a rank keeps for backwards to come."""
-    return most_kept(
-        schedule.actions(stage, num_stages), num_ranks, activations=activations, waiting=put_off
+    return max_kept(
+        schedule.actions(stage, num_stages),
+        num_ranks,
+        activations=activations,
+        waiting=waiting,
     )

@@ -18,7 +18,7 @@ from itertools import pairwise, product
 from xcloud.base.errors import ConfigError
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
-from xcloud.pipeline.schedule import Schedule, put_off
+from xcloud.pipeline.schedule import Schedule, split_backwards
 from xcloud.simulator.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
 from xcloud.simulator.formulas import Exchange, Work, exchange_of, memory_of, work_before
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
@@ -324,7 +324,7 @@ class Pricer:
 
 @lru_cache(maxsize=4096)
 def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
-    return bool(put_off(schedule.actions(stage, num_stages)))
+    return bool(split_backwards(schedule.actions(stage, num_stages)))
 
 
 def _stages(

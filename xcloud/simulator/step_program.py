@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.layout import ClusterLayout
-from xcloud.pipeline.schedule import Action, Schedule, put_off, rank_actions
+from xcloud.pipeline.schedule import Action, Schedule, rank_actions, split_backwards
 from xcloud.simulator import engine
 from xcloud.simulator.costs import NORM, Costs, Transfer
 
@@ -81,7 +81,7 @@ class StepProgram:
         self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
-        self._put_off = {stage for order in orders for stage, _ in put_off(order)}
+        self._put_off = {stage for order in orders for stage, _ in split_backwards(order)}
         self._build_passes(orders)
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)

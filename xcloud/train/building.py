@@ -119,11 +119,11 @@ def build_training(
     trainer = _trainer(built, features, pipeline=pipeline)
     meter = WanMeter(wiring, context.reporter, tells_skips=_tells_skips(context))
 
-    def meet() -> None:
-        wiring.meet()
+    def barrier() -> None:
+        wiring.barrier()
         meter.forget()
 
-    evaluator = Evaluator(context, pipeline, groups=wiring.groups, data=data, meet=meet)
+    evaluator = Evaluator(context, pipeline, groups=wiring.groups, data=data, barrier=barrier)
     facts = {"data": data.own_digests(), "base": bases}
     own = {name: hook.join(context) for name, hook in job.hooks.items()}
     changing = _changing(built, features, trainer=trainer, meter=meter)
@@ -207,7 +207,7 @@ def _compare(built: BuiltRank) -> dict[str, str]:
     if built.context.job.roster.is_elastic:  # every replica holds all of it
         agree_on("parameters", rendezvous, facts={**parameters_fact(built.stages), **shared})
     else:
-        built.wiring.meet()
+        built.wiring.barrier()
         agree_where_shared(rendezvous, shared)
     return bases
 
@@ -313,7 +313,7 @@ def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:
     if context.rank == 0:
         for said in filter(None, (feature.resume() for feature in features)):
             context.reporter.note(said)
-    built.wiring.meet()  # another cloud may load longer than a message may take
+    built.wiring.barrier()  # another cloud may load longer than a message may take
     if context.job.places.is_merged(trainer.num_updates):
         trainer.exchange.compare(trainer.num_updates)
 

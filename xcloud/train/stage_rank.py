@@ -67,7 +67,7 @@ class StageRank(Role[Experiment]):
                     data=training.data,
                 )
         training.hooks.settle()
-        self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
+        self.wiring.barrier()  # an evaluation that fails ends all ranks; all have exported now
         self.context.asked.is_armed = False
         if self.context.asked.was_asked:  # while the last step was saved
             return self.stop(training)
@@ -79,7 +79,7 @@ class StageRank(Role[Experiment]):
     def stop(self, training: RankTraining) -> None:
         """End early, as asked, with a checkpoint of the last step."""
         training.hooks.settle()
-        self.wiring.meet()
+        self.wiring.barrier()
         training.hooks.close(is_finished=False)
         self.reporter.event("stop", step=training.trainer.num_updates)
         self.is_stopped = True

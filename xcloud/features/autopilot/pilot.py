@@ -28,7 +28,7 @@ from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.features.autopilot.settings import Autopilot, Tour
 from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.line_meter import LineMeters
@@ -296,7 +296,7 @@ class RunPilot(Switching):
         )  # fmt: skip
 
 
-def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
+def like(mine: Tensor, parts: Tensors, sender: int) -> Tensor:
     """Return the one tensor that another rank sent.
 
     Raises FrameError for anything but finite numbers of the same kind and shape.

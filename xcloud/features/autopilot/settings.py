@@ -12,7 +12,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
-from xcloud.pipeline.one_forward_one_backward import most_kept
+from xcloud.pipeline.one_forward_one_backward import max_kept
 from xcloud.pipeline.schedule import Action, Schedule
 
 
@@ -81,7 +81,7 @@ class Autopilot:
             """Return the share of a pass's samples whose activations the fullest stage keeps."""
             m = schedule.num_micro_batches
             orders = [order(schedule, stage) for stage in range(num_stages)]
-            return max(most_kept(order, 1, activations=1 / m, waiting=1 / m) for order in orders)
+            return max(max_kept(order, 1, activations=1 / m, waiting=1 / m) for order in orders)
 
         given: Any = own
         flights = [own, *(replace(given, num_in_flight=number) for number in self.in_flight)]

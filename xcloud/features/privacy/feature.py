@@ -9,7 +9,7 @@ from xcloud.features.privacy.account import PrivacyAccount
 from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
-from xcloud.pipeline.schedule import put_off
+from xcloud.pipeline.schedule import split_backwards
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard
 from xcloud.rank.role import RankContext
@@ -41,7 +41,9 @@ one_sample_each = plain(
 
 def whole_backward(job: PipelineJob) -> Lack | None:
     num_stages = job.cluster.num_stages
-    if not any(put_off(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)):
+    if not any(
+        split_backwards(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)
+    ):
         return None
     remedy = "choose schedule=one_forward_one_backward or gpipe"
     return Lack(f"{job.schedule.label} puts off those of weights", remedy)

@@ -29,7 +29,7 @@ from xcloud.features.replicas.merging import (
 )
 from xcloud.job.strategy import everyone_merges
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
@@ -77,7 +77,7 @@ class ReplicaLinks(ABC):
     _expected: dict[int, deque[MessageKey]] = field(
         default_factory=lambda: defaultdict(deque), init=False
     )
-    _early: dict[tuple[int, MessageKey], Parts] = field(default_factory=dict, init=False)
+    _early: dict[tuple[int, MessageKey], Tensors] = field(default_factory=dict, init=False)
 
     @property
     def others(self) -> list[int]:
@@ -94,7 +94,7 @@ class ReplicaLinks(ABC):
         """
 
     def send(
-        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+        self, replica: int, key: MessageKey, parts: Tensors, carries: Sequence[str], raw_bytes: int
     ) -> None:
         """Send a message whose counterpart `recv` returns. Returns before delivery.
 
@@ -104,7 +104,7 @@ class ReplicaLinks(ABC):
         self.post(replica, key, parts=parts, carries=carries, raw_bytes=raw_bytes)
         self._expected[replica].append(key)
 
-    def recv(self, replica: int, key: MessageKey) -> Parts:
+    def recv(self, replica: int, key: MessageKey) -> Tensors:
         """Return the counterpart of what was sent there as `key`. Raises as `next` does."""
         expected = self._expected[replica]
         while (replica, key) not in self._early:
@@ -114,7 +114,7 @@ class ReplicaLinks(ABC):
 
     @abstractmethod
     def post(
-        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+        self, replica: int, key: MessageKey, parts: Tensors, carries: Sequence[str], raw_bytes: int
     ) -> None:
         """Send a message that has no counterpart; see `send`."""
 
@@ -125,7 +125,7 @@ class ReplicaLinks(ABC):
         key: MessageKey,
         wait_s: float | None = None,
         while_alive: bool = False,
-    ) -> Parts:
+    ) -> Tensors:
         """Return the next message, which must be `key`. The receiver checks its tensors.
 
         wait_s: default: what the link's profile allows for a message of the largest size.
@@ -135,7 +135,7 @@ class ReplicaLinks(ABC):
         """
 
 
-def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
+def first_part(parts: Tensors, spec: TensorSpec, sender: str) -> tuple[Tensor, Tensors]:
     """Split off the first tensor of a message. Raises FrameError if it does not match `spec`."""
     if not parts or TensorSpec.of(parts[0]) != spec:
         raise FrameError(
@@ -157,7 +157,7 @@ class Merged(NamedTuple):
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
     step: int = 0
-    values: Parts = ()
+    values: Tensors = ()
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Terms:
         weight: float,
         max_weight: float,
         codec: TensorCodec,
-        parts: Parts,
+        parts: Tensors,
     ) -> Contribution:
         """Decode a replica's message.
 
@@ -258,7 +258,7 @@ class _UnderWay:
 
     weight: float
     own: list[Tensor]
-    sent: dict[str, Parts]
+    sent: dict[str, Tensors]
 
 
 class AllToAll(Averager):
@@ -328,17 +328,17 @@ class AllToAll(Averager):
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
-            sent = defaultdict[str, Parts](tuple)  # a share without tensors has left nothing
+            sent = defaultdict[str, Tensors](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, self._own_of(sent), sent=sent)
             self._send(number)
 
-    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
         """Return (sent, own) of _UnderWay."""
         parts, seen = self._codecs["all"].encode(tensors, is_final=False)
         return {"all": parts}, seen
 
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+    def _own_of(self, sent: dict[str, Tensors]) -> list[Tensor]:
         return self._codecs["all"].decode(sent["all"])
 
     def _codec_to(self, replica: int) -> str:
@@ -357,13 +357,15 @@ class AllToAll(Averager):
                 weight=under_way.weight,
             )
 
-    def _post(self, replica: int, key: MessageKey, name: str, parts: Parts, weight: float) -> None:
+    def _post(
+        self, replica: int, key: MessageKey, name: str, parts: Tensors, weight: float
+    ) -> None:
         codec = self._codecs[name]
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
         self._links.send(replica, key, parts=message, carries=carries, raw_bytes=codec.raw_bytes)
 
-    def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
+    def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Tensors]:
         return first_part(self._links.recv(replica, key), _WEIGHT, sender=f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:
@@ -432,8 +434,8 @@ class Aggregators(AllToAll):
         pieces = chain.from_iterable(self._pieces)
         return Merged([joined(zip(pieces, tensors, strict=True), self._count)])
 
-    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
-        sent: dict[str, Parts] = {}
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
+        sent: dict[str, Tensors] = {}
         for replica, part in enumerate(self._pieces):
             pieces = tuple(piece.of(tensors) for piece in part)
             if replica == self._links.replica:
@@ -443,7 +445,7 @@ class Aggregators(AllToAll):
                 sent[str(replica)], _ = codec.encode(pieces, is_final=False)
         return sent, self._own_of(sent)
 
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+    def _own_of(self, sent: dict[str, Tensors]) -> list[Tensor]:
         return list(sent["own"])
 
     def _codec_to(self, replica: int) -> str:

@@ -24,7 +24,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Merged, ReplicaLinks, Terms, first_part
 from xcloud.features.replicas.merging import Contribution
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.pipeline.exchange import are_finite
 from xcloud.record.reporter import Reporter
 
@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
 
     step: int
     before: int
-    parts: Parts
+    parts: Tensors
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Member(_End):
         self._has_asked = False
         return merged
 
-    def _ask(self, step: int, weight: float, parts: Parts) -> None:
+    def _ask(self, step: int, weight: float, parts: Tensors) -> None:
         head = torch.tensor([step, self.known, weight], dtype=torch.float64)
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
@@ -164,7 +164,7 @@ class AveragingServer(_End):
     late: Literal["wait", "skip"]
     leave: Literal["fail", "go_on"]
     wait_s: float
-    values: Callable[[], Parts]
+    values: Callable[[], Tensors]
     reporter: Reporter
     _taken: dict[int, Contribution] = field(default_factory=dict, init=False)
     _kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
@@ -189,7 +189,7 @@ class AveragingServer(_End):
                 self._taken[replica] = contribution
             self._due[replica] = known
         changes = []
-        parts = Parts()
+        parts = Tensors()
         merged = self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         if are_finite(merged):
             parts, seen = self.merged.encode(merged)
@@ -237,7 +237,7 @@ class AveragingServer(_End):
             if (parts := self._receive(replica, step, until_s - time.monotonic())) is not None:
                 yield replica, *self._read(replica, step, parts=parts)
 
-    def _receive(self, replica: int, step: int, wait_s: float) -> Parts | None:
+    def _receive(self, replica: int, step: int, wait_s: float) -> Tensors | None:
         peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, micro_batch=_ASKS)
         try:
@@ -257,7 +257,7 @@ class AveragingServer(_End):
         peer.number += 1
         return parts
 
-    def _read(self, replica: int, step: int, parts: Parts) -> tuple[int, Contribution | None]:
+    def _read(self, replica: int, step: int, parts: Tensors) -> tuple[int, Contribution | None]:
         peer = self._peers[replica]
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], sender=f"replica {replica}")
         if not rest:  # it begins, with the values of here
@@ -321,7 +321,7 @@ class AveragingServer(_End):
             self._lose(replica, step, str(error), error)
 
 
-def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
+def _read(parts: Tensors, head: TensorSpec, sender: str) -> tuple[list[float], Tensors]:
     numbers, rest = first_part(parts, head, sender=sender)
     if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
         raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")

@@ -17,7 +17,7 @@ from xcloud.features.replicas.averaging import AllToAll, Peer, ReplicaLinks
 from xcloud.features.replicas.averaging_server import SERVER
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import LONG_BYTES, MessageKey
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.pipeline.freed_memory import return_freed_memory
@@ -72,7 +72,7 @@ class PeerLinks(ReplicaLinks):
         self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
     def post(
-        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+        self, replica: int, key: MessageKey, parts: Tensors, carries: Sequence[str], raw_bytes: int
     ) -> None:
         if self.ends.leaves_cloud(self.peers[replica].rank):
             self.raw_bytes += raw_bytes
@@ -84,7 +84,7 @@ class PeerLinks(ReplicaLinks):
         key: MessageKey,
         wait_s: float | None = None,
         while_alive: bool = False,
-    ) -> Parts:
+    ) -> Tensors:
         patience_s = self._overdue_s[replica] if wait_s is None else wait_s
         parts = self._in[replica].recv(key, patience_s, while_alive)
         return tuple(part.to(self.device) for part in parts)
@@ -109,7 +109,7 @@ class ServerLinks(PeerLinks):
         key: MessageKey,
         wait_s: float | None = None,
         while_alive: bool = False,
-    ) -> Parts:
+    ) -> Tensors:
         """Return the next message. Raises LinkClosed once for a replica that has begun again;
         later calls return its new messages."""
         if self.replica == SERVER:

@@ -28,7 +28,7 @@ from xcloud.features.replicas.averaging import (
 )
 from xcloud.features.replicas.merging import Piece, gather_shares
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Parts
+from xcloud.net.link import Tensors
 from xcloud.pipeline.exchange import RankGroup, Work, are_finite, digest
 from xcloud.rank.feature import Guard, Watch
 from xcloud.record.reporter import Reporter
@@ -281,7 +281,7 @@ class OuterParameters:
         """Set the parameters to the outer ones, plus what this replica has done by itself."""
         self._write([a - g for a, g in zip(self.outer, gradients, strict=True)])
 
-    def flat(self) -> Parts:
+    def flat(self) -> Tensors:
         """Return outer parameters and velocity as one vector each, for another replica's
         `replace`.
         """
@@ -290,7 +290,7 @@ class OuterParameters:
             for tensors in (self.outer, self.velocity)
         )
 
-    def replace(self, values: Parts) -> None:
+    def replace(self, values: Tensors) -> None:
         """Take another replica's `flat`. Raises FrameError for values of other settings."""
         found, expected = ([flat.shape for flat in some] for some in (values, self.flat()))
         if found != expected:

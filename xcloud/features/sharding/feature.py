@@ -18,7 +18,7 @@ from xcloud.job.needs import (
     untied_ends,
 )
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.schedule import Schedule, put_off, rank_actions
+from xcloud.pipeline.schedule import Schedule, rank_actions, split_backwards
 from xcloud.rank.feature import Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
 
@@ -68,7 +68,7 @@ def check_in_step(
         rank_actions(schedule, sorted(own), num_stages=num_stages, turn_of=dict(own))
         for own in turns
     ]
-    if any(map(put_off, orders)):
+    if any(map(split_backwards, orders)):
         raise ConfigError(
             f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "
             "parameters are dropped when their backward ends; choose "
