@@ -119,7 +119,7 @@ def test_no_later_message_carries_what_a_skipped_late_gradient_left_out(
 def test_late_gradients_lose_nothing_on_their_way() -> None:
     """What was meant is what arrived and what is kept, though feedback comes an update later."""
     layout, options = averaged(delay=1)
-    still = Training(40, batch_size=12, optimizer=Optimizer(1e-12, 1))
+    still = Training(20, batch_size=12, optimizer=Optimizer(1e-12, 1))
     lossy = ranks(layout, still, Compression(averaging=TopK(0.1)), GPipe(3), **options)
     exact = ranks(layout, still, schedule=GPipe(3), **options)
 
@@ -128,7 +128,7 @@ def test_late_gradients_lose_nothing_on_their_way() -> None:
         return torch.cat([buffer.gradients for buffer in rank.trainer.buffers.values()]).double()
 
     arrived = meant = torch.zeros(1, dtype=torch.float64)
-    for step in range(1, 41):
+    for step in range(1, 21):
         update(lossy, step)
         update(exact, step)
         arrived = arrived + gradients(lossy)
