@@ -21,13 +21,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from benchmarks.machine import say_where
 from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
-from xcloud.job.config import EXPERIMENT_FILE
-from xcloud.job.given import read_job
+from xcloud.job.config import EXPERIMENT_FILE, Settings
+from xcloud.job.given import read_settings
 from xcloud.job.strategy import Strategy
 from xcloud.launch.local import run
 from xcloud.layout import Cloud, ClusterLayout
@@ -107,10 +105,10 @@ def measure(
     config["model"] |= {"hidden": 128, "step_s": 0.01}  # type: ignore[operator]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         run_dir = Path(folder) / "run"
-        run(OmegaConf.create(config), run_dir)
+        run(Settings.of(config), run_dir)
         timeline = timeline_of(EventReader(run_dir / EVENTS_FILE))
         assert timeline is not None
-        experiment = read_job(run_dir / EXPERIMENT_FILE)
+        experiment = read_settings(run_dir / EXPERIMENT_FILE).job
     costs = measured_costs(timeline)
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),

@@ -25,6 +25,7 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE
 from tests.forks import Child, become
 from xcloud.base.errors import XcloudError
 from xcloud.features.checkpoints.resume import check_can_go_on
+from xcloud.job.config import Settings
 from xcloud.job.given import resumed
 from xcloud.launch import local
 from xcloud.launch import processes as launch
@@ -246,7 +247,7 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
             if has_more:
                 local.run(found, run_dir, resumes=partial(check_can_go_on, anew=True))
         else:
-            local.run(OmegaConf.create(config), run_dir)
+            local.run(Settings.of(config), run_dir)
     except XcloudError as error:
         print(f"xcloud: {error}", flush=True)
         return 1

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from xcloud.base.project import commit
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.planner.trial import processor
 
@@ -30,7 +30,7 @@ def run_quietly(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     try:
         with open(folder / "run.log", "w") as said, contextlib.redirect_stdout(said):
-            return run(OmegaConf.create(config), folder)
+            return run(Settings.of(config), folder)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -49,13 +49,14 @@ import torch
 from benchmarks.machine import ran_on
 from tests import warm_ranks
 from tests.configs import composed
+from xcloud.base.settings import as_settings
+from xcloud.job.config import Settings
 from xcloud.launch import processes as launch
 from xcloud.launch.local import run
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.planning import Planner
-from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_run
 from xcloud.simulator.costs import Profile, from_table
@@ -163,7 +164,7 @@ class Bench:
                 "blocks_per_stage": None,
             }  # fmt: skip
         self.config.plan.strategies.local_updates.averaging.every = EVERY
-        self.planner = Planner(self.config)
+        self.planner = Planner(Settings.of(self.config))
         self.cluster, self.strategies = self.planner.cluster, self.planner.arranged
         self.sleeps = sleeps
         before_s = self.reference_now_s()
@@ -194,7 +195,7 @@ class Bench:
         config.training.max_steps = warm_up + TIMED
         config.cluster.wan.bandwidth_bits_per_s = line.bandwidth_bits_per_s
         config.cluster.wan.latency_s = line.latency_s
-        config.schedule = table_of(plan.schedule)
+        config.schedule = as_settings(plan.schedule)
         if len(plan.ends) > 1:
             config.model.blocks_per_stage = [plan.ends[0]]
         with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +244,7 @@ def reference_s(lasting_s: float = REFERENCE_S) -> float:
 def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
     """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run(config, run_dir, more_follows=True)
+        run(Settings.of(config), run_dir, more_follows=True)
     steps = read_run(run_dir / EVENTS_FILE).steps
     return dict(zip(steps.step, steps["step_s"], strict=True))
 

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 
 from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, read_usage
 from tests.toy import toy_config
+from xcloud.base.settings import as_settings
 from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.trial import table_of
 from xcloud.simulator.costs import (
     AveragingCodec,
     BoundaryCodec,
@@ -81,7 +81,7 @@ class Job(NamedTuple):
              "training.checkpoint.every_minutes=0", "compression=none",
              f"strategy={self.strategy}"],
         )  # fmt: skip
-        found["schedule"] = table_of(self.schedule)
+        found["schedule"] = as_settings(self.schedule)
         found["task"] = {"_target_": "tests.toy.ToyTask", "num_samples": 4 * self.batch}
         found["model"] = {
             "_target_": "benchmarks.sleeping_model.SleepingModel", "sample_s": self.sample_s,
@@ -92,7 +92,7 @@ class Job(NamedTuple):
 
     def predicted(self) -> Priced:
         config = OmegaConf.create(self.config(1))
-        job: Any = configs.job_from_config(config)
+        job: Any = configs.Settings.of(config).job
         arranged = Arranged(job.strategy, job.cluster)
         profile = profile_of(self.plan.ends[-1], self.sample_s)
         return Pricer(profile, {self.strategy: arranged}, self.batch).price(self.plan)
@@ -139,7 +139,7 @@ def measure(job: Job, steps: int) -> Measured:
         steps += -(steps - WARM_UP - 1) % EVERY
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         run_dir = Path(folder) / "run"
-        summary = run(OmegaConf.create(job.config(steps)), run_dir)
+        summary = run(configs.Settings.of(job.config(steps)), run_dir)
         usages = [read_usage(run_dir, rank) for rank in range(sum(job.clouds))]
     # Micro-batches are dealt evenly to the ranks that hold a stage.
     holders = [sum(job.clouds)] * sum(job.clouds) if job.is_whole else [

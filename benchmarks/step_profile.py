@@ -36,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.machine import ran_on, say_where
 from benchmarks.sleeping_job import Job
 from tests.configs import composed
+from xcloud.job.config import Settings
 from xcloud.launch import processes as launch
 from xcloud.launch.local import run
 
@@ -176,7 +177,7 @@ def profile_of(job: str, steps: int, overrides: Sequence[str]) -> dict[str, Any]
             mock.patch.dict(os.environ, {OUT: f"{folder} {steps}", "OMP_NUM_THREADS": "1"}),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            run(config, Path(folder) / "run")
+            run(Settings.of(config), Path(folder) / "run")
         return {f"rank {rank}": tell(job, Path(folder), rank) for rank in range(2)}
 
 

@@ -51,4 +51,4 @@ def read_once(path: str, read: Callable[[str], DictConfig] = OmegaConf.load) -> 
 
 
 def build(*overrides: str) -> Experiment:
-    return configs.job_from_config(composed(*overrides))
+    return configs.Settings.of(composed(*overrides)).job

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors.torch import load_file
 
 from tests import warm_ranks
 from tests.combinations import run as run_ranks
 from tests.forks import Child
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.record.events import EVENTS_FILE
@@ -43,7 +43,7 @@ def layout(**clouds: dict[str, object]) -> dict[str, object]:
 
 
 def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
-    summary = run(OmegaConf.create(config), run_dir)
+    summary = run(Settings.of(config), run_dir)
     assert "refused_reports" not in summary, read(run_dir / EVENTS_FILE)
     return summary
 
@@ -54,8 +54,8 @@ def in_threads(
     """As `start`, with the ranks in threads of this process, over links in memory."""
     for of, name in ((Pipeline, "_forward"), (building, "build_stage")):
         patch.setattr(of, name, one_at_a_time(getattr(of, name)))
-    job = job_from_config(OmegaConf.create(config))
-    monitor = Monitor(job, {}, run_dir)
+    job = Settings.of(config).job
+    monitor = Monitor(Settings(job, {}), run_dir)
     run_ranks(job, run_dir, patch)
     summary = monitor.finish(None)
     assert "refused_reports" not in summary, read(run_dir / EVENTS_FILE)

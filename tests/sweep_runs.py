@@ -68,8 +68,8 @@ def summary_of(
 
 def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
-    label = configs.job_from_config(config).labels.compression
+    configs.Settings.of(config).write(run_dir / configs.EXPERIMENT_FILE)
+    label = configs.Settings.of(config).job.labels.compression
     write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
 
 

@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,26 +26,28 @@ from tests.toy import toy_config
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.features.checkpoints.common_step import newest_common
-from xcloud.job.config import job_from_config, plain_settings
+from xcloud.job.compared import MAX_VALUE, PATH, compared_settings
+from xcloud.job.config import Settings, fill_in
 from xcloud.job.job import Job
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import Rendezvous
+from xcloud.rank import agreement
 from xcloud.rank.agreement import (
     MAX_BYTES,
-    MAX_VALUE,
-    PATH,
     Table,
     Verdict,
     agree,
-    compared_settings,
     decode_table,
     encode_table,
-    table_of,
 )
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
+
+
+def table_of(plain: Mapping[str, Any]) -> Table:
+    return agreement.table_of(compared_settings(plain))
 
 
 def nobody(ranks: frozenset[int]) -> frozenset[int]:
@@ -167,7 +169,8 @@ def test_every_setting_of_conf_that_names_a_place_may_differ_between_clouds(
     """By their names, which the comparison does not look at: a place that is not declared as one
     would be sent to other clouds."""
     given = GIVEN.get(experiment, []) + GIVEN.get(f"{experiment} {profile}", [])
-    plain = plain_settings(composed(f"+exp={experiment}", f"profile={profile}", *given))
+    config = composed(f"+exp={experiment}", f"profile={profile}", *given)
+    plain = fill_in(OmegaConf.to_container(config, resolve=True))
 
     def moved(node: Any, key: str = "", there: str = "") -> Any:
         if isinstance(node, dict):
@@ -285,7 +288,7 @@ def test_a_rank_with_another_layout_ends_all_as_it_cannot_join_them() -> None:
 def test_a_producer_is_refused_whole_and_only_where_the_others_suffice() -> None:
     def job(**feed: Any) -> Job:
         clouds = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(2, 1.0)}
-        return job_from_config(OmegaConf.create(feed_config(clouds, feed=feed)))
+        return Settings.of(feed_config(clouds, feed=feed)).job
 
     enough = job(min_producers=1)
     assert enough.refused_with(frozenset({3})) == {2, 3}

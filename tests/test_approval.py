@@ -42,7 +42,7 @@ def approve(capsys: pytest.CaptureFixture[str]) -> Approve:
 
 def written(folder: Path, *overrides: str) -> Path:
     file = folder / "experiment.yaml"
-    configs.write(composed("+exp=abnet_iwslt", *overrides), file)
+    configs.Settings.of(composed("+exp=abnet_iwslt", *overrides)).write(file)
     return file
 
 
@@ -69,7 +69,7 @@ def test_what_replicas_and_producers_send_is_shown(
     assert "once in 50 steps" in said and "only here: none" in said
     policy_file.write_text("me: discriminator\n")
     file = tmp_path / "experiment.yaml"
-    configs.write(composed("+exp=electra_multilingual"), file)
+    configs.Settings.of(composed("+exp=electra_multilingual")).write(file)
     _, said = approve(file)
     assert "sends discriminator batch: token ids and labels" in said
 

@@ -2,7 +2,6 @@ from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.pipelines import in_threads, pipelines, samples
 from tests.toy import toy_config
@@ -10,7 +9,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
 from xcloud.experiment import Experiment
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.pipeline.batch_plan import BatchPlan, cut
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 
@@ -121,7 +120,7 @@ def experiment(num_before: int, num_after: int, num_micro_batches: int, *more: s
         "training.batch_size=24",
         *more,
     ]
-    return job_from_config(OmegaConf.create(toy_config(cluster, overrides)))
+    return Settings.of(toy_config(cluster, overrides)).job
 
 
 @pytest.mark.parametrize("shape", SHAPES)

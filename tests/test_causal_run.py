@@ -17,7 +17,7 @@ from tests.runs import in_threads, losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.run_folder import owned
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.show.monitor import Monitor
 from xcloud.tracking.tracker import Recording
@@ -52,7 +52,7 @@ def config_of(cache: Path, *overrides: str) -> DictConfig:
 
 
 def start(run_dir: Path, cache: Path, *overrides: str) -> dict:
-    return run(config_of(cache, *overrides), run_dir)
+    return run(Settings.of(config_of(cache, *overrides)), run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_no_file_that_goes_to_the_tracker_has_a_text_that_may_not(
         "artifact",
         lambda recording, path: kept.update({path.name: path.read_text("utf-8", "replace")}),
     )
-    Monitor(job_from_config(config), {}, run_dir).finish(None)
+    Monitor(Settings.of(config), run_dir).finish(None)
 
     assert "summary.json" in kept and wanted == kept.keys() & {"samples.txt", "scores.jsonl"}
     if whose != "public":

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from tests.channels import same_state, stored
@@ -34,7 +33,7 @@ from xcloud.features.checkpoints.resume import (
 from xcloud.features.checkpoints.saving import about_part
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.job.given import resumed
 from xcloud.job.strategy import ModelPlacement, RankStages, Strategy
 from xcloud.layout import Cloud, ClusterLayout
@@ -322,21 +321,23 @@ def test_the_hub_of_a_run_with_other_clouds_has_values_for_those_that_begin_agai
 
 
 def test_a_run_without_a_checkpoint_begins_anew_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    experiment = job_from_config(OmegaConf.create(toy_config("two_clouds")))
+    asked = Settings.of(toy_config("two_clouds"))
     with pytest.raises(ConfigError, match=r"has no checkpoint.*add resume_anew=true"):
-        check_can_go_on(experiment, tmp_path, {})
-    check_can_go_on(experiment, tmp_path, {}, anew=True)
+        check_can_go_on(asked, tmp_path)
+    check_can_go_on(asked, tmp_path, anew=True)
 
 
 def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path) -> None:
-    experiment = job_from_config(OmegaConf.create(toy_config("two_clouds")))
+    asked = Settings.of(toy_config("two_clouds"))
     for rank in (0, 1):
         folder = CheckpointFolder(tmp_path)
-        about = about_part(experiment.places, {"training.batch_size": "16"}, 7, {})
+        about = about_part(
+            asked.job.places, {**asked.compared, "training.batch_size": "16"}, 7, {}
+        )
         folder.write(5, rank, {"x": rank}, about)
         folder.mark_agreed(5, 0, {})
     with pytest.raises(ConfigError) as refused:
-        check_can_go_on(experiment, tmp_path, {"training.batch_size": "8"})
+        check_can_go_on(asked, tmp_path)
     assert str(refused.value) == (
         f"{tmp_path} cannot go on. training.batch_size is 8: that would be another run; set "
         "training.batch_size back to 16, or start a new run"

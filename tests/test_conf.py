@@ -48,7 +48,7 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
     path += ["model.checkpoint=somewhere"] if model == "causal" and profile == "files" else []
     path += ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
-    found = configs.job_from_config(config)
+    found = configs.Settings.of(config).job
 
     assert found.profile == profile
     assert found.name == exp
@@ -140,7 +140,7 @@ def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     """Its experiment lies beside the tests, for its parts are toys."""
     toys = f"hydra.searchpath=[file://{Path(__file__).parent / 'conf'}]"
     config = composed(toys, "+exp=toy_one_way", f"cluster={cluster}")
-    found = configs.job_from_config(config)
+    found = configs.Settings.of(config).job
 
     assert "one (1 rank, 50 %), two (1 rank, 50 %) feed discriminator" in found.headline
     assert found.cluster.crosses_clouds == (cluster == "one_way")
@@ -191,7 +191,7 @@ def test_what_a_user_sets_arrives() -> None:
         "seed=9",
     )
     assert composed(*overrides) == by_hydra(*overrides)
-    found = configs.job_from_config(by_hydra(*overrides))
+    found = configs.Settings.of(by_hydra(*overrides)).job
 
     assert found.cluster.wan.bandwidth_bits_per_s == 5e6  # type: ignore[union-attr]
     assert found.schedule.num_micro_batches == 7
@@ -248,7 +248,7 @@ def test_a_wrong_setting_is_named(override: str, named: str) -> None:
     OmegaConf.set_struct(config, False)
     config.merge_with_dotlist([override.removeprefix("+")])
     with pytest.raises(ConfigError) as raised:
-        configs.job_from_config(config)
+        configs.Settings.of(config)
 
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -357,12 +357,12 @@ def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
 
 def test_an_experiment_file_gives_the_same_experiment(tmp_path: Path) -> None:
     config = composed("+exp=abnet_iwslt", "seed=4")
-    configs.write(config, tmp_path / "experiment.yaml")
+    configs.Settings.of(config).write(tmp_path / "experiment.yaml")
 
-    assert given.read_job(tmp_path / "experiment.yaml").headline == (
-        configs.job_from_config(config).headline
+    assert given.read_settings(tmp_path / "experiment.yaml").job.headline == (
+        configs.Settings.of(config).job.headline
     )
-    assert given.read_job(tmp_path / "experiment.yaml").seed == 4
+    assert given.read_settings(tmp_path / "experiment.yaml").job.seed == 4
 
 
 def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
@@ -370,11 +370,11 @@ def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
 
     for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no file")):
         with pytest.raises(ConfigError, match=said):
-            given.read_job(tmp_path / name)
+            given.read_settings(tmp_path / name)
 
 
 def test_flat_parameters_have_dotted_names() -> None:
-    flat = configs.flatten(composed("+exp=abnet_iwslt"))
+    flat = configs.Settings.of(composed("+exp=abnet_iwslt")).flat
 
     assert flat["schedule"] == "GPipe"
     assert flat["schedule.num_micro_batches"] == 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 
@@ -30,6 +29,7 @@ from xcloud.contracts.model import StageOutput
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import by_tensor
 from xcloud.features.replicas.outer_optimizer import OuterParameters
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import RankGroup
@@ -200,7 +200,7 @@ def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_skipped_update_is_told_counted_and_no_end(tmp_path: Path) -> None:
-    summary = run(OmegaConf.create(bad_toy("training.on_divergence=skip")), tmp_path)
+    summary = run(Settings.of(bad_toy("training.on_divergence=skip")), tmp_path)
 
     assert summary["status"] == "finished" and summary["num_steps"] == 8
     (skipped,) = events(tmp_path, "skipped_update")
@@ -215,7 +215,7 @@ def test_a_skipped_update_is_told_counted_and_no_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"loss or gradient of step \d is not finite"):
-        run(OmegaConf.create(bad_toy()), tmp_path)
+        run(Settings.of(bad_toy()), tmp_path)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_one_way_jobs_skip_as_well(form: str, tmp_path: Path) -> None:
         model={"nan_at": 3},
         training={"on_divergence": "skip"},
     )
-    summary = run(OmegaConf.create(config), tmp_path)
+    summary = run(Settings.of(config), tmp_path)
 
     assert summary["status"] == "finished" and summary["num_skipped_updates"] == 1
     producers = summary["feed"]["producers"]
@@ -247,4 +247,4 @@ def test_a_one_way_job_stops_by_default(tmp_path: Path) -> None:
         {"a": cloud(share=1.0), "consumer": cloud()}, "local", model={"nan_at": 3}
     )
     with pytest.raises(RunFailed, match="batch 3 of producer 'a' is not finite"):
-        run(OmegaConf.create(config), tmp_path)
+        run(Settings.of(config), tmp_path)

@@ -22,6 +22,7 @@ from xcloud.launch.local import run
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
+from xcloud.record.files import replace_text
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.security.audit import write_rank_audit
 from xcloud.show.monitor import Monitor
@@ -175,8 +176,8 @@ def test_a_log_that_cannot_be_written_says_nothing_of_its_own(
 
     monkeypatch.setattr(logging, "raiseExceptions", True)
     config = OmegaConf.create(toy_config("local"))
-    configs.write(config, tmp_path / configs.EXPERIMENT_FILE)
-    Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path).start()
+    configs.Settings.of(config).write(tmp_path / configs.EXPERIMENT_FILE)
+    Monitor(configs.Settings.of(config), tmp_path).start()
     (logger := logging.Logger("full")).addHandler(logging.StreamHandler(Full()))
     logger.warning("a line")
     assert "Logging error" not in capsys.readouterr().err
@@ -200,7 +201,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
     event: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = OmegaConf.create(toy_config("local"))
-    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path)
+    monitor = Monitor(configs.Settings.of(config), tmp_path)
     good = {"event": "finish", "rank": 0, "cloud": "local", "t": 1.0}
     text = "\n".join(map(json.dumps, (event, event, good)))
     (tmp_path / EVENTS_FILE).write_text(text + "\n")
@@ -217,7 +218,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
 def test_a_run_on_a_full_disk_finishes_and_counts_what_it_lost(tmp_path: Path) -> None:
     config: dict[str, Any] = toy_config("local", ["training.max_steps=60"])
     config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk"}
-    summary = run(OmegaConf.create(config), tmp_path)
+    summary = run(configs.Settings.of(config), tmp_path)
 
     assert summary["status"] == "finished"
     assert summary["lost_event_lines"] > 20 and 0 < summary["num_steps"] < 60
@@ -231,14 +232,14 @@ def test_a_run_that_cannot_export_fails_and_says_where(tmp_path: Path) -> None:
     config: dict[str, Any] = toy_config("local")
     config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk", "max_bytes": 800}
     with pytest.raises(RunFailed, match="the trained model could not be written to"):
-        run(OmegaConf.create(config), tmp_path)
+        run(configs.Settings.of(config), tmp_path)
 
 
 @full_device
 def test_what_cannot_be_written_leaves_what_was_there_and_no_draft(tmp_path: Path) -> None:
-    configs.write(OmegaConf.create({"seed": 1}), tmp_path / "experiment.yaml")
+    replace_text(tmp_path / "experiment.yaml", "seed: 1\n")
     (tmp_path / f".experiment.yaml.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        configs.write(OmegaConf.create({"seed": 2}), tmp_path / "experiment.yaml")
+        replace_text(tmp_path / "experiment.yaml", "seed: 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
     assert (tmp_path / "experiment.yaml").read_text() == "seed: 1\n"

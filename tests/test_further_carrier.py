@@ -18,7 +18,7 @@ from tests.combinations import losses, run
 from tests.pipelines import in_threads
 from tests.toy import toy_config
 from xcloud.base.errors import LinkClosed, LinkError
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch import one_rank
 from xcloud.launch.one_rank import join
@@ -108,7 +108,7 @@ def job_of(**cluster: Any) -> Job:
     config.model.dropout = 0.0  # ranks in threads share torch's generator
     for name, value in cluster.items():
         OmegaConf.update(config, f"cluster.{name}", value, force_add=True)
-    return job_from_config(config)
+    return Settings.of(config).job
 
 
 def test_a_run_goes_through_the_carrier_that_the_config_names(

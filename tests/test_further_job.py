@@ -10,6 +10,7 @@ import torch
 
 from tests.pipelines import in_threads
 from xcloud.comm.step_clock import StepClock
+from xcloud.job.config import Settings
 from xcloud.job.job import Job, Labels
 from xcloud.job.leaving import Leaving
 from xcloud.launch import one_rank
@@ -120,7 +121,7 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     clouds = {"a": Place(), "b": Place()}
     job = RingJob(name="toy", cluster=Ring(clouds), training=Rounds(), tracker=NullTracker())
     monkeypatch.setattr(one_rank, "role_of", lambda job, rank: RingRank)
-    monitor, world = Monitor(job, {}, tmp_path), MemoryWorld()
+    monitor, world = Monitor(Settings(job, {}), tmp_path), MemoryWorld()
 
     in_threads(
         [

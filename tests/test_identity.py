@@ -22,13 +22,14 @@ from tests.pipelines import in_threads
 from tests.understanding_models import backbone
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import BASES, Stage
+from xcloud.job.compared import compared_settings
 from xcloud.job.inputs import inputs_of
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.split_point import Split
 from xcloud.net.transport import Rendezvous
 from xcloud.pretrained import kept_digest
-from xcloud.rank.agreement import agree_where_shared, compared_settings
+from xcloud.rank.agreement import agree_where_shared
 from xcloud.rank.task_data import shown_digest
 from xcloud.tasks.classification import FolderClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling

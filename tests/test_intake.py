@@ -221,7 +221,7 @@ def test_a_log_on_disk_with_any_line_is_read_to_its_end(
 ) -> None:
     """As a disk may leave it."""
     config = OmegaConf.create(toy_config("local"))
-    configs.write(config, tmp_path / configs.EXPERIMENT_FILE)
+    configs.Settings.of(config).write(tmp_path / configs.EXPERIMENT_FILE)
     head = {"rank": 0, "cloud": "local"}
     bad: list[bytes] = [
         DEEP, b'{"event":"note","text":' + DEEP, b"\xff", b'{"event":"step","step":1e999}',
@@ -236,7 +236,7 @@ def test_a_log_on_disk_with_any_line_is_read_to_its_end(
     last = json.dumps({**head, "event": "finish", "t": 5.0}).encode()
     (tmp_path / EVENTS_FILE).write_bytes(b"\n".join([*bad, last]) + b"\n")
 
-    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path)
+    monitor = Monitor(configs.Settings.of(config), tmp_path)
     monitor.start()
     monitor.poll()
 
@@ -247,7 +247,7 @@ def test_a_log_on_disk_with_any_line_is_read_to_its_end(
 def test_a_monitor_that_fails_still_leaves_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configs.write(OmegaConf.create(toy_config("local")), tmp_path / configs.EXPERIMENT_FILE)
+    configs.Settings.of(toy_config("local")).write(tmp_path / configs.EXPERIMENT_FILE)
     audit_file(tmp_path, 0).write_text("{}")
 
     def fail(self: Monitor, is_again: bool = False) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from xcloud.feature_list import FIGURES
 from xcloud.features.leak_meter import meter as leak_meter
 from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, Stream, main, measure
 from xcloud.features.leak_meter.observers import Observer
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.tracking.mlflow_store import final_metrics
 
@@ -149,7 +149,7 @@ def test_notes_of_a_rank_that_are_elsewhere_are_asked_for(
 
 def run_of(folder: Path, cluster: str, security: str, *more: str) -> dict:
     overrides = [f"security={security}", "security/meter=attack", *more]
-    return run(OmegaConf.create(text_config(cluster, overrides)), folder)
+    return run(Settings.of(text_config(cluster, overrides)), folder)
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_the_middle_of_a_u_shape_is_asked_for_both_text_and_labels(tmp_path: Pat
 def test_notes_of_several_ranks_of_a_cloud_are_joined(tmp_path: Path) -> None:
     config = text_config("two_owners", ["security=two_owners", "security/meter=attack"])
     config["cluster"]["clouds"]["text_owner"]["num_ranks"] = 2
-    summary = run(OmegaConf.create(config), tmp_path)
+    summary = run(Settings.of(config), tmp_path)
 
     (attacks,) = summary["leakage"]["label"]["text_owner"].values()
     assert attacks["num_samples"] == 128

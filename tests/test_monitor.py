@@ -37,8 +37,8 @@ def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
     lines = (json.dumps({"event": event, "rank": rank, **more}) for event, rank in events)
     (run_dir / EVENTS_FILE).write_text("\n".join(lines) + "\n")
     config = OmegaConf.create(toy_config("two_clouds"))
-    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
-    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), run_dir)
+    configs.Settings.of(config).write(run_dir / configs.EXPERIMENT_FILE)
+    monitor = Monitor(configs.Settings.of(config), run_dir)
     monitor.start()
     return monitor
 
@@ -143,10 +143,10 @@ def test_the_experiment_file_is_replaced_once_the_ranks_have_taken_the_state_ove
     told = [{"event": "phase", "name": name} for name in phases]
     monkeypatch.setattr(FakeRanks, "events", resumed + told)
     monkeypatch.setattr(local, "LocalRanks", FakeRanks)
-    longer = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=12"]))
+    longer = configs.Settings.of(toy_config("two_clouds", ["training.max_steps=12"]))
     with pytest.raises(RunFailed):
         local.run(longer, tmp_path, resumes=partial(check_can_go_on, anew=True))
-    assert given.read_job(file).max_steps == expected
+    assert given.read_settings(file).job.max_steps == expected
     assert list(tmp_path.glob("*.yaml")) == [file]
 
 
@@ -232,7 +232,7 @@ def test_a_local_run_drops_the_end_of_the_attempt_before(
     monkeypatch.setattr(Monitor, "start", lambda monitor: seen.append(summary.exists()))
     monkeypatch.setattr(LocalRanks, "start", fail)
     with pytest.raises(RunFailed, match="enough"):
-        local.run(OmegaConf.create(toy_config("two_clouds")), tmp_path)
+        local.run(configs.Settings.of(toy_config("two_clouds")), tmp_path)
     assert seen == [False]
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, TrainingDiverged
 from xcloud.job import config as configs
-from xcloud.job.given import read_job, read_shared, with_overrides
+from xcloud.job.given import read_settings, read_shared, with_overrides
 from xcloud.launch.failures import write_failure
 from xcloud.record.events import EVENTS_FILE
 from xcloud.security.policy import Policy
@@ -39,7 +39,7 @@ def command(*words: object) -> str:
 def monitor(run_dir: Path, on_event: str | None) -> Monitor:
     config = OmegaConf.create(toy_config("two_clouds"))
     config.launch.on_event = on_event
-    return Monitor(configs.job_from_config(config), configs.flatten(config), run_dir)
+    return Monitor(configs.Settings.of(config), run_dir)
 
 
 def follow(run_dir: Path, events: list[dict[str, Any]], cause: str | None = None) -> list[Any]:
@@ -152,10 +152,10 @@ def test_no_file_and_no_tracker_has_the_command(
 ) -> None:
     config = OmegaConf.create(toy_config("two_clouds"))
     config.launch.on_event = "curl https://notices.here/SECRET"
-    configs.write(config, tmp_path / "experiment.yaml")
+    configs.Settings.of(config).write(tmp_path / "experiment.yaml")
     assert "SECRET" not in (tmp_path / "experiment.yaml").read_text()
-    assert "SECRET" not in str(configs.flatten(config))
-    assert config.launch.on_event is not None, "the config that runs keeps it"
+    assert "SECRET" not in str(configs.Settings.of(config).flat)
+    assert configs.Settings.of(config).job.launch.on_event is not None, "the run keeps it"
     monkeypatch.setattr(sys, "argv", ["run.py", "+exp=x", f"launch.on_event={config.launch}"])
     summary = {"status": "finished", "num_steps": 0}
     assert "SECRET" not in note_of(summary, tmp_path)
@@ -163,7 +163,7 @@ def test_no_file_and_no_tracker_has_the_command(
 
 
 @pytest.mark.parametrize(
-    "read", [read_job, lambda file: read_shared(file, file.parent),
+    "read", [read_settings, lambda file: read_shared(file, file.parent),
              lambda file: with_overrides(file, [], Path("conf"))]
 )  # fmt: skip
 def test_a_file_from_elsewhere_names_no_command(
@@ -173,7 +173,7 @@ def test_a_file_from_elsewhere_names_no_command(
     policy = Policy(constructors=["tests.toy.ToyTask", "tests.toy.ToyModel"])
     monkeypatch.setattr("xcloud.job.given.this_clouds_policy", lambda: policy)
     file = tmp_path / "experiment.yaml"
-    configs.write(OmegaConf.create(toy_config("two_clouds")), file)
+    configs.Settings.of(toy_config("two_clouds")).write(file)
     read(file)
     text = file.read_text()
     assert "on_event: null" in text
@@ -183,12 +183,12 @@ def test_a_file_from_elsewhere_names_no_command(
     without = text.replace("_target_: xcloud.job.job.Launch\n", "")
     file.write_text(without.replace("on_event: null", "on_event: touch here"))
     with pytest.raises(ConfigError):
-        read_job(file)
+        read_settings(file)
 
 
 def test_the_command_can_be_given_again_to_resume(tmp_path: Path) -> None:
     file = tmp_path / "experiment.yaml"
-    configs.write(OmegaConf.create(toy_config("two_clouds")), file)
+    configs.Settings.of(toy_config("two_clouds")).write(file)
     changed = OmegaConf.load(file)
     changed.task = {"_target_": "xcloud.base.settings.nothing"}
     changed.model = {"_target_": "xcloud.base.settings.nothing"}

@@ -17,6 +17,7 @@ from tests.runs import command, losses, no_workers, read, wait_for, weights
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.features.one_way.ranks import OneWayRank
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
 from xcloud.security.audit import compact
@@ -28,7 +29,7 @@ WIDE = {"disc": cloud(2), "one": cloud(2, 1.0), "two": cloud(1, 1.0)}
 
 
 def start(run_dir: Path, clouds: dict[str, object], *form: str, **groups: dict) -> dict:
-    summary = run(OmegaConf.create(feed_config(clouds, *form, **groups)), run_dir)
+    summary = run(Settings.of(feed_config(clouds, *form, **groups)), run_dir)
     assert "refused_reports" not in summary, read(run_dir / "events.jsonl")
     return summary
 
@@ -318,7 +319,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
         start(tmp_path / "cut", WIDE, **groups)
     asking.join()
     config = OmegaConf.create(feed_config(WIDE, **groups))
-    summary = run(config, tmp_path / "cut", resumes=check_can_go_on)
+    summary = run(Settings.of(config), tmp_path / "cut", resumes=check_can_go_on)
 
     assert summary["num_resumes"] == 1 and summary["num_steps"] == 60
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -328,9 +329,9 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
     config = feed_config(TWO, training={"max_steps": 100_000}, model={"step_s": 0.01})
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     script = (
-        "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
+        "import sys; from pathlib import Path; from xcloud.job.config import Settings;"
         "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
-        "run(OmegaConf.load(folder / 'config.yaml'), folder)"
+        "run(Settings.load(folder / 'config.yaml'), folder)"
     )
     running = command("-c", script, str(tmp_path), log=tmp_path / "log")
     wait_for(lambda: '"step"' in read(tmp_path / "events.jsonl"))

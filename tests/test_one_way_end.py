@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.electra_reference import feed_context
 from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config
@@ -24,7 +23,7 @@ from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.one_way.producer import OrderBook, ProducerRank, ProducerRun
 from xcloud.features.one_way.ranks import OneWayEnds
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.net.memory_transport import MemoryWorld
@@ -127,7 +126,7 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path
 def consumer(rank: int, clouds: dict[str, object], **feed: object) -> ConsumerRank:
     """Without links."""
     role, config = object.__new__(ConsumerRank), feed_config(clouds, feed=feed)
-    role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(OmegaConf.create(config)))
+    role.rank, role.job = rank, cast(OneWayExperiment, Settings.of(config).job)
     lives = {rank: Peer() for rank in range(role.job.cluster.num_ranks)}
     role.inbox, role._outs = Inbox(role.job.cluster, 100, lives), []
     return role

@@ -130,7 +130,7 @@ def test_a_path_with_a_reference_in_it_is_refused_before_anything_starts(path: s
     config = composed("+exp=abnet_iwslt")
     OmegaConf.update(config, "cache_dir", path)
     with pytest.raises(ConfigError, match=r"cache_dir is '.*\$\{x\}', but .*'\$\{' begins a ref"):
-        configs.job_from_config(config)
+        configs.Settings.of(config)
 
 
 def test_no_module_writes_an_override_by_json() -> None:

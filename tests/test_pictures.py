@@ -162,8 +162,8 @@ def test_every_kind_of_span_has_a_colour() -> None:
 
 def monitor(run_dir: Path) -> Monitor:
     config = OmegaConf.create(toy_config("two_clouds"))
-    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
-    return Monitor(configs.job_from_config(config), configs.flatten(config), run_dir)
+    configs.Settings.of(config).write(run_dir / configs.EXPERIMENT_FILE)
+    return Monitor(configs.Settings.of(config), run_dir)
 
 
 def follow(run_dir: Path, events: list[Event], cause: str | None) -> None:

@@ -39,8 +39,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Trials run with their ranks in threads. The jobs that ran."""
     made: list[Any] = []
 
-    def in_threads(config: Any, run_dir: Path, more_follows: bool) -> None:
-        made.append(configs.job_from_config(config))
+    def in_threads(settings: configs.Settings, run_dir: Path, more_follows: bool) -> None:
+        made.append(settings.job)
         combinations.run(made[-1], run_dir, monkeypatch)
 
     monkeypatch.setattr(trial, "run", in_threads)
@@ -64,7 +64,7 @@ def test_show_makes_one_trial_prints_and_runs_nothing(
     config = toy(tmp_path, "plan=show", "cluster/wan=line_8m")
     config.cluster.wan.bandwidth_bits_per_s = 1e5
 
-    assert planned(config, tmp_path / "run") is None
+    assert planned(configs.Settings.of(config), tmp_path / "run") is None
 
     said = capsys.readouterr().out
     assert "updates of the job over a free line" in said and len(tried) == 1
@@ -79,7 +79,7 @@ def test_show_makes_one_trial_prints_and_runs_nothing(
     assert "texts that the other has not" in found["not_planned"]["local_updates"]
     assert (tmp_path / "run" / "plan.png").stat().st_size > 10_000
 
-    assert planned(config, tmp_path / "again") is None
+    assert planned(configs.Settings.of(config), tmp_path / "again") is None
     said = capsys.readouterr().out
     assert "trial of before" in said and "profile may not hold" not in said and len(tried) == 1
 
@@ -88,7 +88,7 @@ def test_a_profile_of_something_else_is_named_and_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = toy(tmp_path, "plan=show")
-    planned(config, tmp_path / "run")
+    planned(configs.Settings.of(config), tmp_path / "run")
     (file,) = (tmp_path / "cache" / "profiles").iterdir()
     other = json.loads(file.read_text())
     other["of"]["torch"] = "0.1"
@@ -98,7 +98,7 @@ def test_a_profile_of_something_else_is_named_and_used(
     config.plan.profile = str(mine)
     capsys.readouterr()
 
-    planned(config, tmp_path / "run")
+    planned(configs.Settings.of(config), tmp_path / "run")
 
     assert "the profile may not hold: torch was '0.1'" in capsys.readouterr().out
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
@@ -111,7 +111,7 @@ def test_a_profile_of_something_else_is_named_and_used(
 def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m", "compression=int8")
 
-    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+    chosen = planned(configs.Settings.of(config), tmp_path / "run").job
 
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
     foreseen = read_predicted(tmp_path / "run")
@@ -132,16 +132,16 @@ def test_apply_takes_a_compressor_where_the_search_names_it(tmp_path: Path) -> N
     config.cluster.wan.bandwidth_bits_per_s = 1e4
     config.plan.search = ["compression"]
 
-    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+    chosen = planned(configs.Settings.of(config), tmp_path / "run").job
 
     assert chosen.compression.label == "int4+int4"
-    assert chosen.schedule == configs.job_from_config(config).schedule
+    assert chosen.schedule == configs.Settings.of(config).job.schedule
 
 
 def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path) -> None:
     """Without measuring: the costs come from a file."""
     config = composed("+exp=lora_clm", "plan=apply", "cluster/wan=free", "compression=none")
-    model, length = configs.job_from_config(config).model, 16  # type: ignore[attr-defined]
+    model, length = configs.Settings.of(config).job.model, 16  # type: ignore[attr-defined]
     assert model.num_blocks(length) == 4 and model.block_counts(2, length) == [2, 2]
     assert model.with_block_counts([1, 3]).block_counts(2, length) == [1, 3]
     pieces = [piece(f"block {i}", forward_s=0.01) for i in range(3)]
@@ -151,10 +151,10 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
     write_profile(tmp_path / "mine.json", Profile(pieces, costs))
     config.plan.profile = str(tmp_path / "mine.json")
 
-    chosen = planned(config, tmp_path / "run")
+    chosen = planned(configs.Settings.of(config), tmp_path / "run")
 
-    assert list(chosen.model.blocks_per_stage) == [3]
-    assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
+    assert list(chosen.plain["model"]["blocks_per_stage"]) == [3]
+    assert chosen.job.model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
 
     for profile, said in (
         (Profile([*pieces, piece("block 4", boundary=None)], costs), "pieces end at blocks"),
@@ -162,7 +162,7 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
     ):
         write_profile(tmp_path / "mine.json", profile)
         with pytest.raises(ConfigError, match=said):
-            planned(config, tmp_path / "run")
+            planned(configs.Settings.of(config), tmp_path / "run")
 
 
 STAGES = [replace(piece("front"), blocks=0), replace(piece("head", boundary=None), blocks=0)]
@@ -174,7 +174,7 @@ def planned_by_hand(*overrides: str) -> list[Plan]:
     config = OmegaConf.create(toy_config("two_clouds", given))
     config.plan.search, config.plan.rows = ["micro_batches", "schedule"], 50
     profile = Profile(STAGES, dict.fromkeys(COMPRESSORS, COMPRESSORS["none"]))
-    return [one.plan for one in Planner(config).report(profile).ranked.best]
+    return [one.plan for one in Planner(configs.Settings.of(config)).report(profile).ranked.best]
 
 
 def test_only_what_the_job_may_run_is_planned() -> None:
@@ -189,9 +189,9 @@ def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> Non
     forbidden = allowed.copy()
     forbidden.cluster.clouds.cloud_b.shard = True
 
-    kinds = [type(s) for s in Planner(allowed).schedules]
+    kinds = [type(s) for s in Planner(configs.Settings.of(allowed)).schedules]
     assert kinds == [GPipe, OneForwardOneBackward, ZeroBubble]
-    found = Planner(forbidden)
+    found = Planner(configs.Settings.of(forbidden))
     assert [type(s) for s in found.schedules] == kinds[:2]
     assert "puts off" in found.not_planned["schedule=zero_bubble"]
 
@@ -244,8 +244,9 @@ def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_
 def test_without_a_plan_the_config_stays() -> None:
     config = composed("+exp=abnet_iwslt")
 
-    assert config.plan._target_.endswith(".nothing"), "by which run.py asks no planner"
-    assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
+    settings = configs.Settings.of(config)
+    assert settings.job.plan is None, "by which run.py asks no planner"
+    assert "plan" not in settings.kept
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,12 @@ def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> 
     config.plan.schedules, config.plan.search = {"mine": OWN}, ["schedule"]
     config.schedule.num_micro_batches = 2
 
-    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+    chosen = planned(configs.Settings.of(config), tmp_path / "run").job
 
     assert tried[0].schedules[0] == GPipe(2)
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
     assert table["num_plans"] == 2, "GPipe, and the one that conf does not know"
-    pricer = Pricer(read_profile(kept(tmp_path)), Planner(config).arranged, 8)
+    pricer = Pricer(read_profile(kept(tmp_path)), Planner(configs.Settings.of(config)).arranged, 8)
     steps = {s: pricer.step_s(Plan("pipeline", (1, 2), s, "none")) for s in (GPipe(2), InPairs(2))}
     best = min(steps.values())
     assert steps[chosen.schedule] == pytest.approx(best, rel=1e-9)
@@ -290,7 +291,7 @@ def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> 
 
     config.schedule = OWN  # and as the job's own it is in the trial
     config.plan.mode = "show"
-    planned(config, tmp_path / "again")
+    planned(configs.Settings.of(config), tmp_path / "again")
     assert tried[1].schedules[0] == InPairs(4)
     table = json.loads((tmp_path / "again" / PLAN_FILE).read_text())
     assert table["own"]["schedule"] == "in pairs"
@@ -304,19 +305,19 @@ def kept(tmp_path: Path) -> Path:
 
 def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cut into stages"):
-        planned(composed("+exp=electra_multilingual", "plan=show"), tmp_path)
+        planned(configs.Settings.of(composed("+exp=electra_multilingual", "plan=show")), tmp_path)
     with pytest.raises(ConfigError, match="leave -m out"):
-        run(toy(tmp_path, "plan=show"), tmp_path / "run")
+        run(configs.Settings.of(toy(tmp_path, "plan=show")), tmp_path / "run")
     config = toy(tmp_path, "plan=show", "cluster/wan=real")
     with pytest.raises(ConfigError, match="real network from 'cloud_a' to 'cloud_b'"):
-        planned(config, tmp_path / "run")
+        planned(configs.Settings.of(config), tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
 
-    run(planned(config, tmp_path / "run"), tmp_path / "run")
+    run(planned(configs.Settings.of(config), tmp_path / "run"), tmp_path / "run")
 
     summary, table = (
         read_summary(tmp_path / "run"), json.loads((tmp_path / "run" / PLAN_FILE).read_text())
@@ -325,5 +326,5 @@ def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
     assert summary["predicted_step_time_s"] == pytest.approx(
         table["predicted_step_time_s"], abs=1e-6
     )
-    job = given.read_job(tmp_path / "run" / configs.EXPERIMENT_FILE)
+    job = given.read_settings(tmp_path / "run" / configs.EXPERIMENT_FILE).job
     assert job.schedule.num_micro_batches == table["chosen"]["micro_batches"]  # type: ignore[attr-defined]

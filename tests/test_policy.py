@@ -32,14 +32,13 @@ from xcloud.job import config as configs
 from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
-from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import CONSTRUCTORS, Policy
 from xcloud.show.following import monitor_of
 
 ROOT = project.project_root()
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
-    "translate, generate, export": given.read_job,
+    "translate, generate, export": given.read_settings,
     "resume": lambda file: with_overrides(file, [], CONF),
     "approve": lambda file: approval.main([str(file), "--yes"]),
     "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),
@@ -67,7 +66,10 @@ def written(folder: Path, config: DictConfig | None = None, **changed: object) -
     config = composed("+exp=abnet_iwslt") if config is None else config
     settings = {key.replace("__", "."): value for key, value in changed.items()}
     file = folder / "experiment.yaml"
-    configs.write(changed_config(config, settings), file)
+    changed_config = OmegaConf.create(OmegaConf.to_container(config))
+    for key, value in settings.items():
+        OmegaConf.update(changed_config, key, value, merge=False)
+    OmegaConf.save(changed_config, file, resolve=True)
     return file
 
 
@@ -115,19 +117,19 @@ def test_a_file_cannot_change_how_a_constructor_is_called(
     key: str, tmp_path: Path, policy: object
 ) -> None:
     file = written(tmp_path, **{f"tracker__{key}": True})
-    assert refused(given.read_job, file).startswith(f"tracker.{key}: ")
+    assert refused(given.read_settings, file).startswith(f"tracker.{key}: ")
 
 
 def test_a_constructor_that_the_policy_names_is_called(
     tmp_path: Path, policy: Callable[..., None]
 ) -> None:
     file = written(tmp_path, OmegaConf.create(toy_config("local")))
-    message = refused(given.read_job, file)
+    message = refused(given.read_settings, file)
     assert message.endswith("constructors: [tests.toy.ToyTask]")
 
     policy(constructors=["tests.toy.ToyTask", "tests.toy.ToyModel"])
 
-    assert given.read_job(file).name == "toy"
+    assert given.read_settings(file).job.name == "toy"
 
 
 @pytest.mark.slow
@@ -177,28 +179,28 @@ def test_what_follows_a_run_that_was_read_may_call_no_more_than_the_run(
     config.follow_up = ["+exp=xnli_zero_shot", *spelled]
 
     with pytest.raises(ConfigError, match=said):
-        compose_follow_up(config, CONF, tmp_path, own=False)
+        compose_follow_up(configs.Settings.of(config), CONF, tmp_path, own=False)
     assert not owned.exists()
 
 
 def test_what_follows_is_what_was_checked(tmp_path: Path, policy: object) -> None:
     config = composed("+exp=electra_multilingual")
-    following = compose_follow_up(config, CONF, tmp_path, own=False)
-    assert following is not None and "${" not in OmegaConf.to_yaml(following)
+    following = compose_follow_up(configs.Settings.of(config), CONF, tmp_path, own=False)
+    assert following is not None and "${" not in str(following.plain)
 
 
 def test_only_the_checked_readers_build_what_a_file_says() -> None:
-    """A file is read as data by read_config, and a job is built by job_from_config: who uses both
+    """A file is read as data by read_config, and a job is built by Settings: who uses both
     has let an unchecked file through."""
     sources = [*ROOT.glob("xcloud/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     both = {
         path.relative_to(ROOT).as_posix()
         for path in [*sources, *ROOT.glob("benchmarks/*.py"), ROOT / "run.py"]
-        if {"read_config", "job_from_config"} <= names_in(path)
+        if {"read_config", "Settings"} <= names_in(path)
     }
     builders = {p.name for p in sources if "instantiate" in names_in(p)}
     assert both == {"xcloud/job/given.py"}
-    own = {"given.py", "trial.py", "__main__.py"}  # conf/, a part of a trial, what_if's groups
+    own = {"__main__.py"}  # what_if's groups
     assert builders == {"config.py", *own}
 
 
@@ -560,7 +562,9 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
     """Also where a folder is called as each word of it: a word is no path."""
     name = ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", *name)
-    words = [value for value in configs.flatten(config).values() if isinstance(value, str)]
+    words = [
+        value for value in configs.Settings.of(config).flat.values() if isinstance(value, str)
+    ]
     here = tmp_path / "here"
     for word in words:
         if word != "minilm" and "/" not in word:
@@ -569,8 +573,8 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
     for place in (".cache", "mlruns"):
         (here / place).rmdir()
     file = written(tmp_path, config)
-    job = given.shared_job(given.read_config(file), tmp_path)
-    assert job.headline == configs.job_from_config(config).headline
+    job = given.read_shared(file, tmp_path).job
+    assert job.headline == configs.Settings.of(config).job.headline
 
 
 WORDS = """
@@ -692,7 +696,7 @@ def test_a_strict_policy_allows_this_experiment_and_no_other(
     exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, out = written(tmp_path, composed(f"+exp={exp}")), tmp_path / "strict.yaml"
-    cloud = next(iter(given.read_job(file).cluster.clouds))
+    cloud = next(iter(given.read_settings(file).job.cluster.clouds))
 
     assert strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)]) == 0
     monkeypatch.setenv("XCLOUD_POLICY", str(out))

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from tests.configs import CONF
 from xcloud.base.errors import XcloudError
 from xcloud.job import given
+from xcloud.job.config import fill_in
 from xcloud.job.job import Job
 from xcloud.security.policy import CONSTRUCTORS
 
@@ -126,7 +127,7 @@ def check(seed: int, number: int, folder: Path) -> dict[str, int]:
         text = changed(tree, draw) if index % 2 else mutated(FILE, draw)
         file.write_text(text)
         try:
-            job = given.shared_job(given.read_config(file), folder)
+            job = given.read_shared(file, folder).job
         except XcloudError:
             found["refused"] += 1
         except Exception as error:
@@ -152,7 +153,7 @@ def test_100_000_mutated_files_are_refused_by_one_of_our_errors(seed: int, tmp_p
     check(seed, 10_000, tmp_path)
 
 
-def test_the_list_of_constructors_is_that_of_conf() -> None:
+def test_the_list_of_constructors_is_that_of_conf_and_of_defaults() -> None:
     found = set[str]()
 
     def walk(node: Any) -> None:
@@ -163,7 +164,7 @@ def test_the_list_of_constructors_is_that_of_conf() -> None:
                 walk(entry)
 
     for path in CONF.rglob("*.yaml"):
-        walk(OmegaConf.to_container(OmegaConf.load(path)))
+        walk(fill_in(OmegaConf.to_container(OmegaConf.load(path))))
     ours = {name for name in found if name.startswith("xcloud.")}
     assert ours == CONSTRUCTORS, "xcloud/security/policy.py"
 

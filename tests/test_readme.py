@@ -12,7 +12,7 @@ import pytest
 
 import xcloud
 from tests.configs import composed
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.show.tables import markdown_of
 from xcloud.study.archive import RunArchive
 
@@ -51,7 +51,7 @@ def test_every_run_command_builds_its_experiments(command: str) -> None:
     for number in {0, max(map(len, choices)) - 1}:
         pairs = zip(keys, choices, strict=True)
         overrides = (f"{k}={c[min(number, len(c) - 1)]}" for k, c in pairs)
-        job_from_config(composed(*overrides))
+        Settings.of(composed(*overrides))
 
 
 def test_the_readmes_table_is_what_the_demo_printed_and_what_a_run_prints_today() -> None:

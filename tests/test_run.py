@@ -195,9 +195,9 @@ def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: 
     config["training"]["max_steps"] = 100_000
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     script = (
-        "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
+        "import sys; from pathlib import Path; from xcloud.job.config import Settings;"
         "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
-        "run(OmegaConf.load(folder / 'config.yaml'), folder)"
+        "run(Settings.load(folder / 'config.yaml'), folder)"
     )
     running = command("-c", script, str(tmp_path), log=tmp_path / "log")
     wait_for(lambda: "step" in read(tmp_path / "events.jsonl"))

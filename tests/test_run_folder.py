@@ -46,8 +46,8 @@ def sweep_point(verdict: str) -> Writer:
     return begin
 
 
-def config() -> OmegaConf:
-    return OmegaConf.create(toy_config("local"))
+def config() -> configs.Settings:
+    return configs.Settings.of(toy_config("local"))
 
 
 def cli(*words: str) -> Writer:
@@ -63,7 +63,7 @@ WRITERS: dict[str, Writer] = {
     "run.py in a folder of an earlier run": lambda run_dir: local.run(config(), run_dir),
     "run.py resume=": lambda run_dir: local.run(config(), run_dir, check_can_go_on),
     "run.py plan=show": lambda run_dir: planned(
-        OmegaConf.create(toy_config("two_clouds", ["plan=show"])), run_dir
+        configs.Settings.of(toy_config("two_clouds", ["plan=show"])), run_dir
     ),
     "a sweep that resumes a point": sweep_point("resume"),
     "a sweep that runs a point again": sweep_point("again"),
@@ -89,7 +89,7 @@ def test_every_command_is_known_to_write_into_a_run_folder_or_not() -> None:
 def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "a run"
     folder.mkdir()
-    configs.write(config(), folder / configs.EXPERIMENT_FILE)
+    config().write(folder / configs.EXPERIMENT_FILE)
     event = {"event": "phase", "rank": 0, "cloud": "a", "t": 0.0, "name": "training"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     for name in ("rendezvous", "rank0.ready", "rank0.error.json", "summary.json"):
@@ -219,10 +219,10 @@ def test_a_second_command_does_not_disturb_a_living_run(tmp_path: Path) -> None:
     given["model"]["step_s"] = 0.02  # type: ignore[index]
     (tmp_path / "job.json").write_text(json.dumps(given))
     program = (
-        "import json, sys; from pathlib import Path; from omegaconf import OmegaConf\n"
+        "import json, sys; from pathlib import Path; from xcloud.job.config import Settings\n"
         "from xcloud.launch.local import run; folder = Path(sys.argv[1])\n"
         "from xcloud.features.checkpoints.resume import check_can_go_on\n"
-        "config = OmegaConf.create(json.loads((folder / 'job.json').read_text()))\n"
+        "config = Settings.of(json.loads((folder / 'job.json').read_text()))\n"
         "run(config, folder / 'run', check_can_go_on if sys.argv[2:] else None)\n"
     )
     first = command("-c", program, str(tmp_path), log=tmp_path / "first.log")
@@ -253,7 +253,7 @@ def test_a_name_leads_neither_out_of_a_folder_nor_into_a_shell(name: str, tmp_pa
     }.items():
         given = {**toy_config("local"), key: value}
         with pytest.raises(ConfigError, match="must be a name of letters, digits"):
-            configs.job_from_config(OmegaConf.create(given))
+            configs.Settings.of(given)
     if name:
         store = Store(tmp_path)
         with pytest.raises(ConfigError, match="sweep must be a name of"):
@@ -265,6 +265,6 @@ def test_a_name_leads_neither_out_of_a_folder_nor_into_a_shell(name: str, tmp_pa
 def test_what_a_run_is_called_by_is_no_command(key: str, text: str) -> None:
     given = {**toy_config("local"), key: text}
     with pytest.raises(ConfigError, match=f"{key} must be a text without control characters"):
-        configs.job_from_config(OmegaConf.create(given))
-    job = configs.job_from_config(OmegaConf.create({**given, key: "stanford/sst2 (two) 50 %"}))
+        configs.Settings.of(given)
+    job = configs.Settings.of(OmegaConf.create({**given, key: "stanford/sst2 (two) 50 %"})).job
     assert getattr(job, key) == "stanford/sst2 (two) 50 %"

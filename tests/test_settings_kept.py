@@ -28,7 +28,7 @@ OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "shard": [{"shard": True, "num_ranks": 2}],
     "replica": [{"replica": 1, "stages": [0]}],
 }
-"""Settings of the first of two clouds, by what they are about."""
+"""configs.Settings of the first of two clouds, by what they are about."""
 STRATEGIES = [name for name in FACTORS["strategy"] if name != "median"]  # which needs three
 
 
@@ -114,7 +114,7 @@ def test_a_whole_number_that_nothing_can_hold_is_refused_by_its_key() -> None:
         assert isinstance(changed, dict)
         _set(changed, key, 2**63)
         with pytest.raises(ConfigError, match=key.rpartition(".")[-1]):
-            configs.job_from_config(OmegaConf.create(changed))
+            configs.Settings.of(changed)
 
 
 @pytest.mark.parametrize("seed", [2**31, 20261126170305, 2**63 - 1])

@@ -27,7 +27,7 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.sharding.feature import check_in_step
 from xcloud.features.sharding.sharder import Sharder, is_sharded, whole_blocks
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
@@ -259,9 +259,9 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
 
 
 def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
-    job_from_config(composed(*DEALT))
+    Settings.of(composed(*DEALT))
     both = ["+cluster.clouds.cloud_b.shard=true", "strategy=data_parallel"]
-    job_from_config(composed(*DEALT, *both))
+    Settings.of(composed(*DEALT, *both))
 
 
 @pytest.mark.parametrize(
@@ -282,4 +282,4 @@ def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
 )
 def test_a_stage_that_cannot_be_dealt_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        job_from_config(composed(*DEALT, *overrides))
+        Settings.of(composed(*DEALT, *overrides))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.base.terminal import signals_to_stop
+from xcloud.job.config import Settings
 from xcloud.launch import local
 from xcloud.launch.processes import RunStopped
 
@@ -46,8 +46,8 @@ def run(
 
         monkeypatch.setattr(local, "Monitor", Record)
         monkeypatch.setattr(local, "_train", train)
-        config = OmegaConf.create(toy_config("two_clouds"))
-        return local.run(config, tmp_path, more_follows=more_follows)
+        asked = Settings.of(toy_config("two_clouds"))
+        return local.run(asked, tmp_path, more_follows=more_follows)
 
     def nobody_waits(number: int, frame: object) -> None:
         raise AssertionError("in a real process nothing would have been written")

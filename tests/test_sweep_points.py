@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import compose, points
-from xcloud.job.config import flatten
+from xcloud.job.config import Settings
 from xcloud.study.points import (
     differences,
     identity,
@@ -23,7 +23,7 @@ def named(*grid: str) -> list[str]:
 
 
 def test_identity_forgets_names_and_the_place_of_records_only() -> None:
-    settings = flatten(compose(["seed=1"]))
+    settings = Settings.of(compose(["seed=1"])).flat
     renamed = {**settings, "sweep": "x", "label": "y", "tracker.root": "/z", "task.cache_dir": "/"}
 
     assert identity(settings) == identity(renamed)
@@ -32,9 +32,9 @@ def test_identity_forgets_names_and_the_place_of_records_only() -> None:
 
 
 def test_seeds_share_a_setting_and_compressions_share_a_reference() -> None:
-    one, two = (flatten(compose([f"seed={seed}"])) for seed in (1, 2))
-    int8 = flatten(compose(["seed=1", "compression=int8"]))
-    slow = flatten(compose(["seed=1", "cluster/wan=line_8m"]))
+    one, two = (Settings.of(compose([f"seed={seed}"])).flat for seed in (1, 2))
+    int8 = Settings.of(compose(["seed=1", "compression=int8"])).flat
+    slow = Settings.of(compose(["seed=1", "cluster/wan=line_8m"])).flat
 
     assert identity(one) != identity(two) and identity(one, "seed") == identity(two, "seed")
     assert identity(one, "seed") != identity(int8, "seed") and identity(
@@ -52,7 +52,10 @@ def test_tab_completion_stays_fast() -> None:
 
 
 def test_differences_name_both_values() -> None:
-    one, two = flatten(compose([])), flatten(compose(["training.max_steps=9", "seed=2"]))
+    one, two = (
+        Settings.of(compose([])).flat,
+        Settings.of(compose(["training.max_steps=9", "seed=2"])).flat,
+    )
 
     assert differences(one, two) == {"seed": (1, 2), "training.max_steps": (8, 9)}
 

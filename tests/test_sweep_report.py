@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.sweep_runs import blank_store, compose, write_run
 from xcloud.base.errors import ConfigError
-from xcloud.job.config import flatten
+from xcloud.job.config import Settings
 from xcloud.show.canvas import canvas
 from xcloud.study import pictures, report
 from xcloud.study.pictures import front, write_pictures
@@ -399,7 +399,7 @@ def test_an_unknown_sweep_is_named_with_those_there_are(
 def test_the_page_shows_what_differs_and_the_figures_best_first(tmp_path: Path) -> None:
     rate = "compression.forward.svd.rate"
     grid = [f"compression=svd_fp16_int8 {rate}={r} seed={s}" for r in (0.2, 0.6) for s in (1, 2)]
-    points = [flatten(compose(one.split())) for one in [*grid, "compression=none"]]
+    points = [Settings.of(compose(one.split())).flat for one in [*grid, "compression=none"]]
     assert columns_of(points) == ["label", rate, "seed"]
 
     client, experiment_id = blank_store(tmp_path).open()

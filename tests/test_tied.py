@@ -19,7 +19,7 @@ from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.features.tied.gradients import TiedGradients
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.causal import CausalLM
 from xcloud.pipeline.settings import Optimizer, Training
@@ -141,14 +141,14 @@ def test_a_causal_model_ties_its_embeddings_and_its_head(tmp_path: Path, kind: s
 
 def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
     tied = ["+exp=lora_clm", "model.lora=null", "model.embeddings=tie", "model.own.tied=true"]
-    job_from_config(composed(*tied))
-    job_from_config(composed(*tied, "cluster=u_shape", "security=owner_keeps_text_and_labels"))
+    Settings.of(composed(*tied))
+    Settings.of(composed(*tied, "cluster=u_shape", "security=owner_keeps_text_and_labels"))
     with pytest.raises(
         ConfigError, match=r"needs both ends in every update, but strategy=local_updates"
     ):
-        job_from_config(composed(*tied, "strategy=local_updates"))
+        Settings.of(composed(*tied, "strategy=local_updates"))
     with pytest.raises(ConfigError, match=r"security\.privacy noises them apart"):
-        job_from_config(composed(*tied, "security/privacy=sample"))
+        Settings.of(composed(*tied, "security/privacy=sample"))
     for holders in ("{text: [cloud_a]}", "{label: [cloud_b]}"):
         with pytest.raises(ConfigError, match="gradients that show which words"):
-            job_from_config(composed(*tied, f"+security.holders={holders}"))
+            Settings.of(composed(*tied, f"+security.holders={holders}"))

@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.timelines import MS, assert_valid_trace, timeline, two_ranks
 from tests.toy import toy_config
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
@@ -139,7 +139,7 @@ def test_a_real_run_leaves_a_timeline_of_all_it_did(schedule: str, tmp_path: Pat
             "compression=int8", "training.evaluate_every=3",
         ],
     )  # fmt: skip
-    summary = run(OmegaConf.create(config), tmp_path)
+    summary = run(Settings.of(config), tmp_path)
 
     trace = json.loads((tmp_path / TRACE_FILE).read_text())
     assert_valid_trace(trace)
@@ -192,7 +192,7 @@ def test_a_failed_run_leaves_the_pictures_of_the_steps_it_made(tmp_path: Path) -
     config["training"]["max_steps"] = 100
 
     with pytest.raises(Exception, match="asked to fail"):
-        run(OmegaConf.create(config), tmp_path)
+        run(Settings.of(config), tmp_path)
 
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] > 0
     assert (tmp_path / "loss.png").exists() and (tmp_path / "step_time.png").exists()

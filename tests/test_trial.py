@@ -69,7 +69,7 @@ def toy(tmp_path: Path, *overrides: str, cluster: str = "two_clouds", few: bool 
 
 
 def trial_of(config: Any) -> TrialRun:
-    return Planner(config).trial
+    return Planner(configs.Settings.of(config)).trial
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Trials run with their ranks in threads, over links in memory. The jobs that ran."""
     made: list[Any] = []
 
-    def run(config: Any, run_dir: Path, more_follows: bool) -> None:
-        made.append(configs.job_from_config(config))
+    def run(settings: configs.Settings, run_dir: Path, more_follows: bool) -> None:
+        made.append(settings.job)
         combinations.run(made[-1], run_dir, monkeypatch)
 
     monkeypatch.setattr(trials, "run", run)
@@ -99,7 +99,7 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
     names = {"fp16_int8", "int8", "int4_int8", "int4"}
     assert set(others) == {(GPipe(m), name) for m in (1, 8) for name in names}
 
-    job: Any = configs.job_from_config(trial.trial_config)
+    job: Any = trial.trial_settings.job
     tour = job.autopilot
     assert isinstance(tour, Tour) and job.schedules == trial.shapes
     assert job.compression.names[0] == NO_COMPRESSION and len(job.compression.choices) == 5
@@ -114,14 +114,14 @@ def test_a_trial_is_the_job_without_lines_merges_and_first_phases(tmp_path: Path
     config = toy(tmp_path, "strategy=streaming", "cluster/wan=line_8m", "training.batch_size=16")
     config.cluster.clouds.cloud_b.slowdown = 3.0
 
-    found: Any = configs.job_from_config(trial_of(config).trial_config)
+    found: Any = trial_of(config).trial_settings.job
 
     assert found.strategy == Strategy() and found.plan is None
     assert found.cluster.wan == ClusterLayout({"a": Cloud()}, "free").wan
     assert {cloud.slowdown for cloud in found.cluster.clouds.values()} == {1.0}
     assert not found.checkpoint.are_made and found.training.batch_size == 16
     phased = trial_of(toy(tmp_path, "compression=phased_example"))
-    own = next(iter(configs.job_from_config(phased.trial_config).compression.choices.values()))  # type: ignore[attr-defined]
+    own = next(iter(phased.trial_settings.job.compression.choices.values()))  # type: ignore[attr-defined]
     assert own.label == "int4+int4" or own.label == "int4+int8"
 
 
@@ -150,7 +150,7 @@ def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
     tmp_path: Path, clouds: dict[str, Cloud], own: list[int], cut: Any
 ) -> None:
     config = toy(tmp_path)
-    job: Any = configs.job_from_config(config)
+    job: Any = configs.Settings.of(config).job
     job = replace(job, plan=None, model=BlockModel())
     candidates = {"none": Compression(), "int4": Compression()}
     trial = TrialRun(config, job, ClusterLayout(clouds, "free"), candidates, [4], 80)
@@ -244,7 +244,7 @@ def test_a_trial_that_fails_leaves_its_logs_and_one_that_is_stopped_nothing(
     trial = trial_of(toy(tmp_path))
     ends: list[BaseException] = [RunStopped("saved"), KeyboardInterrupt(), RunFailed("rank 0: no")]
 
-    def run(config: Any, run_dir: Path, more_follows: bool) -> None:
+    def run(settings: configs.Settings, run_dir: Path, more_follows: bool) -> None:
         print("a progress line")
         (run_dir / "rank0.log").write_text("why")
         raise ends[0]
@@ -327,6 +327,6 @@ def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, privac
 
     trial = trial_of(config)
 
-    found: Any = configs.job_from_config(trial.trial_config)
+    found: Any = trial.trial_settings.job
     assert found.security.privacy is None and found.strategy == Strategy()
     assert len(trial.shapes) > 4, "several numbers of micro-batches, and zero bubble"

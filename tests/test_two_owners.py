@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.job import config as configs
@@ -91,7 +90,7 @@ def test_every_cloud_sees_what_left_it_by_kind(tmp_path: Path) -> None:
 def follow(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any]) -> str:
     """What the monitor's table says of a run of two clouds whose second attempt had these."""
     file = folder / configs.EXPERIMENT_FILE
-    configs.write(OmegaConf.create(toy_config("two_clouds", ["cluster/wan=real"])), file)
+    configs.Settings.of(toy_config("two_clouds", ["cluster/wan=real"])).write(file)
     first = [
         {"event": "step", "step": 1, "step_s": 0.5, "rank": 0},
         {"event": "step", "step": 1, "step_s": 0.5, "rank": 1},

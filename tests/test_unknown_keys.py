@@ -74,10 +74,10 @@ def test_an_optional_key_is_set_with_a_plus_and_without(key: str, plus: str) -> 
 
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_a_run_that_goes_on_takes_an_optional_key(tmp_path: Path, plus: str) -> None:
-    configs.write(composed("+exp=abnet_iwslt"), tmp_path / "experiment.yaml")
+    configs.Settings.of(composed("+exp=abnet_iwslt")).write(tmp_path / "experiment.yaml")
     slower = f"{plus}cluster.clouds.cloud_b.slowdown=2.0"
     config = with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
-    assert configs.job_from_config(config).cluster.clouds["cloud_b"].slowdown == 2.0
+    assert configs.Settings.of(config).job.cluster.clouds["cloud_b"].slowdown == 2.0
 
 
 def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:

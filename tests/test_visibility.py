@@ -26,7 +26,7 @@ FITTING = [
 
 
 def built(cluster: str, *overrides: str) -> Experiment:
-    return configs.job_from_config(OmegaConf.create(text_config(cluster, list(overrides))))
+    return configs.Settings.of(OmegaConf.create(text_config(cluster, list(overrides)))).job
 
 
 @pytest.mark.parametrize(("cluster", "security"), FITTING)
@@ -47,7 +47,7 @@ def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
     """Prompts (with the answers that are written on from) in the first stage, answers to guess in
     the last; the upper half of the model in a cloud of its own sees neither."""
     chats = ["+exp=lora_clm", f"cluster={cluster}", f"security={security}"]
-    found = configs.job_from_config(composed(*chats))
+    found = configs.Settings.of(composed(*chats)).job
     assert isinstance(found, Experiment)
     for rank in range(found.cluster.num_ranks):
         place, last = found.cluster.placement(rank), found.cluster.num_stages - 1
@@ -58,7 +58,7 @@ def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
     with pytest.raises(
         ConfigError, match=r"Move the stage|name their stages"
     ):  # a copy for each cloud
-        configs.job_from_config(composed(*chats, "strategy=data_parallel"))
+        configs.Settings.of(composed(*chats, "strategy=data_parallel"))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_task_that_reads_what_it_may_not_is_stopped_before_the_first_step(
     config["task"] = {"_target_": "tests.toy_text.GreedyTextTask"}
 
     with pytest.raises(RunFailed, match="rank 0 of cloud 'text_owner': the task gave label"):
-        run(OmegaConf.create(config), tmp_path)
+        run(configs.Settings.of(config), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 0
 
 
@@ -169,9 +169,9 @@ def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None
     owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}
 
     with pytest.raises(ConfigError, match="none in rank 1 of cloud 'label_owner'"):
-        configs.job_from_config(OmegaConf.create(config))
+        configs.Settings.of(config)
     owner["one_stage_per_rank"] = False
-    configs.job_from_config(OmegaConf.create(config))
+    configs.Settings.of(config)
 
 
 def test_the_meter_of_averages_is_a_leak_meter_of_its_own() -> None:

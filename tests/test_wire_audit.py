@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from tests.toy_text import FIELDS, ToyTextTask, text_config
@@ -16,6 +15,7 @@ from xcloud.base.errors import DataError, FrameError
 from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.one_way.ranks import CARRIES, noting
+from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
@@ -41,7 +41,7 @@ def tapped_run(folder: Path, cluster: str, security: str, *more: str, **model: o
     tape.mkdir(parents=True)
     config["task"] = {"_target_": "tests.wiretap.TappedTask", "label_offset": OFFSET,
                       "tape": str(tape)}  # fmt: skip
-    return run(OmegaConf.create(config), folder / "run")
+    return run(Settings.of(config), folder / "run")
 
 
 def encodings(values: Tensor) -> list[bytes]:

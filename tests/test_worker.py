@@ -22,8 +22,8 @@ from xcloud.features.checkpoints.restored import restored
 from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.checkpoints.saving import about_part
 from xcloud.job import config as configs
-from xcloud.job.config import job_from_config
-from xcloud.job.given import read_job
+from xcloud.job.config import Settings
+from xcloud.job.given import read_settings
 from xcloud.job.job import Job
 from xcloud.launch import failures, one_rank, rank_process, several_machines, worker
 from xcloud.launch.torchrun import torchrun
@@ -68,7 +68,7 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
     called: list[str] = []
     role = type("Told", (Noting,), {"called": called, "fails_in": fails_in})
     monkeypatch.setattr(one_rank, "role_of", lambda job, rank: role)
-    job = job_from_config(CONFIG)
+    job = Settings.of(CONFIG).job
 
     if fails_in:
         with pytest.raises(LinkClosed, match=f"broke in {fails_in}"):
@@ -89,7 +89,7 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
     refused = Verdict("go", (0,), "seed is 1 here, 2 there")
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
-        live(job_from_config(CONFIG), tmp_path, refused)
+        live(Settings.of(CONFIG).job, tmp_path, refused)
     assert not called
 
 
@@ -109,7 +109,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setattr(rank_process, "rendezvous_here", lambda *all: called.append("join"))
     monkeypatch.setattr(one_rank, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
+    configs.Settings.of(CONFIG).write(tmp_path / configs.EXPERIMENT_FILE)
     CheckpointFolder(tmp_path).write(1, 0, {}, {})
     with pytest.raises(SystemExit):
         worker.main([str(tmp_path), "--rank", "0"])
@@ -127,7 +127,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
             restored(self.context, {}, None, {}).close()
 
     monkeypatch.setattr(one_rank, "role_of", lambda job, rank: Going)
-    job = job_from_config(CONFIG)
+    job = Settings.of(CONFIG).job
     folder = CheckpointFolder(tmp_path)
     for step in (5, 9):
         folder.write(step, 0, {}, about_part(job.places, {}, 7, {}))
@@ -164,7 +164,7 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
 def test_ranks_meet_in_their_run_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / name
     run_dir.mkdir()
-    job = job_from_config(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)})))
+    job = Settings.of(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}))).job
     agreement.rendezvous_here(job, 0, run_dir).write("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -191,11 +191,11 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
 
 def test_a_run_folder_holds_the_experiment_that_was_run_in_it(tmp_path: Path) -> None:
     (mine := tmp_path / "mine.yaml").write_text("# mine")
-    several_machines.keep_experiment(mine, CONFIG, tmp_path)
+    several_machines.keep_experiment(mine, Settings.of(CONFIG), run_dir=tmp_path)
     kept = tmp_path / "experiment.yaml"
-    assert read_job(kept) == job_from_config(CONFIG)
+    assert read_settings(kept).job == Settings.of(CONFIG).job
     kept.write_text("# mine")
-    several_machines.keep_experiment(kept, CONFIG, tmp_path)
+    several_machines.keep_experiment(kept, Settings.of(CONFIG), run_dir=tmp_path)
     assert kept.read_text() == "# mine"
 
 
@@ -234,7 +234,7 @@ def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ["training.max_steps=3", "training.checkpoint.every_steps=2"]
-    job = job_from_config(OmegaConf.create(toy_config("local", settings)))
+    job = Settings.of(toy_config("local", settings)).job
     asked, write = StopSignal(), CheckpointFolder.write
 
     def write_and_hear(folder: CheckpointFolder, step: int, *rest: Any) -> int:

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from tests.checkpoints import saved
 from tests.configs import CONF, composed
 from tests.runs import completed
 from xcloud.base.errors import ConfigError
+from xcloud.job.config import Settings
 from xcloud.job.given import compose_follow_up
 from xcloud.launch.local import run
 
@@ -32,7 +32,8 @@ def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     tmp_path: Path, suite_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = ("+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS, "training.max_steps=2")
-    run(composed(*first, f"cache_dir={suite_cache}", "follow_up=[]"), tmp_path / "there")
+    asked = composed(*first, f"cache_dir={suite_cache}", "follow_up=[]")
+    run(Settings.of(asked), tmp_path / "there")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
     command = shlex.split(line)[1:]
     assert command[:2] == ["python", "run.py"]
@@ -43,10 +44,10 @@ def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     assert (encoder / "model.safetensors").is_file()
 
 
-def following(tmp_path: Path, follow_up: str) -> DictConfig | None:
+def following(tmp_path: Path, follow_up: str) -> Settings | None:
     config = composed("+exp=electra_multilingual", "seed=5")
     config.merge_with_dotlist([f"follow_up={follow_up}"])
-    return compose_follow_up(config, CONF, tmp_path)
+    return compose_follow_up(Settings.of(config), CONF, tmp_path)
 
 
 def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Path) -> None:

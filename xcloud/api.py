@@ -27,6 +27,7 @@ from xcloud.base.errors import XcloudError as XcloudError
 from xcloud.base.project import MODEL_DIR, conf_dir
 from xcloud.comm.compression import CompressionPlan
 from xcloud.entry import carry_out, with_plan
+from xcloud.job.config import Settings
 from xcloud.job.given import check_is_run, composed, grid, option
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 
@@ -92,9 +93,9 @@ def run(experiment: str, *settings: str, folder: str | Path | None = None) -> Re
     settings cannot run, and RunFailed, naming the first cause, if the run fails. Ctrl+C saves the
     step under way and raises KeyboardInterrupt.
     """
-    config = composed([f"+exp={experiment}", *settings], conf_dir())
+    asked = Settings.of(composed([f"+exp={experiment}", *settings], conf_dir()))
     run_dir = Path(folder) if folder else Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
-    chosen = with_plan(config, run_dir)
+    chosen = with_plan(asked, run_dir)
     if chosen is None:
         raise ConfigError("plan=show starts no run; give plan=best, or leave it out")
     carry_out(chosen, run_dir)

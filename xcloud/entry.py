@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xcloud.base.overrides import with_home
 from xcloud.base.project import conf_dir, run_command
@@ -26,6 +26,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from xcloud.job.config import Settings
 
 RESUME = "resume="
 ANEW = "resume_anew=true"
@@ -111,29 +114,30 @@ def run_composed(config: DictConfig) -> None:
     """Run the config that Hydra has composed from sys.argv."""
     global composed
     composed = True
+    from xcloud.job.config import Settings
+
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from xcloud.features.checkpoints.resume import check_can_go_on
         from xcloud.launch.local import run
 
         # Hydra's own launcher; ours starts a process for each point (xcloud/study/runner.py).
-        run(config, run_dir, resumes=check_can_go_on, more_follows=True)
+        run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():
-        chosen = with_plan(config, run_dir)
+        chosen = with_plan(Settings.of(config), run_dir)
         if chosen is not None:  # else it was only to be shown
             carry_out(chosen, run_dir)
 
 
-def with_plan(config: DictConfig, run_dir: Path) -> DictConfig | None:
-    """Return the config with the best plan put in, if `plan` asks for one; None if the plans were
-    only to be shown."""
-    if str(config.plan._target_).endswith(".nothing"):
-        return config
+def with_plan(settings: Settings, run_dir: Path) -> Settings | None:
+    """Return the settings with the best plan put in, if `plan` asks for one; None if the plans
+    were only to be shown."""
+    if settings.job.plan is None:
+        return settings
     from xcloud.planner.planning import planned
 
-    chosen: DictConfig | None = planned(config, run_dir)
-    return chosen
+    return planned(settings, run_dir)
 
 
 def resume(words: Sequence[str]) -> None:
@@ -147,16 +151,16 @@ def resume(words: Sequence[str]) -> None:
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
     run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
-    config, has_more = resumed(run_dir, overrides, conf_dir=conf_dir())
+    settings, has_more = resumed(run_dir, overrides, conf_dir=conf_dir())
     carry_out(
-        config, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
+        settings, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
     )
 
 
 def carry_out(
-    config: DictConfig, run_dir: Path, resumes: Any = None, has_more: bool = True
+    settings: Settings, run_dir: Path, resumes: Any = None, has_more: bool = True
 ) -> None:
-    """Run a config, or the rest of it, and the run that follows it.
+    """Run what the settings describe, or the rest of it, and the run that follows it.
 
     resumes: as in `launch.local.run`. has_more: whether the first run has steps left.
     """
@@ -164,12 +168,12 @@ def carry_out(
     from xcloud.launch.local import run
 
     following = None
-    if config.get("follow_up"):
+    if settings.plain.get("follow_up"):
         from xcloud.job.given import compose_follow_up
 
-        following = compose_follow_up(config, conf_dir(), run_dir=run_dir, own=resumes is None)
+        following = compose_follow_up(settings, conf_dir(), run_dir=run_dir, own=resumes is None)
     if has_more:
-        run(config, run_dir, resumes=resumes, more_follows=following is not None)
+        run(settings, run_dir, resumes=resumes, more_follows=following is not None)
     elif following is None:
         raise ConfigError(
             f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"

@@ -32,7 +32,7 @@ from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
 from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
-from xcloud.job.given import check_is_run, read_job
+from xcloud.job.given import check_is_run, read_settings
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
@@ -53,7 +53,7 @@ class TrainedRun:
 
     def __init__(self, folder: Path, compressed: bool = True) -> None:
         check_is_run(folder, EXPERIMENT_FILE)
-        job = read_job(folder / EXPERIMENT_FILE)
+        job = read_settings(folder / EXPERIMENT_FILE).job
         task: Any = getattr(job, "task", None)  # a one-way job has none
         if getattr(task, "used_as", None) != self.used_as:
             raise ConfigError(f"{folder} is no run of a {self.used_as}: {job.headline}")

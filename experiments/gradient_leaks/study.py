@@ -37,7 +37,7 @@ from experiments.gradient_leaks.gradient_matching import (
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.experiment import Experiment
-from xcloud.job.config import job_from_config
+from xcloud.job.config import Settings
 from xcloud.models.causal_network import run as run_network
 from xcloud.rank.task_data import load
 from xcloud.security.defences import clip_factor
@@ -59,7 +59,7 @@ Changes = dict[str, Tensor]
 def prepared(length: int, kind: str) -> tuple[Experiment, Any, Stage]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", overrides=[*BASE, f"task.max_length={length}", *LORA[kind]])
-    job = job_from_config(config)
+    job = Settings.of(config).job
     assert isinstance(job, Experiment)
     data = load(job, 0, None)
     context = BuildContext(
@@ -160,7 +160,7 @@ def by_compressor() -> Iterator[tuple[str, str, dict[str, float]]]:
                 _, data, stage = prepared(length, kind)
                 with initialize_config_dir(str(CONF), version_base="1.3"):
                     config = compose("config", overrides=[*BASE, f"compression={name}"])
-                compression = job_from_config(config).compression  # type: ignore[attr-defined]
+                compression = Settings.of(config).job.compression  # type: ignore[attr-defined]
                 shapes = {n: p.shape for n, p in trained(stage).items()}
                 codec = TensorCodec(shapes, compression.for_tensor, 1, feedback=True)
                 for batch in batches(data, seed, size, 3):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.namespaces import ADDRESSES
 from xcloud.contracts.model import Batch, Stage, TaskData
-from xcloud.job.given import read_job
+from xcloud.job.given import read_settings
 from xcloud.rank.task_data import context_of
 
 RANKS = 2
@@ -48,7 +48,7 @@ class WholeModel(nn.Module):
 def main() -> None:
     name, rank, file, result = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    job = read_job(file)
+    job = read_settings(file).job
     fields = job.model.fields(0, 1) | {"ids"}
     data = job.task.load(frozenset(fields - {"ids"}), job.seed)
     device = torch.device("cpu")

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -98,6 +99,54 @@ def _check_width(value: object, path: str, name: str) -> None:
         if isinstance(number, int) and abs(number) > MOST_WHOLE:
             key = f"{path}.{name}" if path else name
             raise ConfigError(f"{key} is {number}; a whole number has at most 63 bits")
+
+
+def with_defaults(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a constructor in its order, with the default of each that is not
+    given.
+
+    given: its settings by name, plain data; what the constructor does not name stays at the end.
+    A default that is no plain data and does not keep its own settings stays left out: no class of
+    xcloud has one.
+    """
+    factories: dict[str, Callable[[], Any]] = {}
+    if dataclasses.is_dataclass(target):
+        for field in dataclasses.fields(target):
+            if field.default_factory is not dataclasses.MISSING:
+                factories[field.name] = field.default_factory
+    settings = {key: value for key, value in given.items() if str(key).startswith("_")}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name in given:
+            settings[name] = given[name]
+        elif parameter.default is not parameter.empty:
+            default = factories[name]() if name in factories else parameter.default
+            try:
+                settings[name] = as_settings(default)
+            except (AttributeError, ValueError):
+                continue
+    return {**settings, **given}
+
+
+def as_settings(made: Any) -> Any:
+    """Return the settings of an object as plain data, as an experiment file has them.
+
+    Raises AttributeError or ValueError for an object that does not keep what its constructor took.
+    """
+    if made is None or isinstance(made, str | bool | int | float):
+        return made
+    if isinstance(made, Mapping):
+        return {str(key): as_settings(value) for key, value in made.items()}
+    if isinstance(made, list | tuple):
+        return [as_settings(value) for value in made]
+    kind = type(made)
+    settings: dict[str, Any] = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = as_settings(getattr(made, name))
+        if parameter.kind is parameter.VAR_KEYWORD:
+            settings |= value
+        else:
+            settings[name] = value
+    return settings
 
 
 def nothing() -> None:

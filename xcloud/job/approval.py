@@ -11,16 +11,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
-from xcloud.job.config import policy_file, this_clouds_policy
+from xcloud.job.config import Settings, policy_file, this_clouds_policy
 from xcloud.job.given import read_to_approve
-from xcloud.job.job import Job
 from xcloud.job.strict_policy import places_of
 from xcloud.layout import num_ranks_in_words
 from xcloud.record.files import replace_text
@@ -39,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     asked = read_to_approve(given.experiment)
     policy = this_clouds_policy()
     where = policy_file()
-    say("\n".join(_described(asked.job, asked.settings)))
+    say("\n".join(_described(asked.settings)))
     if asked.refusal is not None:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
@@ -69,12 +67,13 @@ def in_groups(digest: str) -> str:
     return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, len(groups), 4))
 
 
-def _described(job: Job, settings: dict[str, Any]) -> Iterator[str]:
+def _described(settings: Settings) -> Iterator[str]:
     """Yield, line by line, what a job asks of the clouds that run it."""
+    job = settings.job
     yield job.headline
-    for use, names in places_of(settings).items():
+    for use, names in places_of(settings.plain).items():
         yield f"{_USES[use]:<10}{_names(names - PACKAGED.keys()) or 'nothing'}"
-    more = _names(targets_of(settings) - CONSTRUCTORS)
+    more = _names(targets_of(settings.plain) - CONSTRUCTORS)
     yield f"{'calls':<10}{more or 'nothing but xcloud'}"
     join_h = job.cluster.liveness.join_within_s / 3600
     yield (

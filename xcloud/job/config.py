@@ -1,13 +1,16 @@
-"""From a composed config to a job, and the file that describes one.
+"""`Settings`: what a run is to do, made once from a composed config or a file and passed on.
 
 Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
@@ -20,28 +23,100 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root, this_owners_file
+from xcloud.base.settings import with_defaults
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
+from xcloud.job.compared import compared_settings
 from xcloud.job.job import Job
 from xcloud.line.keys import LineKeys, read_line_keys
 from xcloud.record.files import replace_text
 from xcloud.security.policy import POLICY_FILE, Policy, plain_text
 
 EXPERIMENT_FILE = "experiment.yaml"
-NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
 
 
-def job_from_config(config: DictConfig, policy: Policy | None = None) -> Job:
-    """Build the job that a config describes. Raises ConfigError naming the key.
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one run: the job that they describe, and the same as plain data.
 
-    policy: of this cloud, where the settings come from elsewhere. It checks the very containers
-        that are built, all of them, before anything that they name is imported.
+    job: what the tools around a run ask.
+    plain: every setting with its effective value, those of the defaults of classes included; also
+        what no file of a run holds (a plan that is asked for, the user's command on an event).
     """
-    plain = resolved(config)
-    if policy is not None:
-        policy.check_build(plain)
-    check_keys(plain, "")
+
+    job: Job
+    plain: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | DictConfig, policy: Policy | None = None) -> Settings:
+        """Resolve a config, check its keys, fill in defaults and build its job.
+
+        policy: of this cloud, where the settings come from elsewhere. It checks the very
+            containers that are built, all of them, before anything that they name is imported.
+        Raises ConfigError that names the key.
+        """
+        plain = resolved(config)
+        if policy is not None:
+            policy.check_build(plain)
+        check_keys(plain, "")
+        plain = fill_in(plain)
+        return cls(Job.of(build(plain)), plain)
+
+    @classmethod
+    def load(cls, file: Path) -> Settings:
+        """Read an experiment file that this machine's own `write` has just made."""
+        return cls.of(cast(DictConfig, OmegaConf.load(file)))
+
+    def changed(self, changes: Mapping[str, Any]) -> Settings:
+        """Return other settings, with these values by dotted name."""
+        plain = copy.deepcopy(dict(self.plain))
+        for key, value in changes.items():
+            node = plain
+            *path, name = key.split(".")
+            for part in path:
+                node = node[part]
+            node[name] = value
+        return type(self).of(plain)
+
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """The settings that a file, the tracker and other ranks are given: without the plan that
+        was asked for and without the user's command on an event."""
+        kept = {key: value for key, value in self.plain.items() if key != "plan"}
+        if kept.get("launch"):
+            kept["launch"] = {**kept["launch"], "on_event": None}
+        return kept
+
+    @cached_property
+    def flat(self) -> dict[str, object]:
+        """The kept settings by dotted name, for the tracker and to compare runs."""
+        return flatten(self.kept)
+
+    @cached_property
+    def compared(self) -> dict[str, str]:
+        """Those that must be equal in all ranks, as JSON texts by dotted name."""
+        return compared_settings(self.kept)
+
+    def write(self, file: Path) -> None:
+        """Write the experiment file: everything that a worker on another machine needs."""
+        replace_text(file, OmegaConf.to_yaml(self.kept))
+
+
+def fill_in(node: Any) -> Any:
+    """Return settings with the defaults of what their constructors leave out."""
+    if isinstance(node, list):
+        return [fill_in(entry) for entry in node]
+    if not isinstance(node, Mapping):
+        return node
+    filled = {key: fill_in(entry) for key, entry in node.items()}
+    if "_target_" in filled:
+        return with_defaults(resolve_name(str(filled["_target_"])), filled)
+    return filled
+
+
+def build(plain: Mapping[str, Any]) -> Any:
+    """Build what plain settings describe. Raises ConfigError or DataError that names the key."""
     try:
-        return Job.of(instantiate(plain, _convert_="all"))
+        return instantiate(plain, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
@@ -51,12 +126,13 @@ def job_from_config(config: DictConfig, policy: Policy | None = None) -> Job:
         raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
 
 
-def resolved(config: DictConfig) -> dict[str, Any]:
+def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     """Return all that a job is built of as plain containers.
 
     Raises ConfigError for a setting without a value.
     """
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    plain = OmegaConf.masked_copy(given, [str(key) for key in given if key != "hydra"])
     try:
         OmegaConf.resolve(plain)
     except InterpolationKeyError as error:
@@ -109,26 +185,6 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
-def _kept(config: DictConfig, without: Sequence[str] = NOT_RUN) -> DictConfig:
-    """Return a copy of a config without the groups of `without`, and without the command of the
-    user's, which no file, tracker or other rank is to have."""
-    kept: DictConfig = OmegaConf.masked_copy(config, [str(k) for k in config if k not in without])
-    if OmegaConf.select(kept, "launch.on_event") is not None:
-        kept.launch = {**kept.launch, "on_event": None}
-    return kept
-
-
-def write(config: DictConfig, path: Path) -> None:
-    """Write the resolved experiment file: everything a worker on another machine needs."""
-    plain = _kept(config)
-    replace_text(path, OmegaConf.to_yaml(plain, resolve=True))
-
-
-def load(path: Path) -> DictConfig:
-    """Read an experiment file that this machine's own `write` has just made."""
-    return cast(DictConfig, OmegaConf.load(path))
-
-
 def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Any:
     """Read a YAML file that may come from elsewhere as plain containers (policy.plain_text).
 
@@ -167,15 +223,10 @@ def policy_file() -> Path:
     return Path(named) if named else this_owners_file(POLICY_FILE)
 
 
-def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:
-    """Return the experiment as plain containers, resolved, without what is not part of a run."""
-    return cast(dict[str, Any], OmegaConf.to_container(_kept(config, without), resolve=True))
-
-
-def flatten(config: DictConfig) -> dict[str, object]:
-    """Return settings by dotted name, for a tracker; of targets the last part of their path."""
+def flatten(plain: Mapping[str, Any]) -> dict[str, object]:
+    """Return settings by dotted name; of targets the last part of their path."""
     flat: dict[str, object] = {}
-    for path, value in dotted(plain_settings(config), ""):
+    for path, value in dotted(plain, ""):
         where, _, key = path.rpartition(".")
         if key == "_target_":
             flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]

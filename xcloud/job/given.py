@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -23,7 +23,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,29 +33,32 @@ from xcloud.base.wording import meant, unknown_key
 from xcloud.contracts.one_way import OneWayModel
 from xcloud.job.config import (
     EXPERIMENT_FILE,
+    Settings,
+    build,
     dotted,
     flatten,
-    job_from_config,
     policy_file,
     read_plain,
     resolved,
     this_clouds_policy,
 )
-from xcloud.job.job import Job, PipelineJob
+from xcloud.job.job import PipelineJob
 from xcloud.record.files import EVENTS_FILE
 from xcloud.record.summary import read_summary
 
 
-def read_config(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> DictConfig:
+def read_config(
+    path: Path, approve: Callable[[bytes, Path], None] | None = None
+) -> dict[str, Any]:
     """Read an experiment file as data: nothing in it is imported, resolved or built.
 
-    Only read_job, read_checked and shared_job may build what it says. Raises ConfigError if it is
-    missing or no experiment file.
+    Only the functions below may build what it says. Raises ConfigError if it is missing or no
+    experiment file.
     """
     loaded = read_plain(path, approve)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
-    return OmegaConf.create(loaded)
+    return loaded
 
 
 def settings_of(path: Path) -> dict[str, object]:
@@ -64,42 +66,30 @@ def settings_of(path: Path) -> dict[str, object]:
     return flatten(read_config(path))
 
 
-def read_job(path: Path) -> Job:
-    """Build the job of a run folder's file, which may come from elsewhere.
+def read_settings(path: Path) -> Settings:
+    """Read a run folder's file, which may come from elsewhere, and build its job.
 
     It may name xcloud's constructors and those that this cloud's policy allows. Raises ConfigError
     for any other.
     """
-    return job_from_config(read_config(path), this_clouds_policy())
+    return Settings.of(read_config(path), this_clouds_policy())
 
 
-def read_checked(path: Path) -> DictConfig:
-    """Read a run folder's file for a user who changes settings of it.
-
-    What is built keeps within the bounds of this cloud's policy.
-    """
-    config = read_config(path)
-    this_clouds_policy().check_build(resolved(config))
-    return config
-
-
-def read_shared(path: Path, run_dir: Path) -> tuple[DictConfig, Job]:
+def read_shared(path: Path, run_dir: Path) -> Settings:
     """Read a file that several clouds share, if this cloud has approved it, and build its job."""
     policy = this_clouds_policy()
     config = read_config(path, partial(policy.check_approved, policy_file=policy_file()))
-    return config, shared_job(config, run_dir)
+    return _shared(config, run_dir)
 
 
 class ToApprove(NamedTuple):
     """A shared file for a person who decides whether it may run in this cloud.
 
-    settings: as plain containers.
     digest: the SHA-256 of the very bytes that were read.
     refusal: why this cloud's policy would not let it run, apart from `approved`; None if it would.
     """
 
-    settings: dict[str, Any]
-    job: Job
+    settings: Settings
     digest: str
     refusal: ConfigError | None
 
@@ -115,16 +105,16 @@ def read_to_approve(path: Path) -> ToApprove:
         found.append(hashlib.sha256(data).hexdigest())
 
     config = read_config(path, note)
-    job = job_from_config(config, this_clouds_policy())
+    settings = Settings.of(config, this_clouds_policy())
     refusal = None
     try:
-        shared_job(config, run_dir=path.absolute().parent)
+        _shared(config, run_dir=path.absolute().parent)
     except ConfigError as error:
         refusal = error
-    return ToApprove(resolved(config), job=job, digest=found[0], refusal=refusal)
+    return ToApprove(settings, digest=found[0], refusal=refusal)
 
 
-def shared_job(config: DictConfig, run_dir: Path) -> Job:
+def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
     """Build the job of a file that several clouds share, within the bounds of this cloud's policy.
 
     They hold for what is read, written, contacted and held, too. Raises ConfigError before
@@ -132,10 +122,10 @@ def shared_job(config: DictConfig, run_dir: Path) -> Job:
     """
     policy = this_clouds_policy()
     policy.check(resolved(config), run_dir)
-    job = job_from_config(config, policy)
-    policy.check_required(job)
-    policy.check_held(job.cluster.clouds, job.held_by)
-    return job
+    settings = Settings.of(config, policy)
+    policy.check_required(settings.job)
+    policy.check_held(settings.job.cluster.clouds, settings.job.held_by)
+    return settings
 
 
 @contextlib.contextmanager
@@ -164,8 +154,8 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     """
     if wrong := unreadable(overrides):
         raise ConfigError("\n".join(wrong))
-    config = read_checked(path)
-    OmegaConf.set_struct(config, False)
+    config = OmegaConf.create(read_config(path))
+    this_clouds_policy().check_build(resolved(config))
     try:
         with _composing(conf_dir):
             for word in parsed(overrides):
@@ -187,19 +177,18 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     return config
 
 
-def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
-    """Return the config that a run goes on with, and whether anything is left to do.
+def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Settings, bool]:
+    """Return the settings that a run goes on with, and whether anything is left to do.
 
     overrides: what differs from the run's own config.
     Raises ConfigError.
     """
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
-    config = with_overrides(file, overrides, conf_dir=conf_dir)
-    job = job_from_config(config)
+    settings = Settings.of(with_overrides(file, overrides, conf_dir=conf_dir))
     if read_summary(run_dir).get("status") == "finished":
-        return config, job.max_steps > read_job(file).max_steps
-    return config, True
+        return settings, settings.job.max_steps > read_settings(file).job.max_steps
+    return settings, True
 
 
 def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
@@ -264,7 +253,7 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
 def option(group: str, name: str, conf_dir: Path) -> Any:
     """Build what an option of a group in conf_dir describes. Raises ConfigError if unknown."""
     config = composed([f"{group}={name}"], conf_dir)
-    return instantiate(OmegaConf.select(config, group), _convert_="all")
+    return build(resolved(OmegaConf.select(config, group)))
 
 
 def explained(
@@ -390,21 +379,21 @@ class FollowedJob(Protocol):
 
 
 def compose_follow_up(
-    config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
-) -> DictConfig | None:
+    settings: Settings, conf_dir: Path, run_dir: Path, own: bool = True
+) -> Settings | None:
     """Compose what `follow_up` of this experiment asks for; None if it asks for nothing.
 
     It runs after the first one, has its seed, tracker and cache, and reads what its run will have
     left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
     runs, if it cannot be composed or what it reads beside that is missing.
 
-    own: config was composed here. Else its overrides may choose from conf_dir and set values, and
-        what they compose is checked as by read_job.
+    own: the settings were composed here. Else its overrides may choose from conf_dir and set
+        values, and what they compose is checked as by read_settings.
     """
-    if not OmegaConf.select(config, "follow_up"):
+    if not settings.plain.get("follow_up"):
         return None
     policy = None if own else this_clouds_policy()
-    experiment = cast(FollowedJob, job_from_config(config))  # no other has a follow_up
+    experiment = cast(FollowedJob, settings.job)  # no other has a follow_up
     try:
         leaves = experiment.model.leaves(run_dir)
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
@@ -416,16 +405,15 @@ def compose_follow_up(
             if policy is not None:
                 _check_words(named)
             own_words = map(with_home, experiment.follow_up)
-            following = _compose([*given, *own_words])
-        OmegaConf.set_struct(following, False)
+            config = _compose([*given, *own_words])
+        OmegaConf.set_struct(config, False)
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
-            following.tracker = config.tracker
-        following = OmegaConf.create(resolved(following))  # what is checked is what runs
-        job = job_from_config(following, policy)
-        if any(OmegaConf.select(following, key) == value for key, value in leaves.items()):
-            _check_reading(job.pipeline, experiment)
+            config.tracker = settings.plain["tracker"]
+        following = Settings.of(config, policy)
+        if any(OmegaConf.select(config, key) == value for key, value in leaves.items()):
+            _check_reading(following.job.pipeline, experiment)
         else:
-            job.check()
+            following.job.check()
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(

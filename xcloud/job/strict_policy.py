@@ -14,8 +14,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import this_owners_file
 from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
-from xcloud.job.config import resolved
-from xcloud.job.given import read_checked, read_job
+from xcloud.job.given import read_settings
 from xcloud.security.places import is_place, leads_of
 from xcloud.security.policy import CONSTRUCTORS, POLICY_FILE, Policy, targets_of
 
@@ -31,17 +30,17 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     The file is built to see what it holds, so it may name no constructor that the policy in force
     does not allow. Raises ConfigError.
     """
-    job = read_job(file)
-    settings = resolved(read_checked(file))
+    settings = read_settings(file)
+    job = settings.job
     clouds = list(job.cluster.clouds)
     if cloud not in clouds:
         raise ConfigError(f"--cloud is {cloud!r}; the clouds of {file} are {', '.join(clouds)}")
 
-    allowed = places_of(settings)
+    allowed = places_of(settings.plain)
     keys: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
-        "constructors": sorted(targets_of(settings) - CONSTRUCTORS),
+        "constructors": sorted(targets_of(settings.plain) - CONSTRUCTORS),
         "read": sorted(allowed["read"]),
         "write": sorted(allowed["write"]),
         "hub": sorted(allowed["hub"] - PACKAGED.keys()),

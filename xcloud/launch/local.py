@@ -1,4 +1,4 @@
-"""One run on this machine, from a composed config to summary.json; also the rest of one that was
+"""One run on this machine, from its settings to summary.json; also the rest of one that was
 interrupted."""
 
 from __future__ import annotations
@@ -8,31 +8,28 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig
 
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import run_command
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
-from xcloud.job import config as configs
+from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu, comes_again
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.rank.agreement import compared_settings
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.show.monitor import Monitor
 
-CanGoOn = Callable[[Job, Path, Mapping[str, str]], None]
+CanGoOn = Callable[[Settings, Path], None]
 
 
 def run(
-    config: DictConfig,
+    settings: Settings,
     run_dir: Path,
     resumes: CanGoOn | None = None,
     more_follows: bool = False,
@@ -51,25 +48,22 @@ def run(
     what happened. A first signal after the ranks have ended waits until the record is written,
     and changes nothing else; a second one ends that too.
     """
-    job = _checked_job(config)
+    _check_job(settings.job)
     with owned(run_dir):
-        _check_folder(job, config, run_dir=run_dir, resumes=resumes)
-        return _run(
-            job, config, run_dir=run_dir, resumes=resumes is not None, more_follows=more_follows
-        )
+        _check_folder(settings, run_dir, resumes=resumes)
+        return _run(settings, run_dir, resumes=resumes is not None, more_follows=more_follows)
 
 
-def _run(
-    job: Job, config: DictConfig, run_dir: Path, resumes: bool, more_follows: bool
-) -> dict[str, Any]:
-    file = run_dir / configs.EXPERIMENT_FILE
+def _run(settings: Settings, run_dir: Path, resumes: bool, more_follows: bool) -> dict[str, Any]:
+    job = settings.job
+    file = run_dir / EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
-    configs.write(config, asked)
+    settings.write(asked)
     say(job.headline)
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
-    monitor = Monitor(job, configs.flatten(config), run_dir=run_dir)
+    monitor = Monitor(settings, run_dir)
     ranks = _ranks(job, run_dir, file=asked)
 
     cause: str | None = None
@@ -81,7 +75,7 @@ def _run(
                 ranks,
                 monitor,
                 experiment=job,
-                follow=lambda: _follow(ranks, monitor, config=config, file=file),
+                follow=lambda: _follow(ranks, monitor, settings=settings, file=file),
             )
         except BaseException as error:
             cause = _cause(error, run_dir)
@@ -101,20 +95,18 @@ def _run(
     return summary
 
 
-def _checked_job(config: DictConfig) -> Job:
-    """Return the job that a config describes. Raises ConfigError for what cannot run here."""
-    job = configs.job_from_config(config)
+def _check_job(job: Job) -> None:
+    """Raise ConfigError for what cannot run here."""
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     job.check()
     for name, cloud in job.cluster.clouds.items():
         if cloud.device == "cuda":
             check_gpu(name)
-    return job
 
 
-def _check_folder(job: Job, config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> None:
-    """Raise ConfigError if the job can neither begin in the folder nor go on from it."""
+def _check_folder(settings: Settings, run_dir: Path, resumes: CanGoOn | None) -> None:
+    """Raise ConfigError if the run can neither begin in the folder nor go on from it."""
     if not has_events(run_dir):
         return
     if resumes is None:
@@ -122,7 +114,7 @@ def _check_folder(job: Job, config: DictConfig, run_dir: Path, resumes: CanGoOn 
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: {run_command()} {shlex.quote(f'resume={run_dir}')}"
         )
-    resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
+    resumes(settings, run_dir)
 
 
 def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
@@ -140,12 +132,12 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
     )
 
 
-def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
+def _follow(ranks: LocalRanks, monitor: Monitor, settings: Settings, file: Path) -> bool:
     """Read new events. Return whether all ranks have joined."""
     have_joined = monitor.poll()
     if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
         with contextlib.suppress(OSError):  # a full disk: it is tried again
-            configs.write(config, file)
+            settings.write(file)
             ranks.experiment_file = file
             monitor.keep(file)
     return have_joined

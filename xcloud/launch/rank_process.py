@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from xcloud.job import config as configs
+from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
 from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
@@ -69,8 +69,9 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Run the rank. Return whether the run has ended early, as it was asked to."""
-        config, job = self.read()
-        table = table_of(configs.plain_settings(config))
+        settings = self.read()
+        job = settings.job
+        table = table_of(settings.compared)
         self.state.may_leave = self.rank not in job.roster.essential
         rendezvous, verdict = join(
             job,
@@ -79,12 +80,13 @@ class RankProcess(Process):
             run_dir=self.run_dir,
             find_others=lambda: self.rendezvous(job),
         )
-        return self.play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
+        return self.play(settings, table, rendezvous=rendezvous, verdict=verdict)
 
     def play(
-        self, job: Job, config: Any, table: Table, rendezvous: Rendezvous, verdict: Verdict
+        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
     ) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""
+        job = settings.job
         if job.cluster.num_processes < job.cluster.num_ranks:
             return run_in_threads(
                 job, table, run_dir=self.run_dir, asked=self.asked, state=self.state
@@ -100,10 +102,9 @@ class RankProcess(Process):
             transport=transport,
         )
 
-    def read(self) -> tuple[Any, Job]:
-        """Return the settings that this rank is to run, and the job that they describe."""
-        config = configs.load(self.file)
-        return config, configs.job_from_config(config)
+    def read(self) -> Settings:
+        """Return the settings that this rank is to run."""
+        return Settings.load(self.file)
 
     def rendezvous(self, job: Job) -> Rendezvous:
         """Find the other ranks."""

@@ -18,8 +18,8 @@ from xcloud.base.errors import ConfigError, DataError, LinkError
 from xcloud.base.project import MODEL_DIR, module_paths, python_command
 from xcloud.base.run_folder import check_owned_by_parent, owned
 from xcloud.base.terminal import say, signals_to_stop
-from xcloud.job import config as configs
 from xcloud.job import given
+from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.launch.failures import failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
@@ -59,10 +59,11 @@ class TorchrunProcess(RankProcess):
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
 
-    def read(self) -> tuple[Any, Job]:
-        config, job = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
-        _check_cloud(job, self.rank, cloud=self._cloud, me=configs.this_clouds_policy().me)
-        return config, job
+    def read(self) -> Settings:
+        settings = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
+        me = this_clouds_policy().me
+        _check_cloud(settings.job, self.rank, cloud=self._cloud, me=me)
+        return settings
 
     def rendezvous(self, job: Job) -> Rendezvous:
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
@@ -97,13 +98,14 @@ class TorchrunProcess(RankProcess):
         detector.leave()
 
     def play(
-        self, job: Job, config: Any, table: Table, rendezvous: Rendezvous, verdict: Verdict
+        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
     ) -> bool:
         """Run what all ranks have agreed on; one rank of each machine says how it goes."""
+        job = settings.job
         _check_started(job)
         _check_unfinished(job, self.run_dir)
         if self.is_first_here:
-            keep_experiment(self.file, config, run_dir=self.run_dir)
+            keep_experiment(self.file, settings, run_dir=self.run_dir)
             say(job.headline)
         if verdict.from_step:
             self._say(f"goes on from step {verdict.from_step}")
@@ -111,7 +113,7 @@ class TorchrunProcess(RankProcess):
             self.state.listener = OwnProgress(job.max_steps, self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
-        is_stopped = super().play(job, config, table=table, rendezvous=rendezvous, verdict=verdict)
+        is_stopped = super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
         if is_stopped:
             leave_ending(self.rank, Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
@@ -167,13 +169,13 @@ class TorchrunProcess(RankProcess):
             self._say(f"last checkpoint: step {steps[0]}; give the same command in every cloud")
 
 
-def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
+def keep_experiment(file: Path, settings: Settings, run_dir: Path) -> None:
     """Copy the experiment to the run folder, for `export` and the tracker, once all ranks have
     agreed to run it."""
-    kept = run_dir / configs.EXPERIMENT_FILE
+    kept = run_dir / EXPERIMENT_FILE
     with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
         if file.resolve() != kept:
-            configs.write(config, kept)
+            settings.write(kept)
 
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:

@@ -12,17 +12,19 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.base.run_folder import owned
+from xcloud.base.settings import as_settings
 from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.feature_list import all_features
-from xcloud.job import config as configs
+from xcloud.job.config import Settings, build
 from xcloud.job.job import PipelineJob
+from xcloud.layout import ClusterLayout
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.planner.search import Space, search, splits_of
 from xcloud.planner.settings import FreelyCut, Planning, with_micro_batches
-from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
+from xcloud.planner.trial import TrialRun
 from xcloud.record.timeline import PLAN_FILE, write_predicted
 from xcloud.security.defences import LABEL
 from xcloud.simulator.costs import Profile, lines_of, read_profile
@@ -32,18 +34,18 @@ from xcloud.simulator.pricing import OverEpochs, Pricer
 PICTURE = "plan.png"
 
 
-def planned(config: Any, run_dir: Path) -> Any:
-    """Plan a run; return the config of the best plan with plan=apply, None with plan=show.
+def planned(settings: Settings, run_dir: Path) -> Settings | None:
+    """Plan a run; return the settings of the best plan with plan=apply, None with plan=show.
 
     Leaves plan.json and plan.png in run_dir. Raises ConfigError.
     """
-    planner = Planner(config)
+    planner = Planner(settings)
     planner.job.check()
     with owned(run_dir):
         return _planned(planner, run_dir)
 
 
-def _planned(planner: Planner, run_dir: Path) -> Any:
+def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     say(planner.job.headline)
     report = planner.report(*planner.profile())
     print_plans(report)
@@ -71,14 +73,14 @@ class Planner:
     not_planned: strategies that the job does not allow, and why.
     """
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        job = configs.job_from_config(config).pipeline
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        job = settings.job.pipeline
         assert isinstance(job.plan, Planning)
         self.job = job
         self.plan = job.plan
         self.features = [feature for feature in all_features() if feature.is_used(job)]
-        self.cluster = written_cluster(config)
+        self.cluster: ClusterLayout = build(settings.plain["cluster"])
         if job.compression.boundaries:
             raise ConfigError(
                 "plan: compression differs from boundary to boundary, which is not priced yet; "
@@ -114,7 +116,7 @@ class Planner:
         cluster = replicas_of(self.cluster)[0]
         num_steps = self.plan.trial_steps
         return TrialRun(
-            config=self.config,
+            settings=self.settings,
             job=self.job,
             cluster=cluster,
             candidates=self.candidates,
@@ -160,19 +162,19 @@ class Planner:
             over_epochs=epochs,
         )
 
-    def applied(self, chosen: Priced, report: Report) -> Any:
-        """Return the config with this plan."""
+    def applied(self, chosen: Priced, report: Report) -> Settings:
+        """Return the settings with this plan."""
         plan = chosen.plan
-        given = configs.plain_settings(self.config, without=("hydra",))["plan"]
-        settings: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
+        given = self.settings.plain["plan"]
+        changes: dict[str, Any] = {"plan": None, "schedule": as_settings(plan.schedule)}
         if plan.compression != self.own_compression:
-            settings["compression"] = given["compressors"][plan.compression]
+            changes["compression"] = given["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
-            settings["strategy"] = given["strategies"][plan.strategy]
+            changes["strategy"] = given["strategies"][plan.strategy]
         counts = report.counts(plan)
         if len(plan.ends) > 1 and counts and plan.ends != report.ranked.own.plan.ends:
-            settings["model.blocks_per_stage"] = counts[:-1]
-        return changed(self.config, settings)
+            changes["model.blocks_per_stage"] = counts[:-1]
+        return self.settings.changed(changes)
 
     # What is searched.
 

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, product
 from pathlib import Path
@@ -24,19 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.base.settings import as_settings
 from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import SplitModel
 from xcloud.feature_list import all_features
 from xcloud.features.autopilot.pilot import FACTS_FILE
-from xcloud.job import config as configs
+from xcloud.job.config import Settings
 from xcloud.job.inputs import inputs_of
 from xcloud.job.job import PipelineJob
 from xcloud.job.strategy import Strategy
@@ -78,7 +77,7 @@ class TrialRun:
         job has it.
     """
 
-    config: Any
+    settings: Settings
     job: PipelineJob
     cluster: ClusterLayout
     candidates: Mapping[str, Compression | Phased]
@@ -92,7 +91,7 @@ class TrialRun:
         Raises RunFailed, RunStopped, ConfigError.
         """
         runs = self, *self.others
-        settings = [configs.plain_settings(each.trial_config) for each in runs]
+        settings = [each.trial_settings.kept for each in runs]
         inputs = [inputs_of(each, self.job.cache_path) for each in settings]
         tried = [self.of, *settings, *inputs]
         digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
@@ -119,7 +118,7 @@ class TrialRun:
         is_kept = False
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                run(self.trial_config, folder, more_follows=True)
+                run(self.trial_settings, folder, more_follows=True)
             files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
             return [json.loads(file.read_text(encoding="utf-8")) for file in files]
         except RunFailed as error:
@@ -262,28 +261,28 @@ class TrialRun:
         return turns * len(self.legs)
 
     @cached_property
-    def trial_config(self) -> Any:
-        """The config of the trial.
+    def trial_settings(self) -> Settings:
+        """The settings of the trial.
 
-        It is without what no step's prediction holds (lines, averages, kept rows, phases of
+        They are without what no step's prediction holds (lines, averages, kept rows, phases of
         compression but the last) and without all that stands around the steps.
         """
-        given = configs.plain_settings(self.config, without=("hydra",))
+        given = self.settings.plain
         names = list(self.candidates)
         tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
         tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
         choices = {n: _last_phase(tables[n], made) for n, made in self.candidates.items()}
-        clouds = {name: table_of(cloud) for name, cloud in self.layout.clouds.items()}
+        clouds = {name: as_settings(cloud) for name, cloud in self.layout.clouds.items()}
         legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
-        settings = {
+        changes = {
             "plan": None,
             "tracker": {"_target_": "xcloud.tracking.tracker.NullTracker"},
             "launch.max_restarts": 0,
             "cluster.wan": "free",
             "cluster.links": {},
             "cluster.clouds": clouds,
-            "strategy": table_of(Strategy()),
-            "schedule": table_of(self.shapes[0]),
+            "strategy": as_settings(Strategy()),
+            "schedule": as_settings(self.shapes[0]),
             "compression": choices[names[0]],
             **self._without_features,
             "training.max_steps": self._num_updates,
@@ -294,13 +293,13 @@ class TrialRun:
             "autopilot": {
                 "_target_": "xcloud.features.autopilot.settings.Tour",
                 "choices": choices,
-                "schedules_tried": [table_of(shape) for shape in self.shapes],
+                "schedules_tried": [as_settings(shape) for shape in self.shapes],
                 "legs": legs,
             },
         }
         if self.blocks:
-            settings["model.blocks_per_stage"] = self.blocks[:-1]
-        return changed(self.config, settings)
+            changes["model.blocks_per_stage"] = self.blocks[:-1]
+        return self.settings.changed(changes)
 
     # What was recorded.
 
@@ -404,20 +403,6 @@ class TrialRun:
         ]
 
 
-def written_cluster(config: Any) -> ClusterLayout:
-    """Return the cluster as the settings have it, before a strategy arranges it."""
-    cluster: ClusterLayout = instantiate(config.cluster, _convert_="all")
-    return cluster
-
-
-def changed(config: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a copy of a config with these settings, by dotted name; None stands for null."""
-    copied = OmegaConf.create(OmegaConf.to_container(config))
-    for key, value in settings.items():
-        OmegaConf.update(copied, key, value, merge=False)
-    return copied
-
-
 def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass, by name, that these settings of its fields change.
 
@@ -438,12 +423,6 @@ def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> Boundar
 
 def _splits(schedule: Schedule) -> bool:
     return bool(split_backwards(schedule.actions(1, num_stages=2)))
-
-
-def table_of(made: Any) -> dict[str, Any]:
-    """Return the settings of a dataclass without others in it."""
-    kind = type(made)
-    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **asdict(made)}
 
 
 def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:

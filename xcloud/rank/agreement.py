@@ -11,9 +11,7 @@ are limited in bytes, lines and text, and to printable ASCII.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,26 +27,12 @@ from torch._C._distributed_c10d import HashStore
 import xcloud
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import code_digests, commit, file_digest
-from xcloud.base.settings import Leads
+from xcloud.job.compared import MAX_VALUE, PATH, as_text, digest_of
 from xcloud.job.job import Job
 from xcloud.net.transport import Rendezvous, rendezvous_store
-from xcloud.security.places import is_place, marks_of
-from xcloud.tasks.tokenizer import Tokenizer
 
 Table = Mapping[str, Mapping[str, str]]
 """Section (setting, code, fact, info) -> dotted key or file -> value as JSON text."""
-
-PATH = "(a path)"
-"""In place of a value that is a path: not sent, and equal to anything."""
-
-_UNCOMPARED = {
-    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cluster.name",
-    "task.sizes",
-}  # fmt: skip
-MAX_VALUE = 160
-"""Characters; a longer value is cut and followed by its digest."""
-
-_DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
 
 MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
@@ -354,86 +338,22 @@ def _printable(text: str) -> str:
     return "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in text)[:_MAX_TEXT]
 
 
-def table_of(settings: Mapping[str, Any]) -> Table:
+def table_of(compared: Mapping[str, str]) -> Table:
     """Everything of this rank that is compared. All of it is ASCII.
 
-    settings: the resolved experiment file as plain containers.
+    compared: the settings (job/compared.py).
     """
     generator = torch.Generator().manual_seed(1)
     draws = torch.randperm(1000, generator=generator)
-    compared = compared_settings(settings)
     return {
         "setting": compared,
         "code": _code(compared),
         "fact": {
-            "release of xcloud": _text_of(xcloud.__version__),
-            "digest of torch's random numbers": _digest(repr(draws.tolist()).encode()),
+            "release of xcloud": as_text(xcloud.__version__),
+            "digest of torch's random numbers": digest_of(repr(draws.tolist()).encode()),
         },
-        "info": {"torch": _text_of(torch.__version__), "commit": _text_of(commit())},
+        "info": {"torch": as_text(torch.__version__), "commit": as_text(commit())},
     }
-
-
-def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks.
-
-    Where a setting leads is declared with it (base.settings.Leads): files of a cloud's own, and
-    addresses, are left out; a file that all must have alike is compared by its contents; a name on
-    the hub is compared as long as it means no folder. Of a constructor that is not xcloud's, texts
-    without a mark count as paths if they could be one.
-    """
-    found: dict[str, str] = {}
-
-    def walk(node: Any, key: str, is_foreign: bool) -> None:
-        if key in _UNCOMPARED or _DEVICE.fullmatch(key):
-            return
-        if isinstance(node, Mapping) and node:
-            if key and "_target_" not in node:  # the order of members may count
-                found[key] = _text_of(list(node))
-            marks: Mapping[str, Leads] = {}
-            target = node.get("_target_")
-            if isinstance(target, str):
-                marks, is_foreign = marks_of(target)
-            for name, entry in node.items():
-                where = f"{key}.{name}" if key else str(name)
-                if name not in marks:
-                    walk(entry, where, is_foreign and name != "_target_")
-                elif (text := _marked(marks[name], entry)) is not None:
-                    found[where] = text
-        elif isinstance(node, list | tuple) and node:
-            for index, entry in enumerate(node):
-                walk(entry, f"{key}[{index}]", is_foreign)
-        elif isinstance(node, str) and is_foreign and is_place(node):
-            found[key] = PATH
-        else:
-            found[key] = _text_of(node)
-
-    walk(settings, "", is_foreign=True)
-    return {json.dumps(key)[1:-1]: value for key, value in found.items()}
-
-
-def _marked(leads: Leads, value: object) -> str | None:
-    """Return what is compared of a setting that leads out of the experiment; None: nothing."""
-    if leads.shared is not None:
-        return _contents(value, Tokenizer.load if leads.shared == "tokenizer" else None)
-    if leads.to == "hub":
-        return PATH if isinstance(value, str) and is_place(value) else _text_of(value)
-    return None
-
-
-def _contents(path: object, check: Callable[[Path], object] | None) -> str:
-    """Return the digest of a file; PATH where this machine has none.
-
-    check: reads it and raises DataError for another kind of file. The digest is sent, and that of
-        any other file could tell what it holds.
-    """
-    if not isinstance(path, str):
-        return _text_of(path)
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return PATH
-    if check is not None:
-        check(file)
-    return f'"(contents {_digest(file.read_bytes())})"'
 
 
 def _code(compared: Mapping[str, str]) -> dict[str, str]:
@@ -445,17 +365,3 @@ def _code(compared: Mapping[str, str]) -> dict[str, str]:
         if name.partition(".")[0] != "xcloud" and file and Path(file).is_file():
             found[f"module {name}"] = file_digest(Path(file))
     return found
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _text_of(value: object) -> str:
-    """JSON, in ASCII; 2 and 2.0 are one number."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = json.dumps(value, default=str)
-    if len(text) > MAX_VALUE:
-        text = f"{text[: MAX_VALUE - 40]}... (digest {_digest(text.encode())})"
-    return text

@@ -7,7 +7,6 @@ could be one.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import typing
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.base.settings import PACKAGED, Leads
+from xcloud.base.settings import PACKAGED, Leads, with_defaults
 
 MAX_ENTRIES = 1_000_000
 """Files and folders below one that is named, which are all looked at for links."""
@@ -54,7 +53,9 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
     named = {str(key): value for key, value in node.items()}
     if isinstance(node.get("_target_"), str):
         marks, is_foreign = marks_of(named["_target_"])
-        named = _with_defaults(named)
+        made = _made_by(named["_target_"])
+        if callable(made):
+            named = {**named, **with_defaults(made, named)}
     revision = named.get("revision")
     for key, value in named.items():
         path = f"{where}.{key}" if where else key
@@ -91,29 +92,6 @@ def _made_by(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception:
         return None
-
-
-def _with_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a constructor with the defaults of those left out."""
-    made = _made_by(node["_target_"])
-    settings: dict[str, Any] = {}
-    if dataclasses.is_dataclass(made):
-        for field in dataclasses.fields(made):
-            if field.default_factory is not dataclasses.MISSING:
-                settings[field.name] = as_settings(field.default_factory())
-            elif field.default is not dataclasses.MISSING:
-                settings[field.name] = as_settings(field.default)
-    return {**settings, **node}
-
-
-def as_settings(made: Any) -> Any:
-    """Return the settings of an object, as an experiment file has them."""
-    if not dataclasses.is_dataclass(made) or isinstance(made, type):
-        return made
-    kind = type(made)
-    own = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    settings = {name: as_settings(value) for name, value in own.items()}
-    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **settings}
 
 
 def _lead_in(hint: Any) -> Leads | None:

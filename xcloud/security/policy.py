@@ -44,7 +44,7 @@ models.backbone.PublicBackbone models.backbone.SeededBackbone models.causal.Caus
 models.causal_stage.NextTokenPretraining models.causal_stage.OwnCausal models.causal_network.Lora
 models.transformer.Beam models.transformer.Greedy models.low_rank_split.LowRankSplit
 models.split_point.Split models.pretraining.MaskedLanguageModelling models.transformer.Transformer
-features.replicas.gradient_averaging.GradientAveraging
+comm.memory.NoMemory features.replicas.gradient_averaging.GradientAveraging
 features.replicas.local_updates.LocalUpdates features.replicas.merging.Median
 features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
 pipeline.one_forward_one_backward.OneForwardOneBackward

@@ -17,7 +17,6 @@ from pathlib import Path
 from xcloud.base.errors import XcloudError
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import printable, say
-from xcloud.job.config import flatten
 from xcloud.job.given import check_is_run, read_shared
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file, failure_of
@@ -34,8 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    config, job = read_shared(file, run_dir=run_dir)
-    return Monitor(experiment=job, params=flatten(config), run_dir=run_dir)
+    return Monitor(read_shared(file, run_dir=run_dir), run_dir)
 
 
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
@@ -103,7 +101,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     monitor.past = past
     monitor.start(is_again)
     essential = monitor.experiment.roster.essential
-    run_dir = monitor.run.run_dir
+    run_dir = monitor.run_dir
     attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
     while os.getppid() == parent and not record.exists():

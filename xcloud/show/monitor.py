@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import commit
-from xcloud.job.config import EXPERIMENT_FILE
-from xcloud.job.job import Job
+from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.record.events import (
     EVENTS_FILE,
     LOST_LINES_FILE,
@@ -75,7 +74,9 @@ class Attempt:
 class Monitor:
     """The follower of a run: `start()` it, `poll()` it often, `finish()` it once."""
 
-    def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
+    def __init__(self, settings: Settings, run_dir: Path) -> None:
+        experiment = settings.job
+        self.run_dir = run_dir
         self.experiment = experiment
         self.attempt = Attempt()
         self.num_malformed = 0
@@ -86,7 +87,7 @@ class Monitor:
         # A collector of its own: it may fall behind while its store is down.
         self.run = TrackedRun(
             name=experiment.run_name,
-            params=params,
+            params=settings.flat,
             tags=tags,
             run_dir=run_dir,
             steps=experiment.statistics().collector,
@@ -121,16 +122,16 @@ class Monitor:
         self.attempt.stops_count = True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
-        has_record = (self.run.run_dir / SUMMARY_FILE).exists()
+        has_record = (self.run_dir / SUMMARY_FILE).exists()
         self._keeps_earlier = has_record and not is_again
         if not self._keeps_earlier:
             self._begin_record()
 
     def _begin_record(self) -> None:
         self._keeps_earlier = False
-        (self.run.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         self._recording = self.experiment.tracker.start(self.run)
-        self.keep(self.run.run_dir / EXPERIMENT_FILE)
+        self.keep(self.run_dir / EXPERIMENT_FILE)
 
     def keep(self, file: Path) -> None:
         """Give a file of the run's folder to the tracker's record, too."""
@@ -187,7 +188,7 @@ class Monitor:
             self._notices.tell("resumed", step=event["step"])
 
     def _tell_end(self, status: str, cause: str | None) -> None:
-        failures = [read_json(path) for path in self.run.run_dir.glob("rank*.error.json")]
+        failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
         if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
             self._notices.tell("diverged", step=self._statistics.num_steps, cause=cause)
         self._notices.tell("ended", status=status, step=self._statistics.num_steps, cause=cause)
@@ -200,13 +201,13 @@ class Monitor:
             return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
         if event["event"] == "quality" and self.experiment.sweep is None:  # its files have them
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
+                text = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
                 return {**event, "samples_text": text}
         return event
 
     def lost_lines(self) -> int:
         """Return how many event lines were lost. Ranks whose "finish" was lost have finished."""
-        lost = read_json(self.run.run_dir / LOST_LINES_FILE)
+        lost = read_json(self.run_dir / LOST_LINES_FILE)
         self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
         return int(lost.get("lines", 0))
 
@@ -227,13 +228,13 @@ class Monitor:
             status = "stopped" if is_stopped else "failed"
         if self._keeps_earlier:
             self._tell_end(status, cause=cause)
-            return read_summary(self.run.run_dir)
+            return read_summary(self.run_dir)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed,
                  "has_step": self.attempt.has_step}  # fmt: skip
         summary = write_record(
             self.experiment,
-            run_dir=self.run.run_dir,
+            run_dir=self.run_dir,
             run=self._statistics,
             recording=self._recording,
             facts=facts,

@@ -2,7 +2,7 @@
 called, and what has become of it, as sweep.json and the folders of points say. Runs and prints
 nothing.
 
-The *settings* of a point are its resolved config as dotted names (experiment.flatten). Its
+The *settings* of a point are all of them with their effective values, by dotted name. Its
 identity ignores names and output places: two points with the same identity give the same result,
 in any sweep.
 
@@ -33,7 +33,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.overrides import as_override
 from xcloud.base.project import code_digests, commit
 from xcloud.base.run_folder import LOCK_FILE, owned
-from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
+from xcloud.job import config as configs
+from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import settings_of
 from xcloud.job.inputs import inputs_of
 from xcloud.job.job import Job
@@ -68,7 +69,7 @@ class Point:
     """
 
     overrides: Overrides
-    config: Any  # as composed; a DictConfig
+    config: configs.Settings
     settings: Settings
     experiment: Job
     label: str = ""
@@ -77,7 +78,8 @@ class Point:
     @classmethod
     def of(cls, overrides: Overrides, config: Any) -> Point:
         """Raises ConfigError for an invalid experiment."""
-        return cls(overrides, config, flatten(config), job_from_config(config))
+        made = configs.Settings.of(config)
+        return cls(overrides, made, settings=made.flat, experiment=made.job)
 
     @property
     def identity(self) -> str:

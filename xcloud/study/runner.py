@@ -35,7 +35,7 @@ from xcloud.base.settings import Positive, settings
 from xcloud.base.terminal import prepare_process, say, signals_to_stop
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.feature_list import FIGURES
-from xcloud.job.config import EXPERIMENT_FILE, load, write
+from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.launch.processes import num_threads
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
@@ -88,7 +88,7 @@ class Processes:
 
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""
-        write(point.config, run_dir / EXPERIMENT_FILE)
+        point.config.write(run_dir / EXPERIMENT_FILE)
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, threads)
         self._running.append(process)
@@ -279,8 +279,7 @@ class Sweep:
         ]
         name_points(points, earlier)
         for point in points:
-            point.config.sweep = self.name
-            point.config.label = point.label
+            point.config = point.config.changed({"sweep": self.name, "label": point.label})
         runner = Runner(state, self.settings, processes=self.processes)
         self.causes = runner.causes
         decisions = runner.decide(points)
@@ -422,7 +421,7 @@ def main() -> int:
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE
-        run(load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
+        run(Settings.load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
     except XcloudError as error:
         say(f"xcloud: {error}")
         return 1

@@ -20,6 +20,7 @@ from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.job.strategy import ModelPlacement
 from xcloud.rank.saving import Facts
@@ -416,16 +417,16 @@ def _tail(key: str) -> str:
     return key[key.index(OUTER) :] if OUTER in key else key
 
 
-def check_can_go_on(
-    job: Job, run_dir: Path, settings: Mapping[str, str], anew: bool = False
-) -> None:
+def check_can_go_on(settings: Settings, run_dir: Path, anew: bool = False) -> None:
     """Check before any rank starts that a run can resume, where one folder has the shards of all.
 
     anew: a run without a checkpoint may restart.
     Raises ConfigError, also for a run that would restart without `anew`.
     """
+    job = settings.job
+    compared = settings.compared
     holders = {
-        rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
+        rank: RankCheckpoints.of(job, rank, run_dir, compared) for rank in job.roster.saving
     }
     first = holders[min(holders)]
     if too_short := first.done_beyond(job.max_steps):

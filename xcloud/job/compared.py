@@ -1,0 +1,103 @@
+"""What clouds compare of the settings of a run before it starts, and of two attempts at one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.settings import Leads
+from xcloud.security.places import is_place, marks_of
+from xcloud.tasks.tokenizer import Tokenizer
+
+PATH = "(a path)"
+"""In place of a value that is a path: not sent, and equal to anything."""
+
+_UNCOMPARED = {
+    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cluster.name",
+    "task.sizes",
+}  # fmt: skip
+MAX_VALUE = 160
+"""Characters; a longer value is cut and followed by its digest."""
+
+_DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
+
+
+def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks.
+
+    Where a setting leads is declared with it (base.settings.Leads): files of a cloud's own, and
+    addresses, are left out; a file that all must have alike is compared by its contents; a name on
+    the hub is compared as long as it means no folder. Of a constructor that is not xcloud's, texts
+    without a mark count as paths if they could be one.
+    """
+    found: dict[str, str] = {}
+
+    def walk(node: Any, key: str, is_foreign: bool) -> None:
+        if key in _UNCOMPARED or _DEVICE.fullmatch(key):
+            return
+        if isinstance(node, Mapping) and node:
+            if key and "_target_" not in node:  # the order of members may count
+                found[key] = as_text(list(node))
+            marks: Mapping[str, Leads] = {}
+            target = node.get("_target_")
+            if isinstance(target, str):
+                marks, is_foreign = marks_of(target)
+            for name, entry in node.items():
+                where = f"{key}.{name}" if key else str(name)
+                if name not in marks:
+                    walk(entry, where, is_foreign and name != "_target_")
+                elif (text := _marked(marks[name], entry)) is not None:
+                    found[where] = text
+        elif isinstance(node, list | tuple) and node:
+            for index, entry in enumerate(node):
+                walk(entry, f"{key}[{index}]", is_foreign)
+        elif isinstance(node, str) and is_foreign and is_place(node):
+            found[key] = PATH
+        else:
+            found[key] = as_text(node)
+
+    walk(settings, "", is_foreign=True)
+    return {json.dumps(key)[1:-1]: value for key, value in found.items()}
+
+
+def _marked(leads: Leads, value: object) -> str | None:
+    """Return what is compared of a setting that leads out of the experiment; None: nothing."""
+    if leads.shared is not None:
+        return _contents(value, Tokenizer.load if leads.shared == "tokenizer" else None)
+    if leads.to == "hub":
+        return PATH if isinstance(value, str) and is_place(value) else as_text(value)
+    return None
+
+
+def _contents(path: object, check: Callable[[Path], object] | None) -> str:
+    """Return the digest of a file; PATH where this machine has none.
+
+    check: reads it and raises DataError for another kind of file. The digest is sent, and that of
+        any other file could tell what it holds.
+    """
+    if not isinstance(path, str):
+        return as_text(path)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return PATH
+    if check is not None:
+        check(file)
+    return f'"(contents {digest_of(file.read_bytes())})"'
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def as_text(value: object) -> str:
+    """JSON, in ASCII; 2 and 2.0 are one number."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = json.dumps(value, default=str)
+    if len(text) > MAX_VALUE:
+        text = f"{text[: MAX_VALUE - 40]}... (digest {digest_of(text.encode())})"
+    return text
