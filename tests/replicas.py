@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,16 +76,12 @@ class PostLinks(ReplicaLinks):
         self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
         self.raw_bytes += raw_bytes
 
-    def next(
-        self,
-        replica: int,
-        key: MessageKey,
-        wait_s: float | None = None,
-        while_alive: bool = False,
-    ) -> Tensors:
-        deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
-        if while_alive:  # and all live, until they are gone
-            deadline_s += PATIENCE_S
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Tensors:
+        if wait_s is None:
+            wait_s = self.patience_s
+        elif wait_s == math.inf:  # and all live, until they are gone
+            wait_s = self.patience_s + PATIENCE_S
+        deadline_s = time.monotonic() + wait_s
         with self.office.changed:
             while not (queue := self.office.queues.get((replica, self.replica), [])):
                 if replica in self.office.gone:

@@ -119,17 +119,11 @@ class ReplicaLinks(ABC):
         """Send a message that has no counterpart; see `send`."""
 
     @abstractmethod
-    def next(
-        self,
-        replica: int,
-        key: MessageKey,
-        wait_s: float | None = None,
-        while_alive: bool = False,
-    ) -> Tensors:
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Tensors:
         """Return the next message, which must be `key`. The receiver checks its tensors.
 
-        wait_s: default: what the link's profile allows for a message of the largest size.
-        while_alive: wait as long as that rank sends heartbeats.
+        wait_s: infinite: as long as that rank sends heartbeats; default: what the link's profile
+            allows for a message of the largest size.
         Raises FrameError for another message, LinkTimeout after wait_s seconds, LinkClosed if the
         rank is gone. After a LinkTimeout the same message may be asked for again.
         """

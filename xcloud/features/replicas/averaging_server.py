@@ -8,6 +8,7 @@ was not merged stays in the replica's own values, and so is a part of its next m
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ class Member(_End):
         key = MessageKey(Kind.AVERAGING, self._number, micro_batch=_ANSWERS)
         self._number += 1
         # The server may have a long round before it: it is waited for as long as it lives.
-        parts = self.links.next(SERVER, key, while_alive=True)
+        parts = self.links.next(SERVER, key, wait_s=math.inf)
         (*numbers, has_values), rest = _read(parts, _SPECS[1], sender="the averaging server")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:

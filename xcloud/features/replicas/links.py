@@ -4,6 +4,7 @@ matrix is tied the one at the pipeline's other end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,15 +79,11 @@ class PeerLinks(ReplicaLinks):
             self.raw_bytes += raw_bytes
         self._out[replica].send(key, parts, carries)
 
-    def next(
-        self,
-        replica: int,
-        key: MessageKey,
-        wait_s: float | None = None,
-        while_alive: bool = False,
-    ) -> Tensors:
-        patience_s = self._overdue_s[replica] if wait_s is None else wait_s
-        parts = self._in[replica].recv(key, patience_s, while_alive)
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Tensors:
+        while_alive = wait_s == math.inf
+        if wait_s is None or while_alive:
+            wait_s = self._overdue_s[replica]
+        parts = self._in[replica].recv(key, wait_s, while_alive=while_alive)
         return tuple(part.to(self.device) for part in parts)
 
 
@@ -103,19 +100,13 @@ class ServerLinks(PeerLinks):
     _ended: set[int] = field(default_factory=set, init=False)
     _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
 
-    def next(
-        self,
-        replica: int,
-        key: MessageKey,
-        wait_s: float | None = None,
-        while_alive: bool = False,
-    ) -> Tensors:
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Tensors:
         """Return the next message. Raises LinkClosed once for a replica that has begun again;
         later calls return its new messages."""
         if self.replica == SERVER:
             self._look_for(replica)
         try:
-            return super().next(replica, key, wait_s=wait_s, while_alive=while_alive)
+            return super().next(replica, key, wait_s=wait_s)
         except LinkClosed:
             self._end(replica)
             raise
