@@ -66,6 +66,14 @@ NAMED = {
             "__main__.py",  # a command
         },
     ),
+    "sentinel": (
+        r"(?i)sentinel|DepartureWatch|on_departure|\"departure\"",
+        {
+            "security/policy.py",  # the setting
+            "record/intake.py",  # the fields of its event
+            "show/monitor.py",  # calls launch.on_event
+        },
+    ),
     # Kinds of work of their own, with settings in the core: who imports them.
     "checkpoints": (
         r"features\.checkpoints",
