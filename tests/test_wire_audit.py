@@ -26,9 +26,9 @@ from xcloud.security.audit import (
     audit_file,
     compact,
     join_audit,
-    main,
     write_rank_audit,
 )
+from xcloud.show.wire_audit import compare, main
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)
@@ -96,6 +96,9 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
         sizes[key] += len(entry.data)
     audit = json.loads((tmp_path / "run" / "wire_audit.json").read_text())
     assert audit["missing_ranks"] == []
+    both_ends = compare([tmp_path / "run"])
+    assert both_ends.agrees and {p.verdict for p in both_ends.pairs} == {"equal"}
+    assert {"activation", "gradient", "report"} <= {p.kind for p in both_ends.pairs}
     rank_of = {"owner": 0, "other": 1, "text_owner": 0, "label_owner": 1}
     told: Counter[tuple[int, str, tuple]] = Counter()
     told_bytes: Counter[tuple[int, str, tuple]] = Counter()

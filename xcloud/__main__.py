@@ -51,8 +51,8 @@ show.status.main | status outputs/DATE/TIME | say what every rank does, and who 
 tasks.multilingual_text.train_tokenizer \
     | train-tokenizer FOLDER --languages es en --out tokenizer.json \
     | make the tokenizer that the clouds of a one-way job share
-security.audit.main | wire-audit outputs/DATE/TIME \
-    | join the clouds' records of what left them
+show.wire_audit.main | wire-audit outputs/DATE/TIME \
+    | join the clouds' records of what left them; of two folders, whether they agree
 features.leak_meter.meter.main | leak-meter outputs/DATE/TIME \
     | measure what other clouds could recover, from the notes of a run
 """

@@ -27,6 +27,7 @@ from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.one_way.consumer import ConsumerRank
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.producer import ProducerRank
+from xcloud.job.audit_keys import audit_signer
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu
 from xcloud.net.transport import Rendezvous, Transport
@@ -159,6 +160,9 @@ def run_rank(
     )
     role: Role[Any] = role_of(job, rank)(context)
 
+    sign = audit_signer(layout.cloud_of(rank))
+    is_over = False
+
     def write_audit() -> None:
         write_rank_audit(
             run_dir,
@@ -167,6 +171,9 @@ def run_rank(
             records=role.records,
             report_contents=reporter.contents,
             received=role.received,
+            attempt=verdict.attempt,
+            is_finished=is_over,
+            sign=sign,
         )
 
     def final_report() -> None:  # if rank 0 still listens
@@ -178,6 +185,7 @@ def run_rank(
     try:
         with process.taking_part(role, final_report):
             _play(role, verdict, reporter=reporter)
+        is_over = True
         return role.is_stopped
     except BaseException:
         final_report()  # the threads end with this process

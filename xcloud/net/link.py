@@ -136,6 +136,8 @@ class LinkRecord:
     log: of its rank; None notes no times.
     num_bytes, num_messages: by kind of message, counted when one is handed to the link; bytes of
         whole frames, headers included.
+    arrived_bytes, arrived_messages: the same of the receiving end, counted when a frame has been
+        checked.
     line_s: by kind, seconds that they kept the emulated line busy, counted when each takes it.
     latency_s: of the last of them.
     """
@@ -145,6 +147,8 @@ class LinkRecord:
     log: MessageLog | None = None
     num_bytes: Counter[Kind] = field(default_factory=Counter)
     num_messages: Counter[Kind] = field(default_factory=Counter)
+    arrived_bytes: Counter[Kind] = field(default_factory=Counter)
+    arrived_messages: Counter[Kind] = field(default_factory=Counter)
     line_s: Counter[Kind] = field(default_factory=Counter)
     latency_s: float = 0.0
     _entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
@@ -188,6 +192,11 @@ class LinkRecord:
             line = (time.monotonic(), None) if slot is None else (slot.start_s, slot.sent_s)
             found = SentMessage(self.link, key, sequence, num_bytes, queued_at_s, *line)
             self.log.sent.append(found)
+
+    def arrived(self, frame: Frame) -> None:
+        """Count a frame that has arrived and been checked."""
+        self.arrived_bytes[frame.key.kind] += frame.num_bytes
+        self.arrived_messages[frame.key.kind] += 1
 
     def received(self, frame: Frame) -> None:
         if self.log is not None and self.log.wants(frame.key):

@@ -358,6 +358,7 @@ class ReceivingEnd:
                 f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"
             )
         self._expected += 1
+        settings.record.arrived(frame)
         return frame
 
     def _deliver(self, frame: Frame) -> None:

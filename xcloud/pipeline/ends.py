@@ -46,7 +46,7 @@ OnReport = Callable[[int, Frame], None]
 class Ends:
     """The link ends of one rank.
 
-    records: of links that leave the cloud.
+    records: of links that leave the cloud, or come from another one.
     detector: what this rank knows of the life of the others.
     queued: bytes of messages that wait here.
     """
@@ -148,11 +148,14 @@ class Ends:
     ) -> ReceivingEnd:
         """Make a receiving end. boundary, may_be_late: see `out`."""
         wan = self.layout.wan_between(self.rank, peer)
+        record = self._record(LinkName(boundary, peer, receiver=self.rank))
+        if record.to is not None:
+            self.records.append(record)
         settings = InSettings(
             peer_name=self._name(peer),
             capacity_bytes=capacity_bytes,
             window=window,
-            record=self._record(LinkName(boundary, peer, receiver=self.rank)),
+            record=record,
             peer=self.detector.peers[peer],
             progress=None if may_be_late else self._progress,
             queued=self.queued,

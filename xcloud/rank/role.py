@@ -85,7 +85,7 @@ class Role(ABC, Generic[JobT]):
     """The role of one rank. It is built in all ranks at the same time: that joins them (process
     groups, links). Then `run` is called, and `close` if it came to its end.
 
-    records: of each link to another cloud.
+    records: of each link to another cloud, or from one.
     received: by rank of the sender, where its own record may be lost with it.
     control: None where there is one rank.
     peers: the record of each other rank's heartbeats.

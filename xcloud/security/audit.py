@@ -11,19 +11,17 @@ Token ids count as text. What activations and gradients give away is the leak me
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import DataError
-from xcloud.base.run_folder import check_is_folder, owned
-from xcloud.base.terminal import say
 from xcloud.layout import Layout
+from xcloud.net.frame import Kind
 from xcloud.net.link import LinkRecord
+from xcloud.record.files import read_json, replace_text
 
 AUDIT_FILE = "wire_audit.json"
 
@@ -53,8 +51,17 @@ UNFRAMED = [
 ]
 
 
+Sign = Callable[[bytes], dict[str, str]]
+"""Returns the signature of a file's bytes: the cloud, its certificate's SHA-256, the signature."""
+
+
 def audit_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank{rank}.wire.json"
+
+
+def signature_file(audit: Path) -> Path:
+    """Return where the signature of a rank's audit file lies."""
+    return audit.with_suffix(".signature")
 
 
 def write_rank_audit(
@@ -64,11 +71,18 @@ def write_rank_audit(
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
+    attempt: int = 0,
+    is_finished: bool = True,
+    sign: Sign | None = None,
 ) -> None:
-    """Write what one rank sent, for the joined audit.
+    """Write what one rank sent, for the joined audit, and what it sent and received, for a
+    comparison with the records of others (show/wire_audit.py).
 
     report_contents: kind of event -> names of its fields.
     received: by rank of the sender.
+    attempt: a number that all ranks have in common; counts of earlier ones in the file stay.
+    is_finished: the links have closed, so that nothing is under way.
+    sign: makes the signature of the file; None: it has none.
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
@@ -88,15 +102,59 @@ def write_rank_audit(
         ],
         "unframed": UNFRAMED,
         "reports": _sorted(report_contents) if crosses else {},
+        "attempts": [
+            *_earlier_attempts(path, attempt),
+            {
+                "attempt": attempt,
+                "is_finished": is_finished,
+                "sent": _counted(records, layout, rank=rank, arrived=False),
+                "received": _counted(records, layout, rank=rank, arrived=True),
+            },
+        ],
     }
-    draft = path.with_name(f".{path.name}")  # a partial file would break the joined audit
+    text = json.dumps(audit, indent=1)
     try:
-        draft.write_text(json.dumps(audit, indent=1), encoding="utf-8")
-        draft.replace(path)
+        replace_text(path, text)  # a partial file would break the joined audit
+        if sign is not None:
+            signature = sign(text.encode())
+            replace_text(signature_file(path), json.dumps(signature, indent=1))
+        else:
+            signature_file(path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s could not be written: %s", path, error)
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+
+
+def _earlier_attempts(path: Path, attempt: int) -> list[dict[str, Any]]:
+    """Return the counts of earlier attempts in this rank's own file, if it has one."""
+    attempts = read_json(path).get("attempts", [])
+    return [earlier for earlier in attempts if earlier["attempt"] != attempt]
+
+
+def _counted(
+    records: Sequence[LinkRecord], layout: Layout, rank: int, arrived: bool
+) -> list[dict[str, Any]]:
+    """Return how many messages, and bytes of whole frames, of each kind a rank sent to each other
+    rank in another cloud, or received from it. The words that end a link do not count."""
+    sums: dict[tuple[int, str], list[int]] = {}
+    for record in records:
+        messages = record.arrived_messages if arrived else record.num_messages
+        sizes = record.arrived_bytes if arrived else record.num_bytes
+        peer = record.link.sender if arrived else record.link.receiver
+        for kind, num in [*messages.items()]:
+            if kind is not Kind.CLOSE and peer != rank:
+                both = sums.setdefault((peer, kind.name.lower()), [0, 0])
+                both[0] += num
+                both[1] += sizes[kind]
+    return [
+        {
+            "rank": peer,
+            "cloud": layout.cloud_of(peer),
+            "kind": kind,
+            "messages": num,
+            "bytes": size,
+        }
+        for (peer, kind), (num, size) in sorted(sums.items())
+    ]
 
 
 def join_audit(run_dir: Path) -> dict[str, Any]:
@@ -201,14 +259,3 @@ def _span(a: int | str, b: int | str) -> int | str:
     """Merge 3 and "5-7" into "3-7"."""
     ends = sorted(int(number) for size in (a, b) for number in str(size).split("-"))
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m xcloud wire-audit")
-    parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
-    parser.add_argument("--json", action="store_true", help="print JSON (wire_audit.json has all)")
-    given = parser.parse_args(arguments)
-    check_is_folder(given.run_dir)
-    with owned(given.run_dir):
-        audit = join_audit(given.run_dir)
-    say(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))

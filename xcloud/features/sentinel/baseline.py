@@ -39,12 +39,11 @@ class Statistic:
 STATISTICS = (
     # ln of the root mean square, which training itself moves, most in a warm-up
     Statistic("norm", floor=0.08, slack=1.5),
-    Statistic("spread", floor=0.02),  # ln(mean magnitude / root mean square); a constant has 0
-    Statistic("row norms", floor=0.02),  # ln(mean norm of a row / root mean square of them)
-    # cosines to running means: of the mean row, of that of signed squares, of that of squares
+    Statistic("spread", floor=0.01),  # ln(mean magnitude / root mean square); a constant has 0
+    Statistic("row norms", floor=0.01),  # ln(mean norm of a row / root mean square of them)
+    # cosines to running means: of the mean row, and of the mean row of signed squares
     Statistic("direction", floor=0.12, slack=1.75),
     Statistic("asymmetry", floor=0.12, slack=1.75),
-    Statistic("profile", floor=0.03, slack=1.5),
 )
 LOOKS_BACK = 25.0  # steps, of running means, which must follow what training moves
 VARIANCES_LOOK_BACK = 100.0  # steps
@@ -101,7 +100,7 @@ class Baseline(StatefulTree):
         """Take in the mean of what `measure` found in a step's messages; return the statistic that
         departs most, if any does. Values that are not finite are left to the trainer.
 
-        measured: float32 [3 + 3D], on the host.
+        measured: float32 [3 + 2D], on the host.
         """
         if not bool(measured.isfinite().all()):
             return None

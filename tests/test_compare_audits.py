@@ -1,0 +1,237 @@
+"""Two clouds' records of what crossed between them: counted at both ends, signed, compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pipelines import BORDER, in_threads, samples, wired
+from xcloud.base.errors import DataError
+from xcloud.comm.compression import Compression
+from xcloud.job.audit_keys import audit_signer
+from xcloud.layout import Cloud, ClusterLayout
+from xcloud.line.keys import make_key
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.security.audit import audit_file, signature_file, write_rank_audit
+from xcloud.show.wire_audit import MAX_BYTES, main
+
+TWO = ClusterLayout({"cloud_a": Cloud(), "cloud_b": Cloud()}, "free")
+Say = Callable[..., tuple[int, dict[str, Any]]]
+Policy = Callable[[str], None]
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Policy:
+    """Gives this process the policy and the key of one of two clouds that know each other."""
+    folders = {cloud: tmp_path / f"of {cloud}" for cloud in TWO.clouds}
+    for cloud, folder in folders.items():
+        folder.mkdir()
+        make_key(cloud, folder)
+    for cloud, other in (("cloud_a", "cloud_b"), ("cloud_b", "cloud_a")):
+        pem = (folders[other] / f"{other}.pem").read_text()
+        (folders[cloud] / f"{other}.pem").write_text(pem)
+        text = f"me: {cloud}\npeers: {{{other}: [{other}.pem]}}\n"
+        (folders[cloud] / "policy.yaml").write_text(text)
+
+    def use(cloud: str) -> None:
+        monkeypatch.setenv("XCLOUD_POLICY", str(folders[cloud] / "policy.yaml"))
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "none.yaml").write_text("")
+    (tmp_path / "none.yaml").write_text("max_ranks: 9\n")
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "none.yaml"))
+
+
+@pytest.fixture
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*words: str) -> tuple[int, dict[str, Any]]:
+        folders = [str(tmp_path / name) for name in ("a", "b")]
+        capsys.readouterr()
+        code = main([*folders, "--json", *words])
+        found = json.loads(capsys.readouterr().out)
+        assert main(folders) == code
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said == ("the records agree" if code == 0 else "the records do not agree")
+        return code, found
+
+    return run
+
+
+def crossing(
+    folder: Path,
+    policy: Policy | None = None,
+    attempt: int = 7,
+    lost: int = 0,
+    is_finished: bool = True,
+) -> None:
+    """Messages cross between two ranks, each of which then writes its record.
+
+    lost: messages that rank 0 counts and rank 1 does not.
+    """
+    ranks = wired(TWO, {0: BORDER}, Compression())
+    wirings = [one.wiring for one in ranks]
+    batch = samples(torch.arange(4))
+    counts = (batch["ids"] % 4 + 1).to(torch.int16)
+    message = {"counts": counts, "hidden": torch.ones(int(counts.sum()), 8)}
+    sender = wirings[0].boundaries.ports[0].forward_out[1]
+    receiver = wirings[1].boundaries.ports[0].forward_in[0]
+    for step in (1, 2, 3):
+        sender.send(MessageKey(Kind.ACTIVATION, step), message, batch)
+        receiver.recv(MessageKey(Kind.ACTIVATION, step), batch)
+    in_threads([wiring.close for wiring in wirings])
+    for rank, (cloud, wiring) in enumerate(zip(TWO.clouds, wirings, strict=True)):
+        records = wiring.ends.records
+        if rank == 0 and lost:
+            first = next(record for record in records if record.num_messages[Kind.ACTIVATION])
+            first.num_messages[Kind.ACTIVATION] += lost
+            first.num_bytes[Kind.ACTIVATION] += 500 * lost
+        if policy is not None:
+            policy(cloud)
+        run_dir = folder / cloud[-1]
+        run_dir.mkdir(exist_ok=True)
+        write_rank_audit(
+            run_dir, rank, TWO, records, {}, attempt=attempt, is_finished=is_finished,
+            sign=audit_signer(cloud),
+        )  # fmt: skip
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    record = json.loads(file.read_text())
+    change(record)
+    file.write_text(json.dumps(record))
+
+
+def test_what_was_sent_and_received_agrees_and_is_signed(
+    tmp_path: Path, policy: Policy, compared: Say
+) -> None:
+    crossing(tmp_path, policy)
+    code, found = compared()
+    assert code == 0 and found["agrees"]
+    activations = found["totals"]["cloud_a -> cloud_b"]["activation"]
+    assert activations["sent"] == activations["received"] and activations["sent"][0] == 3
+    assert "close" not in found["totals"]["cloud_a -> cloud_b"]
+    assert sorted(found["signatures"].values()) == ["signed by cloud_a", "signed by cloud_b"]
+
+
+def test_without_keys_it_says_that_nothing_is_signed(tmp_path: Path, compared: Say) -> None:
+    crossing(tmp_path)
+    code, found = compared()
+    assert code == 0 and set(found["signatures"].values()) == {"not signed"}
+
+
+def test_who_knows_no_certificate_cannot_check_and_says_so(
+    tmp_path: Path, policy: Policy, compared: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crossing(tmp_path, policy)
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "none.yaml"))
+    code, found = compared()
+    assert code == 0
+    assert all("no certificate of cloud_" in said for said in found["signatures"].values())
+
+
+def test_a_changed_record_is_refused(tmp_path: Path, policy: Policy, compared: Say) -> None:
+    crossing(tmp_path, policy)
+    file = audit_file(tmp_path / "b", 1)
+
+    def add(record: dict[str, Any]) -> None:
+        record["attempts"][0]["received"][0]["messages"] += 1
+
+    changed(file, add)
+    code, found = compared()
+    assert code == 1 and found["refused_signatures"] == [str(file)]
+    assert [pair["kind"] for pair in found["differs"]] == ["activation"]
+
+
+@pytest.mark.parametrize("way", ["other key", "stripped", "of another file", "no hex"])
+def test_a_signature_that_is_not_that_cloud_s_is_refused(
+    way: str, tmp_path: Path, policy: Policy, compared: Say
+) -> None:
+    crossing(tmp_path, policy)
+    own = signature_file(audit_file(tmp_path / "b", 1))
+    other = signature_file(audit_file(tmp_path / "a", 0))
+    if way == "stripped":
+        own.unlink()
+    elif way == "other key":
+        own.write_text(other.read_text())
+    elif way == "no hex":
+        changed(own, lambda signature: signature.update(signature="x"))
+    else:
+        given = json.loads(other.read_text())["signature"]
+        changed(own, lambda signature: signature.update(signature=given))
+    code, found = compared()
+    assert code == 1 and found["refused_signatures"] == [str(audit_file(tmp_path / "b", 1))]
+    assert found["differs"] == []
+
+
+def test_a_lost_message_differs_unless_a_cut_explains_it(tmp_path: Path, compared: Say) -> None:
+    crossing(tmp_path, lost=2)
+    code, found = compared()
+    (pair,) = found["differs"]
+    assert code == 1 and pair["sent"][0] == 5 and pair["received"][0] == 3
+
+    crossing(tmp_path, lost=2, is_finished=False)
+    code, found = compared()
+    assert code == 0 and found["differs"] == [] and len(found["under_way"]) == 1
+
+
+def test_a_cut_explains_no_more_than_what_was_under_way(tmp_path: Path, compared: Say) -> None:
+    crossing(tmp_path, lost=-1, is_finished=False)
+    code, found = compared()
+    assert code == 1 and [pair["kind"] for pair in found["differs"]] == ["activation"]
+
+
+def test_attempts_of_a_resumed_run_are_compared_one_by_one(tmp_path: Path, compared: Say) -> None:
+    crossing(tmp_path, attempt=1, lost=1, is_finished=False)
+    crossing(tmp_path, attempt=2)
+    crossing(tmp_path, attempt=2)  # written again at its end
+    code, found = compared()
+    assert code == 0 and len(found["under_way"]) == 1
+    assert found["totals"]["cloud_a -> cloud_b"]["activation"]["sent"][0] == 7
+
+    file = audit_file(tmp_path / "b", 1)
+    changed(file, lambda record: record.update(attempts=record["attempts"][1:]))
+    code, found = compared()
+    assert code == 0 and [p["received"] for p in found["not_known"]] == [None]
+    changed(file, lambda record: record.update(attempts=[]))
+    assert compared()[0] == 1  # attempt 2 has come to its end
+
+
+def test_a_rank_without_a_record_is_named(tmp_path: Path, compared: Say) -> None:
+    crossing(tmp_path)
+    for folder, rank in (("a", 0), ("b", 1)):
+        changed(audit_file(tmp_path / folder, rank), lambda record: record.update(num_ranks=3))
+    code, found = compared()
+    assert code == 1 and found["missing_ranks"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "is no record"),
+        ("{}", "is no record"),
+        (" " * (MAX_BYTES + 1), "is longer than"),
+        ('{"rank": 1, "cloud": "b", "num_ranks": 1e99, "attempts": []}', "is no record"),
+        ('{"rank": 1, "cloud": "b", "num_ranks": 99999999, "attempts": []}', "is no record"),
+    ],
+)
+def test_a_hostile_record_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    crossing(tmp_path)
+    audit_file(tmp_path / "b", 1).write_text(content)
+    with pytest.raises(DataError, match=said):
+        main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
+    crossing(tmp_path)
+    changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0))
+    with pytest.raises(DataError, match="another record of rank 0"):
+        main([str(tmp_path / "a"), str(tmp_path / "b")])

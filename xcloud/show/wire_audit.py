@@ -1,0 +1,304 @@
+"""`python -m xcloud wire-audit`: what left each cloud of a run, or whether two clouds' records of
+what crossed between them agree.
+
+The records of another cloud come from its owner: they are read as data, within bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xcloud.base.errors import DataError, SealError
+from xcloud.base.run_folder import check_is_folder, owned
+from xcloud.base.terminal import say
+from xcloud.job.audit_keys import known_certificates
+from xcloud.line.keys import Certificate
+from xcloud.line.sealing import verify
+from xcloud.record.files import read_json
+from xcloud.security.audit import as_table, compact, join_audit, signature_file
+
+MAX_BYTES = 1 << 24  # of one rank's record
+
+_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Name = Annotated[str, Field(max_length=200)]
+
+
+class _Count(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    rank: _Whole
+    cloud: _Name
+    kind: _Name
+    messages: _Whole
+    bytes: _Whole
+
+
+class _Attempt(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    attempt: _Whole
+    is_finished: bool
+    sent: list[_Count]
+    received: list[_Count]
+
+    def counted(self, of: str, peer: int) -> dict[str, Counted]:
+        """Return what was "sent" to a rank or "received" from it, by kind."""
+        counts: list[_Count] = getattr(self, of)
+        return {c.kind: Counted(c.messages, c.bytes) for c in counts if c.rank == peer}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True)
+    rank: _Whole
+    cloud: _Name
+    num_ranks: Annotated[int, Field(ge=1, le=1 << 20)]
+    attempts: list[_Attempt]
+
+
+class Counted(NamedTuple):
+    """Messages of one kind, and the bytes of their frames."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Counted) -> Counted:
+        return Counted(self.messages + other.messages, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one rank says it sent another of one kind in an attempt, and what that one received.
+
+    sent, received: None where there is no record of the attempt.
+    is_cut: one of the two did not come to its end, so messages may have been under way.
+    """
+
+    sender: str
+    receiver: str
+    kind: str
+    sent: Counted | None
+    received: Counted | None
+    is_cut: bool
+
+    @property
+    def verdict(self) -> str:
+        """ "equal", "differs", or, of a cut attempt, "under way" or "not known"."""
+        if self.sent == self.received:
+            return "equal"
+        if not self.is_cut:
+            return "differs"
+        if self.sent is None or self.received is None:
+            return "not known"
+        fewer = self.received.messages < self.sent.messages
+        return "under way" if fewer and self.received.bytes < self.sent.bytes else "differs"
+
+    @property
+    def in_words(self) -> str:
+        sides = []
+        for what, counted in (("sent", self.sent), ("received", self.received)):
+            if counted is None:
+                sides.append(f"no record of what was {what}")
+            else:
+                sides.append(f"{what} {counted.messages:,} messages, {counted.bytes:,} bytes")
+        return f"{self.sender} -> {self.receiver} {self.kind}: {'; '.join(sides)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The records of several clouds, side by side.
+
+    pairs: of ranks in different clouds.
+    missing: ranks without a record.
+    signatures: by file, who signed it, or why that is not known.
+    refused: files whose signature does not hold.
+    """
+
+    pairs: Sequence[Pair]
+    missing: Sequence[int]
+    signatures: Mapping[str, str]
+    refused: Sequence[str]
+
+    @property
+    def agrees(self) -> bool:
+        return not (self.missing or self.refused or list(self.of("differs")))
+
+    def of(self, verdict: str) -> Iterator[Pair]:
+        return (pair for pair in self.pairs if pair.verdict == verdict)
+
+    def totals(self) -> dict[str, dict[str, dict[str, Counted]]]:
+        """Return sums by "cloud_a -> cloud_b", kind, and "sent" or "received"."""
+        sums: dict[str, dict[str, dict[str, Counted]]] = defaultdict(dict)
+        for pair in self.pairs:
+            way = f"{pair.sender.split()[0]} -> {pair.receiver.split()[0]}"
+            both = sums[way].setdefault(pair.kind, {"sent": Counted(), "received": Counted()})
+            both["sent"] = both["sent"].plus(pair.sent or Counted())
+            both["received"] = both["received"].plus(pair.received or Counted())
+        return sums
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Compare the records that lie in these folders. Raises DataError for one that cannot be
+    read, and for two of one rank that differ."""
+    certificates = known_certificates()
+    records: dict[int, _Record] = {}
+    texts: dict[int, bytes] = {}
+    signatures: dict[str, str] = {}
+    refused = []
+    for path in _files(folders):
+        data, record = _read(path)
+        if texts.setdefault(record.rank, data) != data:
+            raise DataError(
+                f"{path} is another record of rank {record.rank} than one that was read before"
+            )
+        records[record.rank] = record
+        try:
+            signatures[str(path)] = _signer(path, data, record.cloud, certificates)
+        except SealError as error:
+            signatures[str(path)] = str(error)
+            refused.append(str(path))
+    num_ranks = max(record.num_ranks for record in records.values())
+    missing = sorted(set(range(num_ranks)) - records.keys())
+    pairs = [
+        pair
+        for sender, receiver in permutations(records.values(), 2)
+        if sender.cloud != receiver.cloud
+        for pair in _pairs(sender, receiver)
+    ]
+    return Comparison(pairs, missing=missing, signatures=signatures, refused=refused)
+
+
+def _files(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        check_is_folder(folder)
+        found = sorted(folder.glob("rank*.wire.json"))
+        if not found:
+            raise DataError(
+                f"there is no rank*.wire.json in {folder}; every rank of a run writes one at its "
+                "end"
+            )
+        yield from found
+
+
+def _read(path: Path) -> tuple[bytes, _Record]:
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path} is longer than {MAX_BYTES:,} bytes, too long for such a record")
+    try:
+        return data, _Record.model_validate(json.loads(data))
+    except (ValidationError, ValueError, RecursionError) as error:
+        line = str(error).splitlines()[0]
+        raise DataError(f"{path} is no record of what crossed: {line:.200}") from None
+
+
+def _signer(
+    path: Path, data: bytes, cloud: str, certificates: Mapping[str, Sequence[Certificate]]
+) -> str:
+    """Return who signed a record, in words. Raises SealError where this cloud knows a certificate
+    of its cloud, by which it is not signed."""
+    known = certificates.get(cloud, [])
+    file = signature_file(path)
+    given = read_json(file)
+    if not given:
+        if known:
+            raise SealError(f"not signed, and this cloud's policy has a certificate of {cloud}")
+        return "not signed"
+    if not known:
+        return f"signed, but no certificate of {cloud} is in this cloud's policy to check it by"
+    for certificate in known:
+        if certificate.fingerprint == given.get("certificate"):
+            try:
+                verify(data, bytes.fromhex(str(given.get("signature"))), certificate)
+            except ValueError:
+                raise SealError(f"{file} holds no signature") from None
+            return f"signed by {cloud}"
+    raise SealError(f"signed with a key that is not {cloud}'s by this cloud's policy")
+
+
+def _pairs(sender: _Record, receiver: _Record) -> Iterator[Pair]:
+    of_sender = {one.attempt: one for one in sender.attempts}
+    of_receiver = {one.attempt: one for one in receiver.attempts}
+    for attempt in sorted(of_sender.keys() | of_receiver.keys()):
+        out = of_sender.get(attempt)
+        into = of_receiver.get(attempt)
+        sent = out.counted("sent", receiver.rank) if out is not None else {}
+        received = into.counted("received", sender.rank) if into is not None else {}
+        is_cut = any(one is not None and not one.is_finished for one in (out, into))
+        for kind in sorted(sent.keys() | received.keys()):
+            yield Pair(
+                f"{sender.cloud} rank {sender.rank}",
+                receiver=f"{receiver.cloud} rank {receiver.rank}",
+                kind=kind,
+                sent=None if out is None else sent.get(kind, Counted()),
+                received=None if into is None else received.get(kind, Counted()),
+                is_cut=is_cut,
+            )
+
+
+def in_words(found: Comparison) -> str:
+    """Return the comparison for a terminal: sums, then what does not agree."""
+    lines = []
+    for way, kinds in found.totals().items():
+        for kind, both in kinds.items():
+            sent = both["sent"]
+            received = both["received"]
+            same = "equal" if sent == received else "NOT EQUAL"
+            lines.append(
+                f"{way}  {kind:<12} sent {sent.messages:>8} messages {sent.bytes:>14,} bytes, "
+                f"received {received.messages:>8} messages {received.bytes:>14,} bytes  {same}"
+            )
+    for verdict, remark in (
+        ("under way", "the attempt was cut, which explains it"),
+        ("not known", "one of the two was ended before it could write its record"),
+        ("differs", "NOTHING EXPLAINS IT"),
+    ):
+        lines += [f"{pair.in_words}: {remark}" for pair in found.of(verdict)]
+    if found.missing:
+        names = ", ".join(map(str, found.missing))
+        lines.append(f"not compared: ranks {names}, whose records are not here")
+    lines += [f"{file}: {said}" for file, said in found.signatures.items()]
+    lines.append("the records agree" if found.agrees else "the records do not agree")
+    return "\n".join(lines)
+
+
+def as_json(found: Comparison) -> str:
+    def listed(verdict: str) -> list[dict[str, Any]]:
+        return [vars(pair) for pair in found.of(verdict)]
+
+    content = {
+        "agrees": found.agrees,
+        "totals": found.totals(),
+        "differs": listed("differs"),
+        "under_way": listed("under way"),
+        "not_known": listed("not known"),
+        "missing_ranks": found.missing,
+        "signatures": found.signatures,
+        "refused_signatures": found.refused,
+    }
+    return json.dumps(content, indent=1, default=lambda value: value._asdict())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Say what left each cloud of a run; of two folders, whether their records of what crossed
+    between clouds agree."""
+    parser = argparse.ArgumentParser("python -m xcloud wire-audit", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
+    parser.add_argument("other", type=Path, nargs="?", help="the same of the other cloud")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    if given.other is not None:
+        found = compare([given.run_dir, given.other])
+        say(as_json(found) if given.json else in_words(found))
+        return 0 if found.agrees else 1
+    check_is_folder(given.run_dir)
+    with owned(given.run_dir):
+        audit = join_audit(given.run_dir)
+    say(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))
+    return 0
