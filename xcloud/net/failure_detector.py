@@ -313,11 +313,12 @@ class FailureDetector:
             time.sleep(_CLOSE_EVERY_S)
 
     def close(self) -> None:
-        """Stop, as this rank ends with a reason of its own; tell the others of a loss it knows."""
+        """Stop, as this rank ends for a reason of its own. Tell the others of a loss it knows and
+        give them a moment to end by what this rank has sent them before its links break."""
         self.over.set()
         if self._rank == 0 and self._lost:
             self._beat()
-            time.sleep(min(GRACE_S, 0.3))
+        time.sleep(min(GRACE_S, 0.5))
 
     def _greet(self, watch: _Watch, connect: Connect) -> None:
         peer = watch.peer
