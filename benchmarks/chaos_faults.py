@@ -210,9 +210,9 @@ def cut_briefly(target: Target) -> None:
 
 def cut_long(target: Target) -> None:
     """Rarely for up to a minute."""
-    most_s = 60.0 if target.dice.random() < 0.1 else 3 * target.lost_after_s
-    least_s = target.lost_after_s + 1.5
-    _cut(target, least_s + (most_s - least_s) * target.dice.random())
+    max_s = 60.0 if target.dice.random() < 0.1 else 3 * target.lost_after_s
+    min_s = target.lost_after_s + 1.5
+    _cut(target, min_s + (max_s - min_s) * target.dice.random())
 
 
 def _cut(target: Target, seconds: float) -> None:

@@ -19,7 +19,7 @@ from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_summary
 
-MOST_ATTEMPTS = 8  # after one fault
+MAX_ATTEMPTS = 8  # after one fault
 ENDED_BY_SIGNAL = (EXIT_START_AGAIN, 130, 128 + signal.SIGTERM)  # asked to once, twice
 ORPHANS_WITHIN_S = 6.0  # launch.END_WITHIN_S, and some
 
@@ -187,8 +187,8 @@ class Disturbed:
             self._base_step = 0
         elif code not in ENDED_BY_SIGNAL and code > 0 and not last[0]:
             raise Defect("unexplained", f"exit code {code} without a cause")
-        if self._num_attempts == MOST_ATTEMPTS:
-            raise Defect("unexplained", f"{MOST_ATTEMPTS} attempts after {fault.kind}: {last[0]}")
+        if self._num_attempts == MAX_ATTEMPTS:
+            raise Defect("unexplained", f"{MAX_ATTEMPTS} attempts after {fault.kind}: {last[0]}")
         self._num_attempts += 1
         self._said_before = len(self.run.said())
         self.run.start()

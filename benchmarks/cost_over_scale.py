@@ -132,10 +132,10 @@ HEAD = ("|  step s | ideal s | ratio | processor of a step, ms: mean, most | pea
 
 
 def told(name: str, found: Measured) -> dict[str, Any]:
-    mean_ms, most_ms = (1e3 * of(found.cpu_s) for of in (_mean, max))
+    mean_ms, max_ms = (1e3 * of(found.cpu_s) for of in (_mean, max))
     threads, sockets = (f"{a:>3} {b:>3}" for a, b in (found.threads, found.sockets))
     print(f"{name} | {found.step_s:7.3f} | {found.ideal_s:7.3f} | "
-          f"{found.step_s / found.ideal_s:5.3f} | {mean_ms:8.1f} {most_ms:8.1f} | "
+          f"{found.step_s / found.ideal_s:5.3f} | {mean_ms:8.1f} {max_ms:8.1f} | "
           f"{max(found.peaks) / MB:7.1f} | {threads} | {sockets}", flush=True)  # fmt: skip
     return found._asdict()
 

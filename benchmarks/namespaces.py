@@ -55,13 +55,13 @@ def two_hosts(
     bandwidth_bits_per_s: float | None,
     round_trip_s: float | None = None,
     tcp: Mapping[str, str] = MappingProxyType({}),
-    least_bits_per_s: float | None = None,
+    min_bits_per_s: float | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Names of two namespaces whose link carries at most this rate each way (None: no limit).
 
     round_trip_s: of a delaying line in user space; None = a veth pair that the kernel limits.
     tcp: settings of both hosts in /proc/sys/net/ipv4 that differ from this machine's.
-    least_bits_per_s: of all rates that `limit` will be given while the pair is in use.
+    min_bits_per_s: of all rates that `limit` will be given while the pair is in use.
     Prefix a command with `inside(name)` to run it there.
     """
     names = tuple(f"xc-{os.getpid()}-{side}" for side in "ab")
@@ -84,10 +84,10 @@ def two_hosts(
                 _run(*inside(name), "ip", "link", "set", INTERFACE, "txqueuelen", "10000")
             elif bandwidth_bits_per_s is not None:
                 limit(name, bandwidth_bits_per_s)
-                if least_bits_per_s is not None:
+                if min_bits_per_s is not None:
                     # tbf splits what is larger than its burst, but not what waits there already:
                     # that would block the line for good. TCP's largest packets, with headers:
-                    size = round(_burst_bytes(least_bits_per_s) / 1.1)
+                    size = round(_burst_bytes(min_bits_per_s) / 1.1)
                     _run(*inside(name), "ip", "link", "set", INTERFACE, "gso_max_size", str(size))
         yield names[0], names[1]
     finally:

@@ -69,7 +69,7 @@ WARM_UP_LOCAL = EVERY  # the first merge makes buffers
 AS_PREDICTED, AT_SPEED = "as predicted", "at its speed"
 OFF_SPEED = 0.1  # share by which the machine's speed may differ around a point
 REFERENCE_S = 0.7  # how long each reference is measured
-MOST_ATTEMPTS = 3  # at a point
+MAX_ATTEMPTS = 3  # at a point
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "gpipe": GPipe,
@@ -317,7 +317,7 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
         while True:
             step_s = bench.step_s(point.plan, line)
             references_s.append(bench.reference_now_s())
-            if are_alike(*references_s[-2:]) or len(references_s) > MOST_ATTEMPTS:
+            if are_alike(*references_s[-2:]) or len(references_s) > MAX_ATTEMPTS:
                 break
         reference = references_s[-1]
         factor = statistics.mean(references_s[-2:]) / bench.reference_s

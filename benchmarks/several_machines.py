@@ -39,7 +39,7 @@ def run_on_two_machines(
     rate = least = None
     if line is not None:
         rate, least = line.rate_from(0.0)[0], min((e[1] for e in line.trace), default=None)
-    with two_hosts(rate, least_bits_per_s=least) as hosts, prepare(hosts):
+    with two_hosts(rate, min_bits_per_s=least) as hosts, prepare(hosts):
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
             run_dir = folder / cloud

@@ -102,11 +102,11 @@ def profile_of(num_stages: int, sample_s: float) -> Profile:
     """Of stages that sleep: nothing else takes time."""
     forward, backward = Curve([(1, sample_s)]), Curve([(1, 2 * sample_s)])
     num_bytes = Curve([(1, SAMPLE_BYTES)])
-    put_off = Curve([(1, 2 * SAMPLE_BYTES)])
+    deferred = Curve([(1, 2 * SAMPLE_BYTES)])
     pieces = [
         Piece(
             f"stage {i}", forward, backward, 0 if i < num_stages - 1 else None, STAGE_BYTES,
-            STAGE_BYTES, num_bytes, weights_s=forward, put_off_bytes=put_off,
+            STAGE_BYTES, num_bytes, weights_s=forward, deferred_bytes=deferred,
         )
         for i in range(num_stages)
     ]  # fmt: skip

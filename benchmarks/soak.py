@@ -35,8 +35,8 @@ RANKS = 2
 WARM_UP = 0.2  # of the steps: imports, the first checkpoint, caches
 PARTS = 10
 MIN_STEPS = 10_000
-MOST_MB = 8.0  # of growth in 100,000 steps that still counts as flat
-MOST_SLOWER = 0.1  # second half over the first, in the processor's time
+MAX_MB = 8.0  # of growth in 100,000 steps that still counts as flat
+MAX_SLOWER = 0.1  # second half over the first, in the processor's time
 Sample = tuple[int, float, float]  # step, MB, seconds of the processor
 
 
@@ -111,7 +111,7 @@ def growth(samples: list[Sample], steps: int) -> dict[str, Any]:
     return {
         "mb_first": round(late[0][1], 1), "mb_last": round(late[-1][1], 1),
         "mb_per_100000_steps": round(1e5 * slope, 2), "standard_error": round(1e5 * error, 2),
-        "samples": len(late), "flat": 1e5 * (slope - 2 * error) <= MOST_MB,
+        "samples": len(late), "flat": 1e5 * (slope - 2 * error) <= MAX_MB,
     }  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def step_times(run_dir: Path, samples: list[Sample], steps: int) -> dict[str, An
     }
     if half > 1:  # the first tenth has the start in it
         ratio = statistics.mean(cpu[half:]) / statistics.mean(cpu[1:half])
-        found |= {"later_over_earlier": round(ratio, 3), "flat": ratio <= 1 + MOST_SLOWER}
+        found |= {"later_over_earlier": round(ratio, 3), "flat": ratio <= 1 + MAX_SLOWER}
     return found
 
 

@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Toys are no constructors of xcloud; processes that the tests start inherit this.
 os.environ["XCLOUD_POLICY"] = str(Path(__file__).parent / "policy.yaml")
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
         # Two more than cores: slow tests wait for half of their time.
-        option.numprocesses = min((os.cpu_count() or 1) + 2, MOST_PROCESSES)
+        option.numprocesses = min((os.cpu_count() or 1) + 2, MAX_PROCESSES)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below

@@ -14,7 +14,7 @@ class MemoryGroup:
 
     def __init__(self) -> None:
         self.posted: dict[int, Tensor] = {}
-        self.most_posted = 0
+        self.max_posted = 0
         self._filled: set[int] = set()
         self._changed = threading.Condition()
 
@@ -34,7 +34,7 @@ class MemoryGroup:
     def irecv(self, buffer: Tensor, tag: int) -> Work:
         with self._changed:
             self.posted[tag] = buffer
-            self.most_posted = max(self.most_posted, len(self.posted))
+            self.max_posted = max(self.max_posted, len(self.posted))
             self._changed.notify_all()
 
         def wait() -> None:

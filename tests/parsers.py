@@ -223,7 +223,7 @@ def orders() -> Parser:
     rows = torch.tensor([[n, n % 2, 40] for n in range(1, 9)], dtype=torch.int32)
 
     def take(parts: Parts) -> object:
-        book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
+        book = OrderBook(num_consumers=2, max_waiting=64, max_number=100)
         book.take_orders(frame(parts))
         return [book.next(False) for _ in range(book._waiting.qsize())]
 
@@ -234,7 +234,7 @@ def batches() -> Parser:
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 
     def take(parts: Parts) -> object:
-        inbox = Inbox(layout, 64, {1: Peer()}, most_waiting=8)
+        inbox = Inbox(layout, 64, {1: Peer()}, max_waiting=8)
         inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
         for number in (1, 2, 5):
             inbox.put(0, frame(parts, Kind.BATCH, number))

@@ -36,7 +36,7 @@ def piece(
     backward = Curve([(1, fixed_s + 2 * forward_s), (2, fixed_s + 4 * forward_s)])
     return Piece(
         name, forward, backward, boundary, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1,
-        weights_s=Curve([(1, forward_s)]), put_off_bytes=Curve([(1, 6e5)]),
+        weights_s=Curve([(1, forward_s)]), deferred_bytes=Curve([(1, 6e5)]),
     )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def limited(cloud_ranks: int = 1, **limit: Any) -> Shape:
 
 
 @pytest.mark.parametrize("cloud_ranks", [1, 2])
-@pytest.mark.parametrize("limit", [{"most_tokens": 4}, {"most_s": 1e-9}], ids=repr)
+@pytest.mark.parametrize("limit", [{"max_tokens": 4}, {"max_s": 1e-9}], ids=repr)
 def test_clouds_that_leave_out_steps_save_after_them_too(
     limit: dict[str, Any], cloud_ranks: int, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     second.train()
     assert second.from_step == 6
     both = [_but_for_times(states) for states in (second.state, whole(shape))]
-    assert "most_s" in limit or same_state(*both)
+    assert "max_s" in limit or same_state(*both)
 
 
 @pytest.mark.parametrize(("shape", "every_steps"), each_once(STRATEGIES, [0, 500, 3]))

@@ -25,7 +25,7 @@ from xcloud.net.peer import Peer
 
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
 DAY_S = 86_400.0
-MOST_ROWS, D = 6, 16
+MAX_ROWS, D = 6, 16
 
 
 def sent_over(group: MemoryGroup, deliver_at_s: float) -> None:
@@ -58,22 +58,22 @@ def test_a_frame_whose_time_is_no_moment_is_refused(time_s: float) -> None:
 
 
 def received(compressor: Compressor, counts: list[int], parts: tuple[Tensor, ...]) -> Tensor:
-    """Of rank 0, whose boundary has two samples of at most MOST_ROWS rows."""
+    """Of rank 0, whose boundary has two samples of at most MAX_ROWS rows."""
     fields = (
         BoundaryField("counts", (), torch.int16),
-        BoundaryField("places", (), torch.int16, "counted", most=MOST_ROWS - 1),
+        BoundaryField("places", (), torch.int16, "counted", most=MAX_ROWS - 1),
         BoundaryField("hidden", (D,), torch.float32, "counted"),
     )
     link = InProcessLink()
     channel = ReceiveChannel(
         link, fields, lambda: Codecs([(None, Codec(compressor, NoMemory()))]), StepClock(),
-        ChannelId(7, 0, "forward", 3, 1), torch.device("cpu"), 5.0, MOST_ROWS,
+        ChannelId(7, 0, "forward", 3, 1), torch.device("cpu"), 5.0, MAX_ROWS,
     )  # fmt: skip
     link.send(KEY, (torch.tensor(counts, dtype=torch.int16), *parts))
     return channel.recv(KEY, {"ids": torch.arange(2)})["hidden"]
 
 
-@pytest.mark.parametrize("counts", [[MOST_ROWS + 1, 1], [-1, 3], [-32768, 32767], [32767, 32767]])
+@pytest.mark.parametrize("counts", [[MAX_ROWS + 1, 1], [-1, 3], [-32768, 32767], [32767, 32767]])
 def test_rows_beyond_what_the_boundary_promises_are_refused_before_anything_is_allocated(
     counts: list[int],
 ) -> None:
@@ -99,7 +99,7 @@ def test_refusing_a_message_of_many_rows_allocates_nothing_for_them() -> None:
     assert peak.peak < 3 * sent + 4096  # two copies of the frame; with the rows 9 times as much
 
 
-@pytest.mark.parametrize("place", [-1, MOST_ROWS])
+@pytest.mark.parametrize("place", [-1, MAX_ROWS])
 def test_places_outside_a_sample_are_refused(place: int) -> None:
     places = torch.tensor([0, 1, place], dtype=torch.int16)
 
@@ -107,7 +107,7 @@ def test_places_outside_a_sample_are_refused(place: int) -> None:
         received(Chain(), [1, 2], (places, torch.zeros(3, D)))
 
 
-@pytest.mark.parametrize("counts", [[0, 3], [MOST_ROWS, MOST_ROWS]])
+@pytest.mark.parametrize("counts", [[0, 3], [MAX_ROWS, MAX_ROWS]])
 def test_as_many_rows_as_promised_pass(counts: list[int]) -> None:
     rows = sum(counts)
 

@@ -69,14 +69,14 @@ def rows(*numbers: tuple[int, int, int]) -> Tensor:
     ids=str,
 )
 def test_orders_that_no_consumer_gives_are_refused(part: Tensor) -> None:
-    book = OrderBook(num_consumers=2, most_waiting=16, most_number=100)
+    book = OrderBook(num_consumers=2, max_waiting=16, max_number=100)
 
     with pytest.raises(FrameError):
         book.take_orders(frame(Kind.ORDER, part))
 
 
 def test_orders_for_nobody_do_not_fill_the_memory() -> None:
-    book = OrderBook(most_waiting=16)
+    book = OrderBook(max_waiting=16)
     with pytest.raises(FrameError):
         for number in range(1, 30):
             book.take_orders(frame(Kind.ORDER, rows((number, NOBODY, 9))))
@@ -95,7 +95,7 @@ def test_a_stop_with_parts_another_one_and_orders_after_it_are_refused() -> None
 
 
 def test_batches_come_only_as_ordered_and_not_without_end() -> None:
-    inbox = Inbox(ONE_WAY, 4, {1: Peer()}, most_waiting=8)
+    inbox = Inbox(ONE_WAY, 4, {1: Peer()}, max_waiting=8)
     payload = torch.zeros(4, dtype=torch.uint8)
     inbox.expect([Order(0, number, 0, 9) for number in (2, 5)])
     with pytest.raises(FrameError, match=r"batch 3 of producer 'a' .* was not ordered"):

@@ -126,7 +126,7 @@ def test_a_job_goes_on_from_its_state_bit_for_bit() -> None:
 
 def test_a_slow_cloud_leaves_out_steps_and_says_so() -> None:
     """16 tokens (here samples) a step over two clouds: 8 each."""
-    job = ranks(clouds(2), TRAINING, INT4, GPipe(8), strategy=local(most_tokens=16))
+    job = ranks(clouds(2), TRAINING, INT4, GPipe(8), strategy=local(max_tokens=16))
     losses = train(job)
 
     assert [loss is None for loss in losses[0]] == [False, False, True, True] * 2
@@ -159,7 +159,7 @@ def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
     assert merge["weights"] == {"c0": 3 * 6, "c1": 4 * 5, "c2": 4 * 5}
 
 
-@pytest.mark.parametrize("settings", [{"late": "skip"}, {"most_s": 3.0}, {"weigh": "tokens"}])
+@pytest.mark.parametrize("settings", [{"late": "skip"}, {"max_s": 3.0}, {"weigh": "tokens"}])
 def test_what_needs_whole_replicas_is_refused_for_pipelines(settings: Any) -> None:
     with pytest.raises(ConfigError, match="each rank must hold the whole model"):
         local(2, **settings).arrange(clouds(4))

@@ -268,7 +268,7 @@ class Seconds:
 
 def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
     """Replica 1 has time for two steps in four: it leaves out the rest, and merges what it has."""
-    settings = LocalUpdates(4, MEAN, most_s=10.0)
+    settings = LocalUpdates(4, MEAN, max_s=10.0)
     clock, made = Seconds(), {0: list[int](), 1: list[int]()}
     job = replicas(settings, 8)
     for r, replica in enumerate(job):
@@ -288,7 +288,7 @@ def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
 
 
 def test_tokens_end_a_round_too() -> None:
-    settings = LocalUpdates(5, MEAN, most_tokens=30)
+    settings = LocalUpdates(5, MEAN, max_tokens=30)
     job = replicas(settings, 10)
     for r, replica in enumerate(job):
         replica.work = lambda step, r=r: Work(1, 10.0 * (1 + r))
@@ -324,7 +324,7 @@ def test_cuts_are_whole_balanced_and_in_order() -> None:
         ({"every": 4, "overlap": 4}, r"overlap \(4\) less than, .*every \(4\)"),
         ({"weigh": "bytes"}, "strategy.averaging.weigh must be one of samples"),
         ({"mix": 1.0}, "strategy.averaging.mix"),
-        ({"most_s": 0}, "strategy.averaging.most_s"),
+        ({"max_s": 0}, "strategy.averaging.max_s"),
     ],
 )
 def test_bad_settings_are_named(settings: Any, message: str) -> None:
@@ -357,7 +357,7 @@ def test_no_more_fragments_are_under_way_than_links_have_room_for(
         replica.exchange._start = counted  # type: ignore[method-assign]
     run_together(job, 19)
 
-    assert most == settings.most_under_way
+    assert most == settings.max_under_way
     assert equal(job[0].values, job[1].values)
 
 
@@ -370,7 +370,7 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
     ends = [Ends(world.transport(rank), layout, tmp_path) for rank in range(2)]
     links = [replica_links(own, layout, torch.device("cpu")) for own in ends]
     for own in links:
-        own.open(100_100, under_way=settings.most_under_way)
+        own.open(100_100, under_way=settings.max_under_way)
     room = links[1]._in[0]._settings.window.max_queued_bytes
 
     links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)

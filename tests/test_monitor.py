@@ -218,7 +218,7 @@ def test_steps_that_a_resumed_run_does_again_count_once(
     summary = monitor.finish("stopped here")
     assert (summary["num_steps"], summary["num_steps_done_twice"]) == (11, 29)
     assert summary["lost_event_lines"] == 0
-    assert "29 steps done before are done again" in capsys.readouterr().out
+    assert "29 steps done before are repeated" in capsys.readouterr().out
 
 
 def test_a_local_run_drops_the_end_of_the_attempt_before(

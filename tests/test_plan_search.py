@@ -35,8 +35,8 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_plans(seed: int) -> None:
     found = search(pricer, space, 4)
 
     every = every_plan(pricer, space)
-    least_s = min(map(pricer.step_s, every))
-    assert found.best[0].step_s == pytest.approx(least_s, rel=0.005)
+    min_s = min(map(pricer.step_s, every))
+    assert found.best[0].step_s == pytest.approx(min_s, rel=0.005)
     assert [p.step_s for p in found.best] == sorted(p.step_s for p in found.best)
     pairs = [(p.plan.strategy, p.plan.compression) for p in found.best]
     assert len(set(pairs)) == len(pairs) == 4, "the best of each strategy and compressor"
@@ -50,8 +50,8 @@ def test_the_estimate_orders_plans_nearly_as_the_simulation_does(seed: int) -> N
     pairs = [(pricer.estimate_s(plan), pricer.step_s(plan)) for plan in plans]
     for estimated_s, simulated_s in pairs:
         assert 0.5 * simulated_s <= estimated_s <= 1.4 * simulated_s
-    least_s = min(simulated for _, simulated in pairs)
-    assert min(pairs)[1] <= 1.15 * least_s, "the least estimate is nearly the fastest"
+    min_s = min(simulated for _, simulated in pairs)
+    assert min(pairs)[1] <= 1.15 * min_s, "the least estimate is nearly the fastest"
 
 
 def test_one_rank_each_is_estimated_as_a_gpipe_without_a_line_takes() -> None:

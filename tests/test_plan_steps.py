@@ -200,8 +200,8 @@ def test_1f1b_on_a_long_line_waits_for_the_way_there_and_back_once_a_flight(seed
     round_s = 2 * (tf + tb) + 2 * latency_s  # of one micro-batch alone
     rounds_s = round_s * (m // k) + (k - 1) * (tf + tb)
     busy_s = (m + 1) * (tf + tb) + 2 * latency_s
-    least_s = max(busy_s, round_s * (m // k))
-    assert least_s - 1e-9 <= step.step_s <= max(rounds_s, busy_s + (k - 1) * (tf + tb)) + 1e-9
+    min_s = max(busy_s, round_s * (m // k))
+    assert min_s - 1e-9 <= step.step_s <= max(rounds_s, busy_s + (k - 1) * (tf + tb)) + 1e-9
     if k == 1:
         assert step.step_s == pytest.approx(m * round_s)
 

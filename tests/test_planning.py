@@ -105,7 +105,7 @@ def test_a_profile_of_something_else_is_named_and_used(
     assert table["own"]["predicted_step_time_s"] > 800
     assert table["profile"]["stale"]
     (_, last) = read_profile(file).pieces
-    assert 0 < last.weights_s.at(4) and last.put_off_bytes.at(4) > 0
+    assert 0 < last.weights_s.at(4) and last.deferred_bytes.at(4) > 0
 
 
 def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:

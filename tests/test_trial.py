@@ -181,7 +181,7 @@ def test_a_trial_of_blocks_makes_two_runs_and_reads_both(
     assert all(p.forward_s.at(4.0) >= 0 <= p.backward_s.at(4.0) for p in found.pieces)
     first, last = found.pieces[0], found.pieces[-1]
     assert first.parameter_bytes == 4 * (16 * 12 + 12 * 12 + 12) == first.trained_bytes
-    assert first.activation_bytes.at(8) > 0 < last.put_off_bytes.at(8)
+    assert first.activation_bytes.at(8) > 0 < last.deferred_bytes.at(8)
     assert found.train_samples == 40 and found.program_bytes > 1e7
     assert 6.0 < found.tokens_per_sample <= 12.0, "of both sides, six each, some of them padding"
     none, int4 = (found.compressors[name].boundaries[0] for name in ("none", "int4"))
@@ -313,7 +313,7 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     batch = {"ids": torch.arange(4), "target": torch.zeros(4, 6, dtype=torch.long)}
     stage(received, batch)
 
-    assert meter.facts["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
+    assert meter.facts["deferred_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
     assert meter.facts["activation_bytes"] > 0
     before = dict(meter.facts)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})

@@ -209,7 +209,7 @@ def test_as_many_receives_are_posted_as_the_window_says_and_the_close_meets_them
     out.close(10)
     incoming.close(10)
 
-    assert group.most_posted == 7
+    assert group.max_posted == 7
     assert incoming.has_closed and not group.posted
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from xcloud.features.leak_meter.observers import ReadingStage
 
 TEXTS = "texts"  # the attack that guesses whole texts; the others guess sets of tokens
-_LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less
-_LEAST_RANK_DROP = 10.0  # between neighbouring singular values; the last ones of noise vary more
+_MIN_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less
+_MIN_RANK_DROP = 10.0  # between neighbouring singular values; the last ones of noise vary more
 _CLEAR_DROP = 100.0  # whatever stands before it is no noise
 _OUTLIER = 8.0  # standard deviations (by the median of deviations) of rows that are noise alone
 _FLOOR = 1e-7  # of the largest score: below it is rounding error of float32 sums
@@ -96,7 +96,7 @@ def row_space(gradients: Sequence[Tensor]) -> Span | None:
     stacked = torch.cat(scaled)
     squares, vectors = torch.linalg.eigh(stacked.T @ stacked)
     sizes = squares.clamp(min=0).sqrt().flip(0)
-    rank = _steepest(sizes, _LEAST_RANK_DROP)
+    rank = _steepest(sizes, _MIN_RANK_DROP)
     if not rank or rank >= stacked.shape[1]:
         return None
     return Span(vectors.flip(1)[:, :rank].T.contiguous())
@@ -258,14 +258,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def _before_drop(scores_N: Tensor, least: float = _LEAST_DROP) -> Tensor:
+def _before_drop(scores_N: Tensor, least: float = _MIN_DROP) -> Tensor:
     """The places of the scores before their steepest drop, the largest first."""
     ordered = scores_N.sort(descending=True)
     places: Tensor = ordered.indices[: _steepest(ordered.values, least)]
     return places
 
 
-def _steepest(scores_N: Tensor, least: float = _LEAST_DROP) -> int:
+def _steepest(scores_N: Tensor, least: float = _MIN_DROP) -> int:
     """How many of the scores, sorted from the largest, stand before their steepest drop; 0 if no
     neighbours differ by a factor of `least`."""
     if not len(scores_N) or not float(scores_N[0]) > 0:

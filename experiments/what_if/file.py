@@ -212,7 +212,7 @@ class Decoder:
 StrategyName = Literal["pipeline", "data_parallel", "hybrid", "local_updates"]
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
 ALL = "*"
-MOST_CLOUDS = 64
+MAX_CLOUDS = 64
 
 
 @settings("clouds")
@@ -266,7 +266,7 @@ class WhatIf:
     """A file, read. model: None where a profile came with it. links: by pair of clouds, or "*";
     inside: by cloud, or "*". tokens: of the whole run, to say what all of it takes."""
 
-    clouds: Annotated[Mapping[str, WhatIfCloud], Field(min_length=1, max_length=MOST_CLOUDS)]
+    clouds: Annotated[Mapping[str, WhatIfCloud], Field(min_length=1, max_length=MAX_CLOUDS)]
     batch_size: Positive
     tokens: PositiveFloat | None = None
     model: Decoder | None = None

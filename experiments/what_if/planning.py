@@ -23,8 +23,8 @@ from xcloud.simulator.costs import Profile
 from xcloud.simulator.plan import Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
-MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
-MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated
+MAX_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
+MAX_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated
 TRIES = 2  # cuts and counts of micro-batches that are simulated, see fastest
 HOUR_S = 3600.0
 
@@ -171,17 +171,17 @@ def _space(
     """Of one strategy, and why there is none."""
     layout, p = found.layout, found.num_stages
     free = all(piece.blocks for piece in profile.pieces)
-    most_stages = 1 + sum(piece.boundary is not None for piece in profile.pieces[:-1])
-    if p > most_stages or (not free and p not in (1, most_stages)):
-        return None, f"{p} stages, and the model can be cut into {most_stages}"
-    splits = splits_of(profile.pieces, p, MOST_CUTS, found.slowness)
+    max_stages = 1 + sum(piece.boundary is not None for piece in profile.pieces[:-1])
+    if p > max_stages or (not free and p not in (1, max_stages)):
+        return None, f"{p} stages, and the model can be cut into {max_stages}"
+    splits = splits_of(profile.pieces, p, MAX_CUTS, found.slowness)
     replicas = layout.num_replicas
     counts = what_if.search.micro_batches
     fewest = replicas * -(-layout.min_micro_batches() // replicas)
     if counts is None:
         counts = [fewest * 2**n for n in range(8)]
         if p > 1:
-            counts = [m for m in counts if m == fewest or p * m // replicas <= MOST_ACTIONS]
+            counts = [m for m in counts if m == fewest or p * m // replicas <= MAX_ACTIONS]
     counts = sorted({m for m in counts if m <= what_if.batch_size})
     if not any(m >= layout.min_micro_batches() and m % replicas == 0 for m in counts):
         return None, (

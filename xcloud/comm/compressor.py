@@ -21,7 +21,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.net.frame import TensorSpec
 
-Parts = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 Family = Literal["none", "low_rank", "sparse", "precision"]
 Feedback = Literal["needless", "useful", "needed", "harmful"]
 """What error feedback does for a compressor whose messages are added up: nothing, as nothing is
@@ -68,12 +68,12 @@ class Compressor(TensorChoice, StatefulTree):
         """Shape and dtype of every part that `compress` returns for a tensor of this spec."""
 
     @abstractmethod
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         """Return tensors with exactly the specs of `wire_specs`. Raises ValueError for
         integers."""
 
     @abstractmethod
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         """The tensor as the receiver sees it, of exactly this spec (shape and dtype)."""
 
     def use_stream(self, stream: int) -> None:
@@ -192,9 +192,9 @@ class Chain(Compressor):
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return self._specs_after_each(spec)[-1]
 
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         refuse_integers(tensor)
-        parts: Parts = (tensor.detach(),)
+        parts: Tensors = (tensor.detach(),)
         for member in self.members.values():
             parts = tuple(
                 made
@@ -203,7 +203,7 @@ class Chain(Compressor):
             )
         return parts
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         specs = self._specs_after_each(spec)
         for member, before in reversed([*zip(self.members.values(), specs, strict=False)]):
             remaining = list(parts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.settings import Positive, Rate, settings
-from xcloud.comm.compressor import Compressor, Family, Feedback, Parts, refuse_integers, wide
+from xcloud.comm.compressor import Compressor, Family, Feedback, Tensors, refuse_integers, wide
 from xcloud.comm.state import State
 from xcloud.net.frame import TensorSpec
 
@@ -48,7 +48,7 @@ class WarmFactors(Compressor):
         sizes = ((num_rows, rank), (rank, num_features))
         return tuple(TensorSpec(shape=size, dtype=spec.dtype) for size in sizes)
 
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         """Both factors have one mean square, so that neither overflows or vanishes in a later
         cast."""
         refuse_integers(tensor)
@@ -74,7 +74,7 @@ class WarmFactors(Compressor):
             right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
         )
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return self._product(left_Rr, right_rD=right_rD).to(spec.dtype).view(spec.shape)
 

@@ -25,7 +25,7 @@ from xcloud.comm.compressor import (
     Draws,
     Family,
     Feedback,
-    Parts,
+    Tensors,
     refuse_integers,
     wide,
 )
@@ -65,7 +65,7 @@ class Cast(Compressor):
             TensorSpec(shape=(1,), dtype=torch.int16),
         )
 
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         refuse_integers(tensor)
         tensor = tensor.detach()
         if self.dtype == "bfloat16":
@@ -81,7 +81,7 @@ class Cast(Compressor):
         scaled = values * torch.exp2(-exponent.to(values.dtype))
         return (scaled.half(), exponent.to(torch.int16).view(1))
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         if self.dtype == "bfloat16" or spec.dtype == torch.float16:
             return parts[0].to(spec.dtype)
         values, exponent = parts
@@ -151,7 +151,7 @@ class BlockInt(Draws):
             TensorSpec(shape=(-(-spec.numel // self.block),), dtype=torch.int16),
         )
 
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1).float()
         num_values = len(values_N)
@@ -176,7 +176,7 @@ class BlockInt(Draws):
         codes_N = codes_MK.view(-1)[:num_values].add_(self._offset)
         return (pack(codes_N, bits=self.bits), scales_M)
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         packed, scales = parts
         codes_N = unpack(packed, bits=self.bits, num_codes=spec.numel)
         scales_M = scales.view(torch.bfloat16).float()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
-from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, Parts, refuse_integers
+from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, Tensors, refuse_integers
 from xcloud.comm.precision import Seed, pack, packed_bytes, unpack
 from xcloud.net.frame import TensorSpec
 
@@ -60,7 +60,7 @@ class _Sparse(Compressor):
             specs.append(TensorSpec(shape=(1,), dtype=torch.int64))
         return tuple(specs)
 
-    def compress(self, tensor: Tensor) -> Parts:
+    def compress(self, tensor: Tensor) -> Tensors:
         refuse_integers(tensor)
         shape = self._shape(TensorSpec.of(tensor))
         sent = items = tensor.detach().reshape(shape)
@@ -81,7 +81,7 @@ class _Sparse(Compressor):
                 sent[0] = torch.nan
         return (sent, *parts)
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         values, *places = parts
         shape = self._shape(spec)
         num_seen, num_kept = self._numbers(shape[0])
@@ -172,7 +172,7 @@ class RandomK(Draws, _Sparse):
     def _numbers(self, num_items: int) -> tuple[int, int]:
         return 2 * (_num_kept(self.rate, numel=num_items),)
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         values, seed = parts
         if self.unbiased and len(values):
             # Not before sending, where the factor could overflow float16.

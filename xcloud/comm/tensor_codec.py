@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from, wide
+from xcloud.comm.compressor import Chain, Compressor, Tensors, seed_from, wide
 from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, copy_of, fill
 from xcloud.net.frame import TensorSpec
 
@@ -59,7 +59,7 @@ class _Coded(StatefulTree):
         if has_feedback:
             self.residual = self._zeros()
 
-    def encode(self, tensor: Tensor) -> tuple[Parts, Tensor]:
+    def encode(self, tensor: Tensor) -> tuple[Tensors, Tensor]:
         matrix = tensor.detach().reshape(self.spec.shape)
         if not self._has_feedback:
             parts = self.compressor.compress(matrix)
@@ -222,7 +222,7 @@ class TensorCodec(StatefulTree):
 
     def encode(
         self, tensors: Sequence[Tensor], is_final: bool = True
-    ) -> tuple[Parts, list[Tensor]]:
+    ) -> tuple[Tensors, list[Tensor]]:
         """Return the message, and what every receiver decodes from it. With feedback the message
         carries what settled ones have left out, unless the tensor is not finite.
 
@@ -243,7 +243,7 @@ class TensorCodec(StatefulTree):
         )
         return joined, seen
 
-    def decode(self, parts: Parts) -> list[Tensor]:
+    def decode(self, parts: Tensors) -> list[Tensor]:
         """Return what `encode` of the sender returned, bit for bit. Raises FrameError for a
         message of other settings."""
         found = tuple(TensorSpec.of(part) for part in parts)

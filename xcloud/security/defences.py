@@ -274,8 +274,8 @@ def noise_shape(
         most = left_along(across_0) / (1 - share)
         return _lowest(lambda along: divergence(across_0, along), min(across_0, most), high=most)
 
-    most_across = min(v - u, power / ((1 - share) * size))
-    across_0 = _lowest(lambda a: divergence(a, best_along(a)), 0.0, high=most_across)
+    max_across = min(v - u, power / ((1 - share) * size))
+    across_0 = _lowest(lambda a: divergence(a, best_along(a)), 0.0, high=max_across)
     along_0 = best_along(across_0)
     along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
     return NoiseShape(along_0=along_0, across_0=across_0, along_1=along_1, across_1=0.0)

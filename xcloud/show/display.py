@@ -111,7 +111,7 @@ class ProgressLine:
             if event["step"]:
                 text = f"resumes from step {event['step']}"
             if again := event.get("steps_again"):
-                text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
+                text += f"; {again} step{'s' if again > 1 else ''} done before are repeated"
             changed = ", ".join(event.get("changed", ()))
             self.note(text + (f"; changed: {changed}" if changed else ""))
         elif kind == "fed" and "loss" in event:

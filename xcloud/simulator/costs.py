@@ -243,7 +243,7 @@ class Piece:
     boundary: the number of the boundary that it ends at; None where the model cannot be cut after
         it.
     weights_s: the part of backward_s that may be put off.
-    put_off_bytes: what is kept until then.
+    deferred_bytes: what is kept until then.
     splitting_s: what splitting the backward adds to a forward and a backward together; below 0 it
         saves.
     parameter_bytes: of all weights.
@@ -262,7 +262,7 @@ class Piece:
     optimizer_s: Seconds = 0.0
     blocks: NotNegative = 0
     weights_s: OfSamples = Curve()
-    put_off_bytes: OfSamples = Curve()
+    deferred_bytes: OfSamples = Curve()
     splitting_s: Change = Curve()
 
 

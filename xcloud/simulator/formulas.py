@@ -200,7 +200,7 @@ class Work(NamedTuple):
     weights_s: float
     splitting_s: float
     activation_bytes: float
-    put_off_bytes: float
+    deferred_bytes: float
     parameter_bytes: float
     trained_bytes: float
     optimizer_s: float
@@ -222,7 +222,7 @@ def work_before(profile: Profile, b: float) -> list[Work]:
             weights_s=late_s,
             splitting_s=piece.splitting_s.change_at(b),
             activation_bytes=piece.activation_bytes.at(b),
-            put_off_bytes=piece.put_off_bytes.at(b),
+            deferred_bytes=piece.deferred_bytes.at(b),
             parameter_bytes=piece.parameter_bytes,
             trained_bytes=piece.trained_bytes,
             optimizer_s=piece.optimizer_s,
@@ -261,7 +261,7 @@ def memory_of(
         work = works[stage]
         num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
         activations = work.activation_bytes
-        waiting = work.put_off_bytes
+        waiting = work.deferred_bytes
         held = _max_kept(
             schedule,
             stage,
@@ -271,7 +271,7 @@ def memory_of(
             waiting=waiting,
         )
         queued = sum(
-            _most_queued(
+            _max_queued(
                 schedule,
                 end,
                 num_stages=p,
@@ -295,7 +295,7 @@ def memory_of(
 
 
 @lru_cache(maxsize=65536)
-def _most_queued(
+def _max_queued(
     schedule: Schedule,
     stage: int,
     num_stages: int,

@@ -207,14 +207,14 @@ class Leg:
 class StageFacts(NamedTuple):
     """The sizes of one stage of a trial.
 
-    activation_bytes, put_off_bytes: of a sample.
+    activation_bytes, deferred_bytes: of a sample.
     blocks: how many blocks it holds of a model that is cut freely; else 0.
     """
 
     parameter_bytes: int
     trained_bytes: int
     activation_bytes: float
-    put_off_bytes: float
+    deferred_bytes: float
     blocks: int = 0
 
 

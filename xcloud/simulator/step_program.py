@@ -81,7 +81,7 @@ class StepProgram:
         self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
-        self._put_off = {stage for order in orders for stage, _ in split_backwards(order)}
+        self._deferred = {stage for order in orders for stage, _ in split_backwards(order)}
         self._build_passes(orders)
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)
@@ -96,7 +96,7 @@ class StepProgram:
         before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
         behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
-        if op.what == "backward" and op.action.stage in self._put_off:
+        if op.what == "backward" and op.action.stage in self._deferred:
             own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
         return before, own_s, behind
 

@@ -45,7 +45,7 @@ SCATTERS = {  # cost -> file, title, axis
     ),
 }  # fmt: skip
 
-MOST_CURVES = 8  # of losses; more cannot be told apart
+MAX_CURVES = 8  # of losses; more cannot be told apart
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
 _LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False}
 Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
@@ -173,7 +173,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
             label = row.setting if is_clear else f"{row.setting}, {row.cluster}"
             curves[label] = losses
             reference = label if number in chosen else reference
-        if len(curves) - bool(reference) == MOST_CURVES:
+        if len(curves) - bool(reference) == MAX_CURVES:
             break
     return (reference, curves) if len(curves) > 1 else ("", {})
 

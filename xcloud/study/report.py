@@ -74,8 +74,8 @@ TABLE_FILE = "table.csv"
 POINTS_FILE = "points.csv"
 SWEPT_FILE = "quality_over_setting.csv"
 PAPER = "paper: "  # prefix of headings of published figures
-MOST_DIFFERENCES = 12
-MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
+MAX_DIFFERENCES = 12
+MAX_PARAMS = 6  # columns of MLflow's table; more do not fit a window
 _BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
 _PUBLISHED = ("quality", "share", "ratio", "of_one_cloud")
 _FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
@@ -331,7 +331,7 @@ def _compare(results: Results) -> None:
         both = [f"  {key}: {old} | {new}" for key, (old, new) in found
                 if key in shared[first] and key in shared[sweep]]  # fmt: skip
         heading = "settings that differ" if both else "no common setting differs"
-        say("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
+        say("\n".join([f"{first} | {sweep}: {heading}", *both[:MAX_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
     bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
     others_scored = scored[scored.sweep != first]
@@ -405,7 +405,7 @@ def columns_of(settings: Sequence[Settings]) -> list[str]:
         is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
         if is_swept or len(values) == len(settings):
             shown.append(key)
-    return ["label", *shown[:MOST_PARAMS]]
+    return ["label", *shown[:MAX_PARAMS]]
 
 
 def page_in_mlflow(

@@ -53,7 +53,7 @@ SOME_FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
-MOST_REASONS = 10  # shown of why points are invalid
+MAX_REASONS = 10  # shown of why points are invalid
 OUTPUT_FILE = "run.log"
 
 Compose = Callable[[Sequence[str]], Any]
@@ -368,11 +368,11 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
     shared = set(asked[0]).intersection(*asked)
     num = sum(map(len, wrong.values()))
     lines = [f"{num} of {len(asked)} points:"]
-    for reason, (first, *others) in list(wrong.items())[:MOST_REASONS]:
+    for reason, (first, *others) in list(wrong.items())[:MAX_REASONS]:
         own = " ".join(word for word in first if word not in shared) or " ".join(first)
         lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")
-    if len(wrong) > MOST_REASONS:
-        lines.append(f"  and {len(wrong) - MOST_REASONS} more reasons")
+    if len(wrong) > MAX_REASONS:
+        lines.append(f"  and {len(wrong) - MAX_REASONS} more reasons")
     return lines
 
 

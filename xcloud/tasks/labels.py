@@ -22,7 +22,7 @@ from xcloud.tasks.scores import Kind
 # Cells, in lower case, that mark a missing label: SNLI has "-", GLUE's hidden labels are -1.
 MISSING = frozenset({"", "-", "-1", "nan", "null", "<na>"})
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
-MOST_CLASSES = 1000
+MAX_CLASSES = 1000
 ASKED = ". Is task.label_column right?"
 
 
@@ -137,13 +137,13 @@ class LabelSet:
 
 def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
     names = sorted(set(cells))
-    if not 2 <= len(names) <= MOST_CLASSES:
-        said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}"
+    if not 2 <= len(names) <= MAX_CLASSES:
+        said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MAX_CLASSES}"
         raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
-    most = MOST_CLASSES
+    most = MAX_CLASSES
     if all(map(str.isdecimal, names)):
         most = max(map(int, names))
-    return tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names)
+    return tuple(map(str, range(most + 1)) if most < MAX_CLASSES else names)
 
 
 def _some(cells: Sequence[str]) -> str:

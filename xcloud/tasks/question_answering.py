@@ -47,7 +47,7 @@ from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoi
 
 KEYS = "task.path: a data set in the format of SQuAD"
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
-LEAST_CONTEXT = 8  # paragraph tokens per window
+MIN_CONTEXT = 8  # paragraph tokens per window
 
 
 def rows_of(table: RowTable) -> Rows:
@@ -234,7 +234,7 @@ class QuestionAnswering(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = self.max_question + PairTable.num_special(True, num_separators=2) + LEAST_CONTEXT
+        least = self.max_question + PairTable.num_special(True, num_separators=2) + MIN_CONTEXT
         if self.max_length < least:
             asked = f"a question of task.max_question={self.max_question} tokens and some of the "
             said = f"too short for {asked}paragraph; set it to at least {least}"

@@ -421,7 +421,7 @@ class StageMeter:
             "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
             "trained_bytes": bytes_of(trained.values()),
             "activation_bytes": 0.0,
-            "put_off_bytes": 0.0,
+            "deferred_bytes": 0.0,
         }
         self._saved = SavedTensors()
         self._waiting: dict[int, int] = {}  # bytes, by address
@@ -440,6 +440,6 @@ class StageMeter:
         self._saved.__exit__(None, None, None)
         num_samples = max(1, len(given[1]["ids"]))
         self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
-        self.facts["put_off_bytes"] = sum(self._waiting.values()) / num_samples
+        self.facts["deferred_bytes"] = sum(self._waiting.values()) / num_samples
         for hook in self._hooks:
             hook.remove()

@@ -35,7 +35,7 @@ from xcloud.rank.saving import CHECKPOINT_CARRIES, CheckpointMessage, code_of
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
-_MOST_OPEN = 16  # checkpoints of which a rank may report before all have
+_MAX_OPEN = 16  # checkpoints of which a rank may report before all have
 
 
 _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
@@ -74,8 +74,8 @@ class Ledger:
         with self._lock:
             reports = self._reports.setdefault(step, {})
             reports[rank] = is_written
-            if sum(rank in who for who in self._reports.values()) > _MOST_OPEN:
-                raise FrameError(f"rank {rank} tells of more than {_MOST_OPEN} open checkpoints")
+            if sum(rank in who for who in self._reports.values()) > _MAX_OPEN:
+                raise FrameError(f"rank {rank} tells of more than {_MAX_OPEN} open checkpoints")
             if not self._expected.get(step, frozenset({-1})) <= reports.keys():
                 return {}
             # Every rank reports its steps in their order: nothing more comes of earlier ones.

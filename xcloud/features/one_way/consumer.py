@@ -234,7 +234,7 @@ class ConsumerRank(OneWayRank):
             layout,
             self.job.model.max_payload_bytes,
             peers=self.peers,
-            most_waiting=self.most_waiting,
+            max_waiting=self.max_waiting,
         )
         feeding = range(layout.num_consumers, layout.num_ranks)
         for source, rank in enumerate(feeding):

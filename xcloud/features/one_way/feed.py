@@ -60,7 +60,7 @@ class Feed:
     min_producers: Positive | None = None
 
     @property
-    def most_ahead(self) -> int:
+    def max_ahead(self) -> int:
         """The run_ahead as a number; see `fitted`."""
         return self.run_ahead or 8
 
@@ -206,7 +206,7 @@ class ConsumptionPlan(StatefulTree):
         whole = self._together(able) or 1.0
         ahead = {p: taken.get(p, 0) + 1 - total * self._shares[p] / whole for p in ready}
         if self.feed.on_slow == "wait" and len(able) > 1:
-            most = self.feed.most_ahead
+            most = self.feed.max_ahead
             ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
         return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
@@ -232,7 +232,7 @@ class ConsumptionPlan(StatefulTree):
             late = [source for source in sources if self.surplus[source, consumer] > 0]
             source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
-            if enough and planned[source] >= self.feed.most_ahead:
+            if enough and planned[source] >= self.feed.max_ahead:
                 break
             for p, turns in owed.items():
                 self.turns[p] = turns - (p == chosen)
@@ -250,7 +250,7 @@ class ConsumptionPlan(StatefulTree):
         sources = [(p, source) for p in self.active for source in self._sources[p]]
         open_ = self.ordered - self.consumed
         to_come = sum(open_[source] for _, source in sources)
-        room = {source: self.feed.most_ahead - open_[source].sum() for _, source in sources}
+        room = {source: self.feed.max_ahead - open_[source].sum() for _, source in sources}
         # One each in turn, to the rank with the least to come, so that none runs dry.
         while any(left > 0 for left in room.values()):
             for p, source in ((p, source) for p, source in sources if room[source] > 0):

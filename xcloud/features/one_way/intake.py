@@ -68,7 +68,7 @@ class Inbox(StatefulTree):
     from it.
 
     peers: the record of each rank; `wait` notes there what it waits for.
-    most_waiting: batches of a source, which sends none that was not ordered.
+    max_waiting: batches of a source, which sends none that was not ordered.
 
     Its state has the batches that are here, once all that were ordered have come; a resumed run is
     connected anew.
@@ -81,10 +81,10 @@ class Inbox(StatefulTree):
         layout: OneWayLayout,
         max_payload_bytes: int,
         peers: Mapping[int, Peer],
-        most_waiting: int = 1 << 14,
+        max_waiting: int = 1 << 14,
     ) -> None:
         self._max_payload_bytes = max_payload_bytes
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._changed = threading.Condition(threading.RLock())
         self._boxes = []
         for source, p in enumerate(layout.producer_of):
@@ -115,7 +115,7 @@ class Inbox(StatefulTree):
             # An order may be known here later than its batch comes, but not without end.
             due = box.due
             num = len(box.waiting)
-            if (due and number < due[-1] and number not in due) or num >= self._most_waiting:
+            if (due and number < due[-1] and number not in due) or num >= self._max_waiting:
                 raise FrameError(
                     f"{name} was not ordered: due are {list(due)[:8]}, and {num} wait here"
                 )

@@ -45,8 +45,8 @@ class OrderBook:
     what no consumer sends.
 
     num_consumers: ranks that a batch may be for.
-    most_waiting: orders not begun.
-    most_number: of a batch.
+    max_waiting: orders not begun.
+    max_number: of a batch.
     source: this rank.
     """
 
@@ -54,14 +54,14 @@ class OrderBook:
         self,
         consumer: Peer | None = None,
         num_consumers: int = 1,
-        most_waiting: int = 1 << 14,
-        most_number: int = 1 << 30,
+        max_waiting: int = 1 << 14,
+        max_number: int = 1 << 30,
         source: int = 0,
     ) -> None:
         self.consumer = consumer or Peer()
         self.num_consumers = num_consumers
-        self.most_waiting = most_waiting
-        self.most_number = most_number
+        self.max_waiting = max_waiting
+        self.max_number = max_number
         self.source = source
         self.is_stopped = False
         self._last = 0  # number ordered
@@ -87,15 +87,15 @@ class OrderBook:
             is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
-                or not (is_again or self._last < order.number <= self.most_number)
+                or not (is_again or self._last < order.number <= self.max_number)
                 or not NOBODY <= order.consumer < self.num_consumers
-                or not 1 <= order.num_planned <= self.most_number
-                or len(self._for_nobody) > self.most_waiting
+                or not 1 <= order.num_planned <= self.max_number
+                or len(self._for_nobody) > self.max_waiting
             ):
                 raise FrameError(
                     f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
                     f"stop; there are {self.num_consumers} consumers and at most "
-                    f"{self.most_number} batches"
+                    f"{self.max_number} batches"
                 )
             self._last = max(self._last, order.number)
             if order.consumer != NOBODY:
@@ -122,8 +122,8 @@ class OrderBook:
         self._waiting.put(reason)
 
     def _put(self, item: Order | SaveNow) -> None:
-        if self._waiting.qsize() >= self.most_waiting:
-            raise FrameError(f"more than {self.most_waiting} orders that are not begun")
+        if self._waiting.qsize() >= self.max_waiting:
+            raise FrameError(f"more than {self.max_waiting} orders that are not begun")
         self._waiting.put(item)
 
     def next(self, may_drop: bool) -> Order | SaveNow | None:
@@ -283,8 +283,8 @@ class ProducerRank(OneWayRank):
         self.orders = OrderBook(
             self.peers[0],
             len(consumers),
-            most_waiting=self.most_waiting,
-            most_number=most,
+            max_waiting=self.max_waiting,
+            max_number=most,
             source=source,
         )
         self._outs = [self.out("batches", consumer) for consumer in consumers]

@@ -134,13 +134,13 @@ class OneWayRank(Role[OneWayExperiment]):
     """A rank of a one-way job.
 
     computing: held by the one rank that computes where all are in one process.
-    most_waiting: batches ordered or waiting at one source, late ones too.
+    max_waiting: batches ordered or waiting at one source, late ones too.
     """
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
         layout = self.job.cluster
-        most_ahead = self.job.feed.most_ahead
+        max_ahead = self.job.feed.max_ahead
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
         self.ends = ends = OneWayEnds(
@@ -149,13 +149,13 @@ class OneWayRank(Role[OneWayExperiment]):
         self.computing = context.transport.computing
         groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
         (self.group,) = (group for group in groups if group is not None)
-        self.most_waiting = 4 * most_ahead + 64
+        self.max_waiting = 4 * max_ahead + 64
         batch_bytes = self.job.model.max_payload_bytes
-        order_bytes = 2 * _ORDER_BYTES * most_ahead
+        order_bytes = 2 * _ORDER_BYTES * max_ahead
         self._lines = {}  # capacity and window
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
             capacity = num_bytes + FRAME_SLACK_BYTES
-            self._lines[line] = capacity, ends.window(most_ahead + _MORE_AHEAD, capacity)
+            self._lines[line] = capacity, ends.window(max_ahead + _MORE_AHEAD, capacity)
         self.control: Control = join_control(ends, context.on_report)
         self.peers = ends.detector.peers
         self.records = ends.records

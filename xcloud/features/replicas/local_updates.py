@@ -51,7 +51,7 @@ class LocalUpdates(Averaging):
         apart (Streaming DiLoCo, arXiv:2501.18512).
     overlap: steps that a replica trains on while its change is merged (tau there).
     mix: share of its own values that a replica keeps at a merge (alpha there).
-    most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
+    max_s, max_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next.
     merge: a Byzantine-robust aggregator (merging.py), made by every replica from the changes of
         all; null = the weighted mean.
@@ -73,8 +73,8 @@ class LocalUpdates(Averaging):
     fragments: Positive = 1
     overlap: NotNegative = 0
     mix: Annotated[float, Field(ge=0, le=0.999999)] = 0.0
-    most_s: Annotated[float, Field(gt=0)] | None = None
-    most_tokens: Positive | None = None
+    max_s: Annotated[float, Field(gt=0)] | None = None
+    max_tokens: Positive | None = None
     feedback: bool = True
     merge: Robust | None = None
     wait_s: Annotated[float, Field(gt=0)] = 600.0
@@ -145,7 +145,7 @@ class LocalUpdates(Averaging):
         )
 
     @property
-    def most_under_way(self) -> int:
+    def max_under_way(self) -> int:
         """The number of fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
 
@@ -165,8 +165,8 @@ class LocalUpdates(Averaging):
         needs = {
             "late=skip": self.late == "skip",
             "leave=go_on": self.leave == "go_on",
-            "most_s": self.most_s is not None,
-            "most_tokens": self.most_tokens is not None,
+            "max_s": self.max_s is not None,
+            "max_tokens": self.max_tokens is not None,
             "weigh=tokens": self.weigh == "tokens",
         }
         asked = ", ".join(f"{NAME}.{name}" for name, is_set in needs.items() if is_set)
@@ -262,7 +262,7 @@ class LocalRounds(Exchange):
         ]
         averagers = [fragment.averager for fragment in self._fragments]
         if not averaging.is_elastic:
-            replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
+            replicas.open(averagers, averaging.wait_s, averaging.max_under_way)
             self.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
@@ -379,9 +379,9 @@ class LocalRounds(Exchange):
         num_tokens: tokens that the replica trained on in this step.
         """
         averaging = self._settings
-        most_s = averaging.most_s
-        most_tokens = averaging.most_tokens
-        if most_s is None and most_tokens is None:
+        max_s = averaging.max_s
+        max_tokens = averaging.max_tokens
+        if max_s is None and max_tokens is None:
             return
         if step % averaging.every == 0:
             self._num_tokens = 0.0
@@ -390,8 +390,8 @@ class LocalRounds(Exchange):
             self._num_tokens += num_tokens
             if self._started_s is None:  # the first step builds caches: it is not counted
                 self._started_s = self.clock()
-            is_over = most_s is not None and self.clock() - self._started_s >= most_s
-            is_over |= most_tokens is not None and self._num_tokens >= most_tokens
+            is_over = max_s is not None and self.clock() - self._started_s >= max_s
+            is_over |= max_tokens is not None and self._num_tokens >= max_tokens
             if bool(self._replicas.group.from_leader(torch.tensor([float(is_over)]))):
                 self._idle_until = step - step % averaging.every + averaging.every
 
