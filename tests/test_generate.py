@@ -89,7 +89,7 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     [
         (["--max-new-tokens", "0"], "--max-new-tokens must be a whole number >= 1, got 0"),
         (["--temperature", "-1"], r"--temperature must be a number in \[0, inf\), got -1"),
-        (["--chats", "FILE"], "either texts to go on from or --chats FILE"),
+        (["--chats", "FILE"], "either texts to go on from or --chats"),
         (["--top-p", "0"], r"--top-p must be a number in \(0, 1\], got 0"),
     ],
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.configs import build
+from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores
 from xcloud.tasks.language_modelling import (
@@ -442,6 +445,28 @@ def test_what_is_no_chat_is_named(lines: list[str], said: str, tmp_path: Path) -
         read_chats(tmp_path / "chats.jsonl")
 
 
+def test_the_first_test_chats_of_a_run_are_asked_beside_what_is_expected(
+    tmp_path: Path, folder: Path
+) -> None:
+    chats(tmp_path, folder)
+    asked = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ana"}]
+    rows = [{"messages": asked}, {"messages": CHAT}] * 4
+    written(tmp_path, "test.jsonl", *rows)
+    text = CausalTokenizer.load(folder)
+    run = SimpleNamespace(
+        text=text, experiment=SimpleNamespace(task=task(tmp_path, tokenizer=folder))
+    )
+    text.learns_chats = True
+    found = use._prompts(run, argparse.Namespace(chats=use.OWN_CHATS))
+
+    assert [shown for shown, _ in found] == [
+        "question   Who?\nexpected   Ana\ngenerated", "question   Thanks\ngenerated"
+    ] * 2 + ["question   Who?\nexpected   Ana\ngenerated"]  # fmt: skip
+    assert text._pretrained.decode(found[0][1]) == "<user>Who?</s><assistant>"
+    (tmp_path / "mine.jsonl").write_text(json.dumps(rows[0]))
+    assert use._prompts(run, argparse.Namespace(chats=str(tmp_path / "mine.jsonl"))) == found[:1]
+
+
 @pytest.mark.parametrize("fields", [ALL, frozenset({"label"})], ids=["all", "labels only"])
 @pytest.mark.parametrize("are_chats", [True, False], ids=["chats", "texts"])
 def test_samples_are_shown_document_by_document(
@@ -501,5 +526,5 @@ def test_a_run_on_chats_says_how_its_model_answers_some(
         (file := tmp_path / "a run" / "model" / name).parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     said = build("+exp=lora_clm", "profile=demo").next_command(tmp_path / "a run")
-    command = f"python -m xcloud generate '{tmp_path}/a run' --chats FILE"
+    command = f"python -m xcloud generate '{tmp_path}/a run' --chats"
     assert said == (command if is_said else None)

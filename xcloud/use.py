@@ -39,8 +39,10 @@ from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.net.frame import TensorSpec
 from xcloud.rank.export import exporting
-from xcloud.tasks.language_modelling import read_chats
+from xcloud.tasks.language_modelling import MESSAGES, LanguageModelling, read_chats
 
+OWN_CHATS = "the run's test chats"
+NUM_OWN_CHATS = 5
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
@@ -277,8 +279,9 @@ def generate(words: Sequence[str]) -> None:
     most probable token each time, or one drawn (--temperature, --top-p, --seed). The message
     between two clouds goes through the run's compressors, as it did in training (--uncompressed
     leaves them out). A model that has learned chats takes the text as a question, behind a system
-    message if --system gives one; --plain takes it as plain text. --chats FILE answers the last
-    question of each chat of a .jsonl file ({"messages": [...]} a line).
+    message if --system gives one; --plain takes it as plain text. --chats answers the last
+    question of the first test chats of the run, or of all chats of a .jsonl file
+    ({"messages": [...]} a line).
 
     Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token.
     A compressor that looks at all rows together (low rank, top-k) sees another matrix then than in
@@ -289,7 +292,11 @@ def generate(words: Sequence[str]) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the chat's system message")
     parser.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
     parser.add_argument(
-        "--chats", type=Path, metavar="FILE", help="chats to answer, in place of text"
+        "--chats",
+        nargs="?",
+        const=OWN_CHATS,
+        metavar="FILE",
+        help=f"chats to answer, in place of text (default: {NUM_OWN_CHATS} of the run's test)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
@@ -302,11 +309,11 @@ def generate(words: Sequence[str]) -> None:
     check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)
     check("--top-p", value=arguments.top_p, annotation=Rate)
     if bool(arguments.text) == (arguments.chats is not None):
-        raise ConfigError("generate needs either texts to go on from or --chats FILE")
+        raise ConfigError("generate needs either texts to go on from or --chats")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
         raise ConfigError("--chats has whole chats: leave out --system and --plain")
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
-    prompts = _prompts(generator.text, arguments=arguments)
+    prompts = _prompts(generator, arguments=arguments)
     _ = generator.stages  # what is said while they are read stands before the text
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
@@ -320,19 +327,30 @@ def generate(words: Sequence[str]) -> None:
         say("")
 
 
-def _prompts(text: Any, arguments: argparse.Namespace) -> list[tuple[str, list[int]]]:
+def _prompts(
+    generator: TextGenerator, arguments: argparse.Namespace
+) -> list[tuple[str, list[int]]]:
     """Return what is shown of each prompt, and its tokens."""
+    text = generator.text
     if arguments.chats is None:
         of = {"system": arguments.system, "plain": arguments.plain}
         return [(prompt, text.prompt(prompt, **of)) for prompt in arguments.text]
     if not text.learns_chats:
         raise ConfigError("--chats needs a model that has learned chats; this one has plain texts")
+    if arguments.chats == OWN_CHATS:
+        task = cast(LanguageModelling, generator.experiment.task)
+        chats = task.read(frozenset({"text"})).splits["test"].texts[MESSAGES][:NUM_OWN_CHATS]
+    else:
+        chats = read_chats(Path(arguments.chats))
     found = []
-    for number, messages in enumerate(read_chats(arguments.chats), start=1):
+    for number, messages in enumerate(chats, start=1):
         asked = messages
+        expected = ""
         if messages[-1]["role"] == "assistant":
             asked = messages[:-1]
+            expected = f"expected   {messages[-1]['content']}\n"
         if not asked:
-            raise DataError(f"{arguments.chats.name}, chat {number}: there is no question in it")
-        found.append((asked[-1]["content"], text.asked(asked, f"chat {number}")))
+            raise DataError(f"chat {number} of {arguments.chats}: there is no question in it")
+        shown = f"question   {asked[-1]['content']}\n{expected}generated"
+        found.append((shown, text.asked(asked, f"chat {number}")))
     return found

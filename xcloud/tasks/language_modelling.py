@@ -354,11 +354,11 @@ class LanguageModelling(TextTask):
         return LanguageData(task=self, corpus=corpus, fields=fields)
 
     def next_command(self, run_dir: Path) -> str | None:
-        """Return the command by which a model that has learned chats answers some: in a run only
-        its loss on them is seen."""
+        """Return the command by which a model that has learned chats answers some of its test: in
+        a run only its loss on them is seen."""
         if not (run_dir / MODEL_DIR / FOLDER_NAME / CHATS_FILE).exists():
             return None
-        return f"python -m xcloud generate {shlex.quote(str(run_dir))} --chats FILE"
+        return f"python -m xcloud generate {shlex.quote(str(run_dir))} --chats"
 
 
 class LanguageData(View[LanguageModelling]):
