@@ -35,11 +35,13 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
             ("sent", "forward"): 10,
             ("sent", "backward"): 0,
         },
+        grad_norm=1.5,
     )
     curves = step_metrics(totals)
     assert curves == {
         "train/step_s": 0.5,
         "train/loss": 2.0,
+        "update/grad_norm": 1.5,
         "wall_time/waiting_s_source": 0.2,
         "wan/bytes_forward": 10,
     }

@@ -340,6 +340,8 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
             append_step(tmp_path, number, float(number))
             scores = {"split": "dev", "step": number, "values": {"bleu": 1.0}}
             append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
+        scores["split"] = "test"
+        append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
         stopped = {"cause": "interrupted"} if resume is None else {}
         tracker.finish("stopped" if stopped else "finished", {**SUMMARY, **stopped})
         return tracker
@@ -352,6 +354,7 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     assert second.run_id == "id-of-the-run" and client.taken("reopened") == ["RUNNING"]
     assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]
     assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 4]
+    assert not client.curve("test/bleu"), "it is a final value: a chart of one point hid the loss"
     assert client.taken("params") == [[("rate", "0.6")]]
 
 

@@ -2,8 +2,9 @@
 with its artifacts and pages, and `python -m xcloud ui`, which shows them in the browser with
 MLflow's server. Does not log runs.
 
-Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
-`step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
+Curves over steps are `dev/…`, `train/…`, `update/…`, `wall_time/…`, `wan/…`; final values have
+plain names (`bleu`, `step_time_s`), so a table of runs shows one value each. MLflow makes a
+section of charts of each prefix, in the order of the alphabet, as are the charts in it.
 
 A store is `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. Artifacts are
 addressed relative to the server that shows them (mlflow-artifacts:/), so a project can be moved.
@@ -59,10 +60,11 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     metrics = {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
     metrics |= {f"train/{name}": value for name, value in totals.values.items()}
     for kind in ("compute_s", "codec_s", "waiting_s"):
-        # A section of its own, after "train", whose first row of charts then has the loss.
+        # A section of its own, after "train", whose first chart then is the loss.
         metrics |= {f"wall_time/{kind}_{cloud}": s for cloud, s in totals.mean_s(kind).items()}
+    metrics |= {f"update/{name}": getattr(totals, name) for name in ("grad_norm", "learning_rate")}
     # The time comes last, so once MLflow has it, MLflow has all of the step.
-    for name in ("loss", "learning_rate", "grad_norm", "step_s"):
+    for name in ("loss", "step_s"):
         metrics[f"train/{name}"] = getattr(totals, name)
     return _legal(metrics)
 

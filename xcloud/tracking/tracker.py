@@ -345,7 +345,7 @@ class MlflowSender(threading.Thread, Recording):
             self._until = {
                 key: max(metric.step for metric in client.get_metric_history(run_id, key))
                 for key in data.metrics
-                if key == _STEP_CURVE or key.startswith(("dev/", "test/"))
+                if key == _STEP_CURVE or key.startswith("dev/")
             }
         except Exception as error:
             if not _is_refusal(error):
@@ -395,7 +395,8 @@ class MlflowSender(threading.Thread, Recording):
         if totals is not None and self._is_new(_STEP_CURVE, step=totals.step):
             values = points_of(step_metrics(totals), at_s=event["t"], step=totals.step)
             points = self._thinner.feed(values)
-        if event["event"] == "quality":
+        # The test's are final values: a curve of one point would stand above the loss.
+        if event["event"] == "quality" and event["split"] == "dev":
             scores = points_of(quality_metrics(event), at_s=event["t"], step=event["step"])
             points += [point for point in scores if self._is_new(point.key, step=point.step)]
         return points
