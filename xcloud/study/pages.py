@@ -85,7 +85,7 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
 
 
 def _linked(claim: Claim) -> str:
-    return f"[{claim.name}](../{FOLDER}/{claim.name}/README.md)"
+    return f"[{claim.name}](../{FOLDER}/{claim.name}/record.json)"
 
 
 def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
@@ -145,7 +145,7 @@ def _shown(figure: Figure | None, record: Record | None, cell: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     about = "List every claim with its state, and the minutes that it takes to reproduce."
     parser = argparse.ArgumentParser("python -m xcloud claims", description=about)
-    pages = f"write {PAPER}, and the README of every record, from the records"
+    pages = f"write {PAPER}, and a README beside every record (not in git), from the records"
     parser.add_argument("--paper", action="store_true", help=pages)
     check = "hold every row of every record to the summary of its run, and say what differs"
     parser.add_argument("--check", action="store_true", help=check)
