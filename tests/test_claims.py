@@ -20,7 +20,6 @@ from benchmarks import machine
 from tests.sweep_runs import compose
 from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import project_root
-from xcloud.job.config import write
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.study import pages, reproduce
 from xcloud.study.archive import RunArchive, figures_of, mismatches
@@ -302,7 +301,7 @@ class FakeProcesses:
         self.ran.append((point.name, point.overrides[:-1]))
         if CheckpointFolder(folder).agreed_steps():
             self.goes_on.append(point.name)
-        write(point.config, folder / "experiment.yaml")
+        point.config.write(folder / "experiment.yaml")
         (folder / "run.log").write_text(f"{folder}/model, {folder.parents[1]}, {project_root()}/c")
         if end := self.ends.pop(point.name, None):
             saved = CheckpointFolder(folder)
