@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import machine
 from tests.sweep_runs import compose
+from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import project_root
 from xcloud.record.checkpoint_files import CheckpointFolder
@@ -593,4 +594,4 @@ def test_a_study_that_was_interrupted_makes_its_run_anew(
     monkeypatch.setattr(machine, "run", run)
     for _ in range(2):
         with pytest.raises(SystemExit):
-            machine.run_quietly({}, tmp_path / "run")
+            machine.run_quietly(toy_config("two_clouds"), tmp_path / "run")
