@@ -45,6 +45,8 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
         "wall_time/waiting_s_source": 0.2,
         "wan/bytes_forward": 10,
     }
+    names = list(curves)
+    assert (names[0], names[-1]) == ("train/loss", "train/step_s"), "as MLflow shows them"
     dev = quality_metrics({"split": "dev", "values": {"bleu": 30.0}})
     assert dev == {"dev/bleu": 30.0}
 

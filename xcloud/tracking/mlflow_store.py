@@ -57,15 +57,15 @@ AS_THEY_ARE = (
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
     """Return the values of one step for the curves of training."""
-    metrics = {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
+    metrics = {"train/loss": totals.loss}  # MLflow's table of metrics has them in this order
+    metrics |= {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
     metrics |= {f"train/{name}": value for name, value in totals.values.items()}
     for kind in ("compute_s", "codec_s", "waiting_s"):
         # A section of its own, after "train", whose first chart then is the loss.
         metrics |= {f"wall_time/{kind}_{cloud}": s for cloud, s in totals.mean_s(kind).items()}
     metrics |= {f"update/{name}": getattr(totals, name) for name in ("grad_norm", "learning_rate")}
     # The time comes last, so once MLflow has it, MLflow has all of the step.
-    for name in ("loss", "step_s"):
-        metrics[f"train/{name}"] = getattr(totals, name)
+    metrics["train/step_s"] = totals.step_s
     return _legal(metrics)
 
 
