@@ -106,6 +106,19 @@ def test_a_damaged_message_is_taken_or_refused_and_nothing_else(name: str, tmp_p
     fuzzed(name, FEW, tmp_path)
 
 
+def test_ten_thousand_damaged_greetings_are_taken_or_refused() -> None:
+    """Strangers with a certificate come this far, so that each night is not often enough."""
+    parser = PARSERS["greetings"]()
+    draw = random.Random(1)
+    num_refused = 0
+    for _ in range(10_000):
+        try:
+            parser.take(damaged_bytes(draw.choice(parser.honest), draw))
+        except FrameError:
+            num_refused += 1
+    assert num_refused > 5_000
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)

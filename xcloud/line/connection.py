@@ -120,6 +120,8 @@ class Connection:
         self._waker = waker
         self._has_ended = has_ended
         self._unsent: deque[memoryview] = deque()
+        self._poll = select.poll()
+        self._poll.register(waker, select.POLLIN)
         self._heard_at_s = time.monotonic()
         self.spoke_at_s = self._heard_at_s
 
@@ -179,13 +181,11 @@ class Connection:
         left_s = self._heard_at_s + SILENT_S - now_s
         if left_s <= 0:
             raise LineDown(f"silent for {SILENT_S:g} s")
-        poll = select.poll()
         wanted = select.POLLIN if reading else 0
         if self._unsent:
             wanted |= select.POLLOUT
-        poll.register(self._tls, wanted)
-        poll.register(self._waker, select.POLLIN)
-        poll.poll(1000 * max(0.001, min(timeout_s, left_s)))
+        self._poll.register(self._tls, wanted)
+        self._poll.poll(1000 * max(0.001, min(timeout_s, left_s)))
         self._waker.clear()
 
     def close(self) -> None:

@@ -43,6 +43,10 @@ _BULK_BYTES = 1 << 16
 _JOINED_BYTES = 16_000
 """Bytes that are written at once, with their header: they fit into one record of TLS."""
 _ACKNOWLEDGE_EVERY = 8
+_MUCH_BYTES = 1 << 16
+_LONGEST_NAP_S = 0.02
+"""While so much of a piece is missing, its thread sleeps for a quarter of the time that the rest
+will take: on a slow line it would wake for each record of TLS."""
 _READY_BYTES = 1 << 22
 """How much may wait to be opened before no more is read."""
 
@@ -322,14 +326,19 @@ class _Receiving:
     def read(self, place: memoryview) -> None:
         """Fill a place with what comes next. Meanwhile the sender hears what has come."""
         at = 0
+        started_s = time.monotonic()
         while at < len(place):
             if num_bytes := self._connection.read_into(place[at:]):
                 at += num_bytes
                 if self.num_pieces - self._num_told >= _ACKNOWLEDGE_EVERY:
                     self.acknowledge()
-            else:
-                self.acknowledge()
-                self._connection.wait(SPEAK_EVERY_S)
+                continue
+            self.acknowledge()
+            missing = len(place) - at
+            if at and missing > _MUCH_BYTES:
+                due_s = (time.monotonic() - started_s) / at * missing
+                time.sleep(min(due_s / 4, _LONGEST_NAP_S))
+            self._connection.wait(SPEAK_EVERY_S)
 
     def acknowledge(self) -> None:
         """Tell the sender how many pieces have come, if it does not know or has heard nothing for
