@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from xcloud.experiment import Experiment
 from xcloud.job import config as configs
+from xcloud.job import given
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -37,12 +38,13 @@ def is_plain_value(override: str) -> bool:
 
 @cache
 def by_hydra(*overrides: str) -> DictConfig:
-    """Reads each file once."""
+    """With the defaults of classes, as a run has them. Reads each file once."""
     with (
         initialize_config_dir(str(CONF), version_base="1.3"),
         mock.patch.object(OmegaConf, "load", lambda file: read_once(file.name).copy()),
     ):
-        return compose("config", overrides=list(overrides))
+        found = given._compose(list(overrides))
+    return OmegaConf.create(configs.fill_in(OmegaConf.to_container(found)))
 
 
 @cache

@@ -1,15 +1,17 @@
 """Every config composes and builds; wrong ones die at once, naming the key."""
 
+import re
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import with_defaults
 from xcloud.contracts.model import Task
 from xcloud.job import config as configs
 from xcloud.job import given
@@ -381,3 +383,39 @@ def test_flat_parameters_have_dotted_names() -> None:
     assert flat["compression.forward.svd.rate"] == 0.6
     assert not any(key.startswith("hydra") for key in flat)
     assert OmegaConf.create(flat)
+
+
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)")
+REFERRED_TO = {
+    match[1] for file in CONF.rglob("*.yaml") for match in _REFERENCE.finditer(file.read_text())
+}
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.relative_to(CONF).as_posix()
+)
+def test_no_file_repeats_a_default(file: Path) -> None:
+    """But where another file refers to the value by its name."""
+    repeated: list[str] = []
+
+    def walk(node: Any, where: str) -> None:
+        for entry in node if isinstance(node, list) else ():
+            walk(entry, where)
+        if not isinstance(node, dict):
+            return
+        target = str(node.get("_target_"))
+        defaults: dict[str, Any] = {}
+        if target.startswith("xcloud."):
+            defaults = with_defaults(get_object(target), {})
+        for key, value in node.items():
+            name = f"{where}.{key}".strip(".")
+            if key in defaults and configs.fill_in(value) == defaults[key]:
+                repeated.append(name)
+            walk(value, name)
+
+    walk(OmegaConf.to_container(OmegaConf.load(file)), "")
+    assert [name for name in repeated if not is_referred_to(name)] == []
+
+
+def is_referred_to(name: str) -> bool:
+    return any(f".{other}".endswith(f".{name}") for other in REFERRED_TO)

@@ -80,10 +80,12 @@ def run_words(flags: Sequence[str], words: Sequence[str]) -> None:
             raise
         from xcloud.job.given import completed
 
-        with_plus = completed(words, conf_dir())
-        if with_plus == [*words]:
+        overrides = [word for word in words if "=" in word and not word.startswith("-")]
+        others = [word for word in words if word not in overrides]  # such as --cfg job
+        with_plus = completed(overrides, conf_dir())
+        if with_plus == overrides:
             raise
-        sys.argv[1:] = [*flags, *with_plus]
+        sys.argv[1:] = [*flags, *others, *with_plus]
         run_composed()
 
 

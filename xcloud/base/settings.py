@@ -4,6 +4,7 @@ object is built. Not a schema language: what several fields must meet stands in 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -106,6 +107,7 @@ def with_defaults(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[
     given.
 
     given: its settings by name, plain data; what the constructor does not name stays at the end.
+        A group without a `_target_` changes the group that is the default.
     A default that is no plain data and does not keep its own settings stays left out: no class of
     xcloud has one.
     """
@@ -116,15 +118,22 @@ def with_defaults(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[
                 factories[field.name] = field.default_factory
     settings = {key: value for key, value in given.items() if str(key).startswith("_")}
     for name, parameter in inspect.signature(target).parameters.items():
-        if name in given:
-            settings[name] = given[name]
-        elif parameter.default is not parameter.empty:
+        if parameter.default is not parameter.empty:
             default = factories[name]() if name in factories else parameter.default
-            try:
+            with contextlib.suppress(AttributeError, ValueError):
                 settings[name] = as_settings(default)
-            except (AttributeError, ValueError):
-                continue
-    return {**settings, **given}
+        if name in given:
+            settings[name] = _changed(settings.get(name), given[name])
+    unnamed = {key: value for key, value in given.items() if key not in settings}
+    return {**settings, **unnamed}
+
+
+def _changed(default: Any, given: Any) -> Any:
+    """Return a setting that is given; a group without a `_target_` changes its default."""
+    groups = isinstance(default, Mapping) and isinstance(given, Mapping)
+    if not groups or "_target_" not in default or "_target_" in given:
+        return given
+    return {**default, **{key: _changed(default.get(key), given[key]) for key in given}}
 
 
 def as_settings(made: Any) -> Any:

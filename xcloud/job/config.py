@@ -59,6 +59,7 @@ class Settings:
             policy.check_build(plain)
         check_keys(plain, "")
         plain = fill_in(plain)
+        check_keys(plain, "")  # of groups that change a default
         return cls(Job.of(build(plain)), plain)
 
     @classmethod
@@ -107,10 +108,9 @@ def fill_in(node: Any) -> Any:
         return [fill_in(entry) for entry in node]
     if not isinstance(node, Mapping):
         return node
-    filled = {key: fill_in(entry) for key, entry in node.items()}
-    if "_target_" in filled:
-        return with_defaults(resolve_name(str(filled["_target_"])), filled)
-    return filled
+    if "_target_" in node:
+        node = with_defaults(resolve_name(str(node["_target_"])), node)
+    return {key: fill_in(entry) for key, entry in node.items()}
 
 
 def build(plain: Mapping[str, Any]) -> Any:

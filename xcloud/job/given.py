@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol, cast
 
 from hydra import compose, initialize_config_dir
@@ -36,6 +34,7 @@ from xcloud.job.config import (
     Settings,
     build,
     dotted,
+    fill_in,
     flatten,
     policy_file,
     read_plain,
@@ -308,58 +307,54 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
 
 
 def is_optional(config: DictConfig, key: str) -> bool:
-    """Return whether a key can be added: its node is there, and the node's class has a setting of
-    that name which the config does not set."""
-    path, _, name = key.rpartition(".")
-    node: object = config
-    for part in filter(None, path.split(".")):
-        if not isinstance(node, DictConfig) or part not in node.keys():
+    """Return whether a key can be added: a class has it, and the config leaves its default."""
+    return _has(effective(config), key) and not _has(config, key)
+
+
+def effective(config: DictConfig) -> dict[str, Any]:
+    """Return the settings of a config with the defaults of their classes, as they are written."""
+    found = [str(key) for key in config if key != "hydra"]
+    plain = OmegaConf.to_container(OmegaConf.masked_copy(config, found))
+    filled: dict[str, Any] = fill_in(plain)
+    return filled
+
+
+def _has(node: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(node, Mapping | DictConfig) or part not in node.keys():
             return False
-        node = node._get_node(part)
-    return isinstance(node, DictConfig) and name not in node.keys() and name in _settings(node)
-
-
-def _settings(node: DictConfig) -> list[str]:
-    """Return the names of the settings that the class of a node has."""
-    target = node.get("_target_")
-    if not target:
-        return []
-    parameters = inspect.signature(resolve_name(target)).parameters.values()
-    return [entry.name for entry in parameters if entry.kind is not entry.VAR_KEYWORD]
+        node = node._get_node(part) if isinstance(node, DictConfig) else node[part]
+    return True
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """Yield a line if the config has no such key, with its nearest neighbour or the nearest
+    """Yield a line if no setting has this key, with its nearest neighbour or the nearest
     anywhere.
     """
-    node: object = config
+    settings = effective(config)
+    node: Any = settings
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
+        if not isinstance(node, Mapping):
             return
-        if part not in node.keys():  # "in" is False for what has no value yet
-            beside = [str(name) for name in node if name != "_target_"]
-            optional = [name for name in _settings(node) if name not in beside]
-            if part in optional:
-                where = ".".join(parts[: depth + 1])
-                yield f"{where} is optional and not set yet: write +{key}=VALUE"
-            else:
-                path = ".".join(parts[:depth])
-                like = _elsewhere(config, key)
-                own = ""
-                if key == "task.path":
-                    own = "; with profile=files it is the folder of your corpus"
-                known = [*beside, *optional]
-                yield unknown_key(path, part, known=known, elsewhere=like) + own
+        if part not in node:
+            if not node:  # a mapping whose entries a user names
+                yield f"{key} would be an entry of your own: write +{key}=VALUE"
+                return
+            path = ".".join(parts[:depth])
+            own = ""
+            if key == "task.path":
+                own = "; with profile=files it is the folder of your corpus"
+            known = [str(name) for name in node if name != "_target_"]
+            like = _elsewhere(settings, key)
+            yield unknown_key(path, part, known=known, elsewhere=like) + own
             return
-        node = node._get_node(part)
+        node = node[part]
 
 
-def _elsewhere(config: DictConfig, key: str) -> str:
+def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
     """Return the setting with nearly the last name of `key` that is most like it, if any."""
-    last = {
-        name: name.rpartition(".")[2] for name, _ in dotted(OmegaConf.to_container(config), "")
-    }
+    last = {name: name.rpartition(".")[2] for name, _ in dotted(settings, "")}
     near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
     found = [name for name in last if last[name] in near]
     return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]

@@ -86,7 +86,7 @@ class SweepLauncher(Launcher):
         """Return the config of a point. Raises ConfigError with one line."""
         from xcloud.base.errors import ConfigError
         from xcloud.base.project import conf_dir
-        from xcloud.job.given import completed, in_one_line
+        from xcloud.job.given import completed, explained, in_one_line
 
         load = self.context.config_loader.load_sweep_config
         try:
@@ -94,7 +94,8 @@ class SweepLauncher(Launcher):
         except (HydraException, OmegaConfBaseException) as error:
             with_plus = completed(overrides, conf_dir())
             if with_plus == [*overrides]:
-                raise ConfigError(in_one_line(error)) from error
+                said = explained(error, overrides, conf_dir=conf_dir())
+                raise ConfigError("; ".join(said)) from error
         try:
             return load(self.config, with_plus)
         except (HydraException, OmegaConfBaseException) as error:
