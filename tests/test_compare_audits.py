@@ -17,7 +17,7 @@ from xcloud.job.audit_keys import audit_signer
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line.keys import make_key
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.security.audit import audit_file, signature_file, write_rank_audit
+from xcloud.security.audit import audit_file, set_aside, signature_file, write_rank_audit
 from xcloud.show.wire_audit import MAX_BYTES, main
 
 TWO = ClusterLayout({"cloud_a": Cloud(), "cloud_b": Cloud()}, "free")
@@ -191,6 +191,8 @@ def test_a_cut_explains_no_more_than_what_was_under_way(tmp_path: Path, compared
 
 def test_attempts_of_a_resumed_run_are_compared_one_by_one(tmp_path: Path, compared: Say) -> None:
     crossing(tmp_path, attempt=1, lost=1, is_finished=False)
+    for folder, rank in (("a", 0), ("b", 1)):  # as a rank begins
+        set_aside(audit_file(tmp_path / folder, rank))
     crossing(tmp_path, attempt=2)
     crossing(tmp_path, attempt=2)  # written again at its end
     code, found = compared()

@@ -23,6 +23,7 @@ from xcloud.launch.failures import check_gpu, comes_again
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
+from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
 
 CanGoOn = Callable[[Settings, Path], None]
@@ -62,7 +63,10 @@ def _run(settings: Settings, run_dir: Path, resumes: bool, more_follows: bool) -
     say(job.headline)
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
-        stale.unlink()
+        set_aside(stale)
+    if not resumes:
+        for stale in run_dir.glob("rank*.wire.earlier.json"):
+            stale.unlink()
     monitor = Monitor(settings, run_dir)
     ranks = _ranks(job, run_dir, file=asked)
 

@@ -22,7 +22,9 @@ from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import Table, Verdict, rendezvous_here, table_of
 from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
+from xcloud.record.files import error_file
 from xcloud.record.reporter import RankState
+from xcloud.security.audit import audit_file, set_aside
 
 
 class RankProcess(Process):
@@ -40,8 +42,8 @@ class RankProcess(Process):
         self.run_dir = run_dir
         self.rank = rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        for stale in ("error", "wire"):  # of an earlier run in this folder
-            (run_dir / f"rank{rank}.{stale}.json").unlink(missing_ok=True)
+        error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
+        set_aside(audit_file(run_dir, rank))
         state = RankState(run_dir, rank, torchrun=type(self) is not RankProcess, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)

@@ -59,6 +59,17 @@ def audit_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank{rank}.wire.json"
 
 
+def earlier_file(audit: Path) -> Path:
+    """Return where a rank keeps the record of its last attempt while it makes another one."""
+    return audit.with_suffix(".earlier.json")
+
+
+def set_aside(audit: Path) -> None:
+    """Keep a rank's record for the counts of the next attempt, which it is not a record of."""
+    if audit.exists():
+        audit.replace(earlier_file(audit))
+
+
 def signature_file(audit: Path) -> Path:
     """Return where the signature of a rank's audit file lies."""
     return audit.with_suffix(".signature")
@@ -125,9 +136,13 @@ def write_rank_audit(
 
 
 def _earlier_attempts(path: Path, attempt: int) -> list[dict[str, Any]]:
-    """Return the counts of earlier attempts in this rank's own file, if it has one."""
-    attempts = read_json(path).get("attempts", [])
-    return [earlier for earlier in attempts if earlier["attempt"] != attempt]
+    """Return the counts of earlier attempts, which this rank's own files have."""
+    attempts = {
+        one["attempt"]: one
+        for file in (earlier_file(path), path)
+        for one in read_json(file).get("attempts", [])
+    }
+    return [one for number, one in attempts.items() if number != attempt]
 
 
 def _counted(
