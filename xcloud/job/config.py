@@ -29,9 +29,11 @@ from xcloud.job.compared import compared_settings
 from xcloud.job.job import Job
 from xcloud.line.keys import LineKeys, read_line_keys
 from xcloud.record.files import replace_text
-from xcloud.security.policy import POLICY_FILE, Policy, plain_text
+from xcloud.security.policy import POLICY_FILE, Policy, plain_text, targets_of
 
 EXPERIMENT_FILE = "experiment.yaml"
+_WHITELIST = "_execution_whitelist_"
+_HAS_WHITELIST = _WHITELIST in inspect.signature(instantiate).parameters  # from Hydra 1.4 on
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,9 @@ def fill_in(node: Any) -> Any:
 
 def build(plain: Mapping[str, Any]) -> Any:
     """Build what plain settings describe. Raises ConfigError or DataError that names the key."""
+    allowed = {_WHITELIST: sorted(targets_of(plain))} if _HAS_WHITELIST else {}
     try:
-        return instantiate(plain, _convert_="all")
+        return instantiate(plain, _convert_="all", **allowed)
     except InstantiationException as error:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
