@@ -518,7 +518,7 @@ def test_what_a_policy_allows_is_read_written_and_contacted(
     }
     file = written(tmp_path, **changed)
     for key, line in (
-        ("write", "write: [.cache, mlruns, /srv/cache]"),
+        ("write", "write: [.cache, mlruns, /srv/cache/mlflow]"),
         ("addresses", "addresses: [http://inside:5000]"),
     ):
         assert refused(READERS["worker"], file).endswith(line)
