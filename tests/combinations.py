@@ -14,7 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ from xcloud.launch.one_rank import join
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.memory_transport import MemoryWorld
-from xcloud.net.transport import Rendezvous
+from xcloud.net.transport import Rendezvous, Transport
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
@@ -349,9 +349,17 @@ def covering_rows(seed: int = 1) -> tuple[list[dict[str, str]], list[dict[str, s
     return rows, refused
 
 
-def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+def run(
+    job: Job,
+    run_dir: Path,
+    patch: pytest.MonkeyPatch,
+    carried: Callable[[Transport], Transport] = lambda in_memory: in_memory,
+) -> None:
     """Run all ranks of a job in threads, from the newest checkpoint of the folder; in processes
-    where stages are sharded, as torch's FSDP knows one rank in a process."""
+    where stages are sharded, as torch's FSDP knows one rank in a process.
+
+    carried: returns the transport of a rank, given the one in memory.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld(job.cluster.num_ranks)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
@@ -366,7 +374,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         return _run_processes(job, run_dir, step)
 
     def one(rank: int) -> None:
-        transport: Any = world.transport(rank)
+        transport = carried(world.transport(rank))
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
             meet = partial(rendezvous_at_any_time, job, rank, run_dir)

@@ -54,6 +54,8 @@ from xcloud.line.hello import (
     encode_refusal,
 )
 from xcloud.line.keys import read_key
+from xcloud.line.mailbox import Box, BoxKeys
+from xcloud.line.mailbox_lines import Entry, Note, NoteKind, decode_note, encode_note
 from xcloud.line.pieces import HEADER, Assembly
 from xcloud.line.sealing import open_sealed, seal
 from xcloud.net.failure_detector import FailureDetector
@@ -147,6 +149,32 @@ def sealed() -> Parser:
     a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
     honest = seal(bytes(999), b, a_key, context=b"round 3")
     return Parser([honest], lambda data: open_sealed(data, b_key, b, sender=a, context=b"round 3"))
+
+
+def mailbox_objects() -> Parser:
+    a, b = (keys_of(cloud, []).own for cloud in ("cloud_a", "cloud_b"))
+    a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
+    of_no_store: Any = None
+    box = Box(of_no_store, bytes(16), "0" * 32, "forward", ("cloud_a", 0), ("cloud_b", 1))
+    made = encode_frame(MessageKey(Kind.AVERAGING, 3), (torch.randn(99),), 7)
+    seal_frame(made, -1.0)
+    honest = seal(made.numpy().tobytes(), b, a_key, context=box._context(7))
+
+    def take(data: bytes) -> object:
+        found = box.open(7, data, BoxKeys(b_key, b, peer=a), max_bytes=2048)
+        return decode_frame(as_bytes(found).clone(), "rank 0")
+
+    return Parser([honest], take)
+
+
+def notes() -> Parser:
+    entry = Entry(bytes(16), "0" * 64)
+    honest = [
+        Note(NoteKind.OFFER, bytes(16)),
+        Note(NoteKind.ANSWER, bytes(16), [entry]),
+        Note(NoteKind.BEGIN, bytes(16), [entry, entry, entry]),
+    ]
+    return Parser([encode_note(one) for one in honest], lambda data: decode_note(data, "a", 3))
 
 
 class Held:
@@ -386,7 +414,7 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     for maker in (
         frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
         ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
-        greetings, pieces, sealed,
+        greetings, pieces, sealed, mailbox_objects, notes,
         checkpoint_headers,
     )
 }  # fmt: skip

@@ -38,6 +38,8 @@ class Wan:
     """Whether the sender's clock says when a message arrives."""
     is_metered: ClassVar[bool] = True
     """Whether the receiving end measures how long messages keep the line busy."""
+    carries_steps: ClassVar[bool] = True
+    """Whether a rank may wait for another cloud inside a step."""
     has_numbers: ClassVar[bool] = False
     """Whether `profile` says what the line can do."""
     patience_settings: ClassVar[str] = "cluster.liveness.overdue_after_s or lost_after_s"

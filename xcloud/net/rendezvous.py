@@ -113,13 +113,17 @@ class Waiting:
         self._since_s = time.monotonic()
         self._said_s = self._since_s
 
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._since_s
+
     def go_on(self, why: str, look_every_s: float = _LOOK_S) -> None:
         """Sleep a moment.
 
         why: what this process found when it looked last.
         """
         now_s = time.monotonic()
-        waited_s = now_s - self._since_s
+        waited_s = self.waited_s
         if waited_s > self._within_s:
             raise LinkTimeout(f"waited {self._what} for {human_duration(waited_s)}: {why}")
         if now_s - self._said_s >= NOTE_EVERY_S:

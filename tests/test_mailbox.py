@@ -1,0 +1,238 @@
+"""Links through a mailbox: a whole job, a restart, a full mailbox, and all that others may do to
+what lies there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.combinations import experiment, interrupted, losses, run, state
+from tests.mailbox_links import MailboxTransport, both, files_in, lines, linked
+from tests.runs import wait_for
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.line import mailbox
+from xcloud.line.mailbox import MailboxOutLink, Store, pause_after
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_profile import LinkWindow
+
+
+def key(number: int) -> MessageKey:
+    return MessageKey(Kind.AVERAGING, 1, micro_batch=number)
+
+
+def send(out: MailboxOutLink, *values: float) -> None:
+    for number, value in enumerate(values):
+        out.send(key(number), (torch.full((300,), value),))
+
+
+def taken(ends: Any, number: int) -> float:
+    (found,) = ends.incoming.recv(key(number), 20.0)
+    assert found.shape == (300,)
+    return float(found[0])
+
+
+def test_local_updates_over_a_mailbox_learn_the_same_and_leave_nothing_there(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    job = experiment({"strategy": "local_updates", "compression": "int4"})
+    (url := tmp_path / "box").mkdir()
+    run(job, tmp_path / "mail", monkeypatch, partial(MailboxTransport, url=url))
+    run(job, tmp_path / "memory", monkeypatch)
+    assert losses(tmp_path / "mail") == losses(tmp_path / "memory")
+    last, same = (state(tmp_path / name, 6) for name in ("mail", "memory"))
+    assert last and all(torch.equal(last[name], same[name]) for name in same)
+    assert not files_in(url)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["fedavg", "streaming", "local_updates"])
+def test_a_run_that_begins_again_in_the_middle_ends_as_one_that_did_not(
+    strategy: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What the first attempt has left in the mailbox is of no use to the second one."""
+    job = experiment({"strategy": strategy, "compression": "int4"})
+    (url := tmp_path / "box").mkdir()
+    monkeypatch.setattr(Store, "delete", lambda self, name: None)
+    run(job, tmp_path / "first", monkeypatch, partial(MailboxTransport, url=url))
+    monkeypatch.undo()
+    assert len(files_in(url)) > 20
+    interrupted(tmp_path / "first", tmp_path / "again")
+    run(job, tmp_path / "again", monkeypatch, partial(MailboxTransport, url=url))
+    last, same = (state(tmp_path / name, 6) for name in ("again", "first"))
+    assert last and all(torch.equal(last[name], same[name]) for name in same)
+    assert not files_in(url)
+
+
+def test_a_full_mailbox_holds_the_sender_up_until_the_receiver_takes_something(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """By number here, and by bytes; what does not fit waits in the sender's queue."""
+    monkeypatch.setattr(mailbox, "MAX_OBJECTS", 3)
+    for max_bytes, fit in ((1 << 20, 3), (6000, 2)):
+        (url := tmp_path / str(max_bytes)).mkdir()
+        window = LinkWindow(max_queued_bytes=max_bytes)
+        first, second = both(url)
+        out = first.out("forward", 1, OutSettings("receiver", 1 << 20, window))
+        sending = threading.Thread(target=send, args=(out, *range(9)), daemon=True)
+        sending.start()
+        wait_for(partial(holds, url, fit))
+        assert [len(files_in(url)) for _ in range(20)] == 20 * [fit]
+        incoming = second.incoming("forward", 0, InSettings("sender", 1 << 20))
+        for number in range(9):
+            (found,) = incoming.recv(key(number), 20.0)
+            assert found[0] == number
+        sending.join()
+        out.close(20.0)
+        incoming.close(20.0)
+        assert incoming.has_closed and not files_in(url)
+        first.close()
+        second.close()
+
+
+def holds(url: Path, num_objects: int) -> bool:
+    return len(files_in(url)) == num_objects
+
+
+def rename(one: Path, other: Path) -> None:
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+ATTACKS: dict[str, tuple[Callable[[list[Path]], object], str]] = {
+    "cut short": (lambda f: f[0].write_bytes(f[0].read_bytes()[:-1]), "not one that cloud_a seal"),
+    "empty": (lambda f: f[0].write_bytes(b""), "should have sealed are not"),
+    "one bit": (lambda f: f[0].write_bytes(f[0].read_bytes()[:-1] + b"?"), "not one that cloud_a"),
+    "too long": (lambda f: os.truncate(f[0], 1 << 40), "bytes; at most 1,048,734 were promised"),
+    "swapped": (lambda f: rename(f[0], f[1]), "not one that cloud_a sealed for cloud_b"),
+    "repeated": (lambda f: shutil.copy(f[0], f[1]), "not one that cloud_a sealed for cloud_b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whoever_owns_the_mailbox_can_only_end_a_link_in_words(
+    attack: str, tmp_path: Path
+) -> None:
+    change, said = ATTACKS[attack]
+    first, second = both(tmp_path)
+    out = first.out("forward", 1, OutSettings("receiver", 1 << 20))
+    for number in range(2):
+        out.send(key(number), (torch.ones(300),))
+    wait_for(lambda: len(files_in(tmp_path)) == 2)
+    names = [file.name for file in tmp_path.rglob("*")]
+    assert not any("cloud" in name or "forward" in name for name in names)
+    change(files_in(tmp_path))
+    incoming = second.incoming("forward", 0, InSettings("sender", 1 << 20))
+    with pytest.raises(FrameError, match=said):
+        for number in range(2):
+            incoming.recv(key(number), 20.0)
+    first.close()
+    second.close()
+
+
+def test_names_that_are_no_objects_stay_as_they_are_and_links_are_not_followed(
+    tmp_path: Path,
+) -> None:
+    (own := tmp_path / "own").write_text("mine")
+    (url := tmp_path / "box").mkdir()
+    with linked(url) as ends:
+        send(ends.out, 1.0)
+        assert taken(ends, 0) == 1.0
+        for folder in {file.parent for file in url.rglob("note-*")}:
+            (folder / "README").write_text("hello")
+            (folder / ends.out._box.name(1)).symlink_to(own)
+            (folder / "deep").mkdir()
+        ends.out.send(key(1), (torch.full((300,), 2.0),))
+        assert taken(ends, 1) == 2.0
+        assert own.read_text() == "mine"
+        ends.out.close(20.0)
+        ends.incoming.close(20.0)
+    first, second = both(url)
+    assert len([*url.rglob("README")]) == 2
+    assert {file.is_symlink() or file.name == "README" for file in files_in(url)} == {True}
+    first.close()
+    second.close()
+
+
+def test_a_sender_that_ends_before_its_time_says_so(tmp_path: Path) -> None:
+    with linked(tmp_path) as ends:
+        send(ends.out, 1.0)
+        ends.of[0].abandon()
+        assert taken(ends, 0) == 1.0
+        with pytest.raises(LinkClosed, match="sender has ended without closing its link"):
+            ends.incoming.recv(key(1), 20.0)
+
+
+def test_old_notes_are_no_meeting(tmp_path: Path, monkeypatch: Any) -> None:
+    """The store shows each rank what the other had left for an earlier attempt."""
+    for one in both(tmp_path):
+        one.close()
+    monkeypatch.setattr("tests.mailbox_links.WITHIN_S", 0.3)
+    with pytest.raises(LinkTimeout, match="rank 0 of cloud_a has not come"):
+        lines(tmp_path, 1)
+    with pytest.raises(LinkTimeout, match="rank 1 of cloud_b has not come"):
+        lines(tmp_path, 0)
+
+
+def test_a_note_in_another_clouds_name_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.mailbox_links.WITHIN_S", 0.3)
+    with pytest.raises(LinkTimeout):
+        lines(tmp_path, 0)
+    (note,) = tmp_path.rglob("note-*")
+    note.write_bytes(note.read_bytes()[:-1] + b"?")
+    with pytest.raises(FrameError, match="rank 0 of cloud_a has not signed the note in its name"):
+        lines(tmp_path, 1)
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    for url, said in (
+        (tmp_path / "none", "there is no such folder"),
+        ("nosuch://bucket/box", "Protocol not known"),
+    ):
+        with pytest.raises(ConfigError, match=f"cluster.wan.url=.*{said}"):
+            Store(str(url))
+
+
+def test_a_store_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypatch: Any) -> None:
+    real = Store._put
+    left = [2, 0]
+
+    def put(self: Store, name: str, data: bytes) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise ConnectionError("the bucket sleeps")
+        real(self, name, data)
+
+    store = Store(str(tmp_path))
+    monkeypatch.setattr(Store, "_put", put)
+    store.put("folder/one", b"data")
+    assert store.get("folder/one", 10) == b"data" and store.sizes("folder") == {"one": 4}
+    store._patience_s = 0.0
+    left[0] = 9
+    with pytest.raises(LinkClosed, match="cannot be reached: ConnectionError: the bucket sleeps"):
+        store.put("folder/two", b"data")
+
+
+def test_who_waits_long_looks_seldom() -> None:
+    assert [pause_after(quiet_s) for quiet_s in (0.0, 10.0, 1000.0)] == [0.02, 0.5, 5.0]
+
+
+def test_a_bucket_is_as_good_as_a_folder() -> None:
+    """Objects of fsspec's store in memory, which has no folders and no renaming."""
+    with linked("memory://box") as ends:
+        send(ends.out, *range(20))
+        assert [taken(ends, number) for number in range(20)] == [*range(20)]
+        ends.out.close(20.0)
+        ends.incoming.close(20.0)
+        left = ends.of[0]._store.sizes(ends.out._box.folder)
+        assert [name[:4] for name in left] == ["note"]

@@ -1,0 +1,438 @@
+"""A mailbox between clouds of several owners, where nobody opens a port: a folder or bucket that
+all of them can read and write, through fsspec. It is trusted for nothing.
+
+An object is one frame, sealed to the certificate of the receiver's cloud and signed with the
+sender's key (sealing.py). What it is sealed for names the attempt, the link and the number, so an
+object that is moved, swapped or of an earlier attempt does not open. Where it lies:
+
+  URL / receiver (16 hex digits) / attempt (32) - link (16) - number (10 digits)
+
+All but the number are digests, so names of clouds and links are not seen. The receiver deletes an
+object once its frame has been handed on, and before its first one whatever is left of earlier
+attempts. A rank that is started again begins another attempt with all others (mailbox_meeting.py):
+its state has gone back to a checkpoint, and so have the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, SealError
+from xcloud.base.settings import Address, settings
+from xcloud.line.keys import Certificate, PrivateKey
+from xcloud.line.sealing import open_sealed, seal, sealed_bytes
+from xcloud.net.frame import Kind, MessageKey, seal_frame
+from xcloud.net.link_end import (
+    ByteQueue,
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+    await_peer,
+)
+from xcloud.net.link_profile import Wan
+
+T = TypeVar("T")
+MAX_OBJECTS = 64
+"""Objects of one link that may lie in the mailbox, so that a listing stays short."""
+_MAX_LISTED = 10_000
+_MAX_SEALED_BYTES = (1 << 31) - 1 - 4096  # AES-GCM of the library takes no more at once
+_SHORTEST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 5.0
+_PAUSE_SHARE = 0.05
+"""A pause lasts this share of the time for which nothing has come: waiting costs few requests."""
+_ENDED = b""
+"""What an object holds whose sender has ended before its time."""
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[0-9]{10}(\.[0-9a-f]{16})?")
+
+
+@settings("cluster.wan")
+class Mailbox(Wan):
+    """A mailbox between clouds, for jobs in which no rank waits for another cloud inside a step.
+
+    url: a folder or bucket that fsspec knows: a path, file:///shared/box, s3://bucket/box. Clouds
+        may reach it by different ones. Each run needs one of its own.
+    """
+
+    url: Address
+
+    is_metered = False
+    carries_steps = False
+
+    def describe(self) -> str:
+        return "a mailbox"
+
+
+class Store:
+    """The objects of a mailbox. A call that fails is made again for patience_s.
+
+    Raises ConfigError for a place that cannot be written.
+    """
+
+    def __init__(self, url: str, patience_s: float = 60.0) -> None:
+        self.url = url
+        self.over = threading.Event()
+        """Set: this rank has ended, and no call is made again."""
+        self._patience_s = patience_s
+        try:
+            self._fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            self._root = root.rstrip("/")
+            self._is_local = isinstance(self._fs, LocalFileSystem)
+            if self._is_local and not os.path.isdir(self._root):
+                raise FileNotFoundError("there is no such folder")
+            probe = f"probe-{secrets.token_hex(8)}"
+            self._put(probe, b"xcloud")
+            self._fs.rm_file(f"{self._root}/{probe}")
+        except Exception as error:  # whatever the store's own library raises
+            raise ConfigError(
+                f"cluster.wan.url={url} is no mailbox that this rank can write to: {_words(error)}"
+            ) from error
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object. Nobody sees a part of it."""
+        self._patiently(lambda: self._put(name, data))
+
+    def get(self, name: str, max_bytes: int) -> bytes | None:
+        """Return at most max_bytes + 1 of an object; None if it is not there."""
+
+        def read() -> bytes | None:
+            try:
+                data: bytes = self._fs.cat_file(f"{self._root}/{name}", 0, max_bytes + 1)
+                return data
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(read)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of each object in a folder. Raises FrameError if there are too many."""
+
+        def look() -> list[dict[str, object]]:
+            try:
+                return list(self._fs.ls(f"{self._root}/{folder}", detail=True))
+            except FileNotFoundError:
+                return []
+
+        listed = self._patiently(look)
+        if len(listed) > _MAX_LISTED:
+            raise FrameError(f"the mailbox {self.url} holds {len(listed):,} objects for one rank")
+        return {
+            str(one["name"]).rsplit("/", 1)[-1]: int(str(one["size"]))
+            for one in listed
+            if one["type"] == "file" and not one.get("islink")
+        }
+
+    def delete(self, name: str) -> None:
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{name}")
+
+        self._patiently(remove)
+
+    def _put(self, name: str, data: bytes) -> None:
+        path = f"{self._root}/{name}"
+        if not self._is_local:
+            return self._fs.pipe_file(path, data)  # type: ignore[no-any-return]
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        unfinished = f"{path}.{secrets.token_hex(8)}"
+        with open(unfinished, "xb") as file:  # "x" follows no link that somebody else has left
+            file.write(data)
+        os.replace(unfinished, path)
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        since_s = time.monotonic()
+        pause_s = 0.1
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                if time.monotonic() - since_s > self._patience_s or self.over.wait(pause_s):
+                    raise LinkClosed(
+                        f"the mailbox {self.url} cannot be reached: {_words(error)}"
+                    ) from error
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class Arrivals:
+    """The objects that lie in the mailbox for one rank. A thread lists them for all its links."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.store = store
+        self._folder = folder
+        self._sizes = dict[str, int]()
+        self._failure: LinkError | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="mailbox", daemon=True).start()
+
+    def wait(self, name: str, timeout_s: float | None = None) -> int | None:
+        """Return the bytes of an object once it is there; None if it is not in time.
+
+        Raises LinkError once nothing more can come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._sizes or self._failure, timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return self._sizes.get(name)
+
+    def clean(self, attempt: str) -> None:
+        """Delete what is left of other attempts than this one."""
+        for name in self.store.sizes(self._folder):
+            if _NAME.fullmatch(name) and not name.startswith(attempt):
+                self.store.delete(f"{self._folder}/{name}")
+
+    def close(self) -> None:
+        self.store.over.set()
+
+    def _run(self) -> None:
+        news_at_s = time.monotonic()
+        pause_s = 0.0
+        try:
+            while not self.store.over.wait(pause_s):
+                sizes = self.store.sizes(self._folder)
+                if sizes.keys() - self._sizes.keys():
+                    news_at_s = time.monotonic()
+                with self._changed:
+                    self._sizes = sizes
+                    self._changed.notify_all()
+                pause_s = pause_after(time.monotonic() - news_at_s)
+            raise LinkClosed("this rank has ended")
+        except LinkError as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class BoxKeys:
+    """The keys at one end of a box: this cloud's own, and the certificate of the peer."""
+
+    key: PrivateKey
+    own: Certificate
+    peer: Certificate
+
+
+@dataclass(frozen=True)
+class Box:
+    """One direction of one link in a mailbox.
+
+    run: 16 bytes that are the same in all clouds of a run.
+    line: the name of the link.
+    sender, receiver: their clouds and ranks.
+    """
+
+    store: Store
+    run: bytes
+    attempt: str
+    line: str
+    sender: tuple[str, int]
+    receiver: tuple[str, int]
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.run, self.receiver)
+
+    def name(self, number: int) -> str:
+        """Return the name of an object in its receiver's folder."""
+        link = digest((self.line, self.sender, self.receiver))
+        return f"{self.attempt}-{link}-{number:010}"
+
+    def path(self, number: int) -> str:
+        return f"{self.folder}/{self.name(number)}"
+
+    def put(self, number: int, data: bytes, keys: BoxKeys) -> int:
+        """Seal and write an object. Return its bytes."""
+        sealed = seal(data, keys.peer, keys.key, context=self._context(number))
+        self.store.put(self.path(number), sealed)
+        return len(sealed)
+
+    def open(self, number: int, sealed: bytes, keys: BoxKeys, max_bytes: int) -> bytes:
+        """Return what an object holds, at most max_bytes.
+
+        Raises FrameError for anything that the sender has not put at this place.
+        """
+        self.check_size(number, len(sealed), max_bytes)
+        context = self._context(number)
+        try:
+            return open_sealed(sealed, keys.key, keys.own, keys.peer, context)
+        except SealError as error:
+            raise FrameError(f"object {number} in the mailbox: {error}") from error
+
+    def check_size(self, number: int, num_bytes: int, max_bytes: int) -> None:
+        """Raise FrameError for an object that is too long for what was promised."""
+        if num_bytes > sealed_bytes(max_bytes):
+            raise FrameError(
+                f"object {number} of {self.sender[0]} in the mailbox has {num_bytes:,} bytes; at "
+                f"most {sealed_bytes(max_bytes):,} were promised"
+            )
+
+    def _context(self, number: int) -> bytes:
+        place = (self.run.hex(), self.attempt, self.line, self.sender, self.receiver, number)
+        return f"xcloud mailbox {place}".encode()
+
+
+class MailboxOutLink(SendingEnd):
+    """Puts frames into a mailbox. It waits while too many of its own lie there."""
+
+    def __init__(self, box: Box, keys: BoxKeys, settings: OutSettings) -> None:
+        if settings.capacity_bytes > _MAX_SEALED_BYTES:
+            raise ConfigError(
+                f"a message for {settings.peer_name} may take {settings.capacity_bytes:,} bytes, "
+                f"and an object of a mailbox holds at most {_MAX_SEALED_BYTES:,}: compress more, "
+                "or merge in parts (strategy=streaming strategy.averaging.fragments=N)"
+            )
+        super().__init__(settings)
+        self._box = box
+        self._keys = keys
+        self._untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
+        self._over = threading.Event()
+        self._queue: ByteQueue[Outgoing | None] = ByteQueue(
+            settings.window.max_queued_bytes, settings.queued
+        )
+        threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True).start()
+
+    def close(self, timeout_s: float) -> None:
+        with self._sending:
+            self._is_closing = True
+            self._send(MessageKey(Kind.CLOSE), (), ())
+        await_peer(
+            self._over.wait,
+            self._settings,
+            timeout_s=timeout_s,
+            failing="has left no room in the mailbox",
+        )
+        if self._failure is not None:
+            raise self._failure
+
+    def abandon(self, timeout_s: float = 2.0) -> None:
+        """Tell the receiver that this rank has ended before its time, if that can be done in
+        timeout_s."""
+        self._queue.put(None, 0)
+        self._over.wait(timeout_s)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._queue.is_empty
+
+    def _put(self, item: Outgoing) -> None:
+        self._put_into(self._queue, item)
+
+    def _run(self) -> None:
+        box = self._box
+        keys = self._keys
+        try:
+            num_sent = 0
+            while (item := self._queue.get()) is not None:
+                key, sequence, frame, queued_at_s = item
+                self._await_room(frame.numel())
+                seal_frame(frame, -time.monotonic())
+                self.record.sending(
+                    key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
+                )
+                data = frame.numpy().tobytes()
+                self._untaken[sequence] = box.put(sequence, data, keys)
+                num_sent = sequence + 1
+                self._settings.note_progress(key.kind)
+                if key.kind is Kind.CLOSE:
+                    return
+                del item, frame, data  # not held until the next message
+            box.put(num_sent, _ENDED, keys)
+        except LinkError as error:
+            self._failure = error
+        except Exception as error:  # a thread that dies in silence loses what is sent
+            self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
+        finally:
+            self._over.set()
+
+    def _await_room(self, num_bytes: int) -> None:
+        """Wait until the receiver has taken enough of what lies in the mailbox."""
+        room_bytes = self._settings.window.max_queued_bytes - num_bytes
+        folder = self._box.folder
+        since_s = time.monotonic()
+        while self._untaken and (
+            len(self._untaken) >= MAX_OBJECTS or sum(self._untaken.values()) > room_bytes
+        ):
+            there = self._box.store.sizes(folder)
+            for number in [n for n in self._untaken if self._box.name(n) not in there]:
+                del self._untaken[number]
+            if self._box.store.over.wait(pause_after(time.monotonic() - since_s)):
+                raise LinkClosed("this rank has ended")
+
+
+class MailboxInLink(ReceivingEnd):
+    """Takes frames out of a mailbox, in the order of their numbers."""
+
+    def __init__(self, box: Box, keys: BoxKeys, arrivals: Arrivals, settings: InSettings) -> None:
+        super().__init__(settings)
+        self._box = box
+        self._keys = keys
+        self._arrivals = arrivals
+        threading.Thread(target=self._run, name=f"from-{self.peer_name}", daemon=True).start()
+
+    def _run(self) -> None:
+        box = self._box
+        keys = self._keys
+        max_bytes = self._settings.capacity_bytes
+        try:
+            for number in count():
+                data = take(self._arrivals, box, number, keys, max_bytes)
+                if data == _ENDED:
+                    raise LinkClosed(f"{self.peer_name} has ended without closing its link")
+                frame = self._open(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                if frame.key.kind is not Kind.CLOSE:
+                    self._deliver(frame)
+                box.store.delete(box.path(number))
+                if frame.key.kind is Kind.CLOSE:
+                    return self._leave()
+                del data, frame  # not held until the next message
+        except LinkError as error:
+            self._end(error)
+        except Exception as error:  # a thread that dies in silence leaves its reader waiting
+            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+
+def take(arrivals: Arrivals, box: Box, number: int, keys: BoxKeys, max_bytes: int) -> bytes:
+    """Return what an object holds, once it is there. It stays there.
+
+    Raises FrameError for anything that the sender has not put at this place.
+    """
+    while True:
+        size = arrivals.wait(box.name(number))
+        assert size is not None, "it waits for ever"
+        box.check_size(number, size, max_bytes)
+        sealed = box.store.get(box.path(number), sealed_bytes(max_bytes))
+        if sealed is not None:
+            return box.open(number, sealed, keys, max_bytes)
+
+
+def folder_of(run: bytes, receiver: tuple[str, int]) -> str:
+    """Return the folder in which objects for a rank lie."""
+    return digest((run.hex(), receiver))
+
+
+def pause_after(quiet_s: float) -> float:
+    """Return how long to pause before the next look, when nothing has come for quiet_s."""
+    return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * quiet_s), _LONGEST_PAUSE_S)
+
+
+def digest(place: object) -> str:
+    return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

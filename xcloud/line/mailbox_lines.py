@@ -1,0 +1,292 @@
+"""How the ranks of several owners find each other through a mailbox, and the links they then have.
+
+Rank 0 and every other rank exchange three signed notes, which are overwritten in place:
+  offer   rank 0 -> rank r   a number A that rank 0 has just drawn
+  answer  rank r -> rank 0   A, a number B that rank r has just drawn, its certificate's digest
+  begin   rank 0 -> rank r   A, and B and digest of every rank
+So each side knows that the other has begun now, whatever old notes lie there, and the attempt is
+the digest of all these numbers: no object of an earlier one belongs to it.
+
+A note: length of the signature u8 | signature | kind u8 | A (16 bytes) | for each rank that it
+speaks of: its number (16 bytes) and the SHA-256 of its certificate (32).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from xcloud.base.errors import ConfigError, FrameError, SealError
+from xcloud.line.keys import Certificate, LineKeys, PrivateKey, read_key
+from xcloud.line.mailbox import (
+    Arrivals,
+    Box,
+    BoxKeys,
+    MailboxInLink,
+    MailboxOutLink,
+    Store,
+    digest,
+    folder_of,
+    pause_after,
+)
+from xcloud.line.sealing import sign, verify
+from xcloud.net.link_end import InSettings, OutSettings, ignore
+from xcloud.net.rendezvous import Waiting
+
+_NUMBER_BYTES = 16
+_DIGEST_BYTES = 32
+_ENTRY_BYTES = _NUMBER_BYTES + _DIGEST_BYTES
+_LOOK_EVERY_S = 2.0
+
+
+class NoteKind(IntEnum):
+    """The purpose of a note."""
+
+    OFFER = 1
+    ANSWER = 2
+    BEGIN = 3
+
+
+class Entry(NamedTuple):
+    """A rank that has begun: the number that it has drawn, and its certificate's digest."""
+
+    number: bytes
+    fingerprint: str
+
+
+class Note(NamedTuple):
+    """A note between rank 0 and another rank. offer: the number A."""
+
+    kind: NoteKind
+    offer: bytes
+    entries: Sequence[Entry] = ()
+
+
+def encode_note(note: Note) -> bytes:
+    entries = b"".join(one.number + bytes.fromhex(one.fingerprint) for one in note.entries)
+    return bytes([note.kind]) + note.offer + entries
+
+
+def decode_note(body: bytes, sender: str, max_entries: int) -> Note:
+    """Return a note. Raises FrameError for anything but what `encode_note` makes."""
+    rest = body[1 + _NUMBER_BYTES :]
+    num_entries, over = divmod(len(rest), _ENTRY_BYTES)
+    if len(body) < 1 + _NUMBER_BYTES or over or num_entries > max_entries:
+        raise FrameError(f"{sender} has left a note of {len(body)} bytes in the mailbox")
+    if body[0] not in [*NoteKind]:
+        raise FrameError(f"{sender} has left a note of unknown kind {body[0]} in the mailbox")
+    starts = range(0, len(rest), _ENTRY_BYTES)
+    entries = [
+        Entry(rest[at : at + _NUMBER_BYTES], rest[at + _NUMBER_BYTES : at + _ENTRY_BYTES].hex())
+        for at in starts
+    ]
+    return Note(NoteKind(body[0]), body[1 : 1 + _NUMBER_BYTES], entries)
+
+
+class Place(Protocol):
+    """Where one rank stands among the clouds of several owners.
+
+    run: 16 bytes that are the same in all clouds of a run.
+    first_within_s: how long ranks that have not come are waited for.
+    """
+
+    rank: int
+    num_ranks: int
+    run: bytes
+    first_within_s: float
+
+    def cloud_of(self, rank: int) -> str: ...
+
+
+class Meeting:
+    """The notes of one rank, and the attempt that follows from them."""
+
+    def __init__(self, store: Store, place: Place, keys: LineKeys, key: PrivateKey) -> None:
+        self._store = store
+        self._place = place
+        self._keys = keys
+        self._key = key
+
+    def hold(self, say: Callable[[str], None]) -> tuple[str, list[Certificate]]:
+        """Meet all other ranks. Return the attempt, and the certificate of each rank.
+
+        say: is told once a minute who is waited for.
+
+        Raises LinkTimeout naming ranks that have not come, ConfigError for a certificate that is
+        not one of its cloud's.
+        """
+        place = self._place
+        mine = Entry(secrets.token_bytes(_NUMBER_BYTES), self._keys.own.fingerprint)
+        waiting = Waiting("for the other clouds", place.first_within_s, say=say)
+        begin = self._gather(mine, waiting) if place.rank == 0 else self._answer(mine, waiting)
+        attempt = hashlib.sha256(encode_note(begin)).hexdigest()[:32]
+        found = [
+            self._certificate(rank, entry.fingerprint) for rank, entry in enumerate(begin.entries)
+        ]
+        return attempt, found
+
+    def _gather(self, mine: Entry, waiting: Waiting) -> Note:
+        others = range(1, self._place.num_ranks)
+        offer = Note(NoteKind.OFFER, mine.number)
+        for rank in others:
+            self._leave(rank, offer)
+        entries = {0: mine}
+        while missing := [rank for rank in others if rank not in entries]:
+            for rank in missing:
+                note = self._read(rank, max_entries=1)
+                is_answer = note is not None and note.kind is NoteKind.ANSWER and note.entries
+                if note is not None and is_answer and note.offer == mine.number:
+                    entries[rank] = note.entries[0]
+            absent = ", ".join(self._name(rank) for rank in others if rank not in entries)
+            if absent:
+                waiting.go_on(f"{absent} has not come", self._pause(waiting))
+        begin = Note(NoteKind.BEGIN, mine.number, [entries[rank] for rank in sorted(entries)])
+        for rank in others:
+            self._leave(rank, begin)
+        return begin
+
+    def _answer(self, mine: Entry, waiting: Waiting) -> Note:
+        place = self._place
+        answered = b""
+        while True:
+            note = self._read(0, max_entries=place.num_ranks)
+            if note is not None and note.kind is NoteKind.OFFER and note.offer != answered:
+                answered = note.offer
+                self._leave(0, Note(NoteKind.ANSWER, answered, [mine]))
+            has_begun = note is not None and note.kind is NoteKind.BEGIN
+            if note is not None and has_begun and len(note.entries) == place.num_ranks:
+                if note.entries[place.rank] == mine:
+                    return note
+            state = "not all clouds have come" if answered else f"{self._name(0)} has not come"
+            waiting.go_on(state, self._pause(waiting))
+
+    def _pause(self, waiting: Waiting) -> float:
+        return min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
+
+    def _leave(self, rank: int, note: Note) -> None:
+        body = encode_note(note)
+        signature = sign(self._signed(self._place.rank, rank, body), self._key)
+        path = self._path(self._place.rank, rank)
+        self._store.put(path, bytes([len(signature)]) + signature + body)
+
+    def _read(self, rank: int, max_entries: int) -> Note | None:
+        """Return the note that a rank has left for this one, None for none.
+
+        Raises FrameError for anything that its cloud has not signed.
+        """
+        most = 1 + 255 + 1 + _NUMBER_BYTES + max_entries * _ENTRY_BYTES
+        data = self._store.get(self._path(rank, self._place.rank), most)
+        if not data:
+            return None
+        signature = data[1 : 1 + data[0]]
+        body = data[1 + data[0] :]
+        signed = self._signed(rank, self._place.rank, body)
+        for certificate in self._known(rank):
+            try:
+                verify(signed, signature, certificate)
+            except SealError:
+                continue
+            return decode_note(body, self._name(rank), max_entries)
+        raise FrameError(
+            f"{self._name(rank)} has not signed the note in its name in the mailbox, or not with "
+            "the certificate that this cloud has of it"
+        )
+
+    def _signed(self, sender: int, receiver: int, body: bytes) -> bytes:
+        clouds = [self._place.cloud_of(rank) for rank in (sender, receiver)]
+        place = (self._place.run.hex(), clouds, sender, receiver)
+        return f"xcloud mailbox note {place}".encode() + body
+
+    def _path(self, sender: int, receiver: int) -> str:
+        cloud_of = self._place.cloud_of
+        folder = folder_of(self._place.run, (cloud_of(receiver), receiver))
+        return f"{folder}/note-{digest((cloud_of(sender), sender))}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self._place.cloud_of(rank)}"
+
+    def _known(self, rank: int) -> Sequence[Certificate]:
+        """Return the certificates that the cloud of a rank may have."""
+        cloud = self._place.cloud_of(rank)
+        if cloud == self._place.cloud_of(self._place.rank):
+            return [self._keys.own]
+        if cloud not in self._keys.peers:
+            raise ConfigError(
+                f"cloud {cloud!r} takes part, and `peers` in the policy of this cloud names no "
+                f"certificate of it: ask its owner for {cloud}.pem"
+            )
+        return self._keys.peers[cloud]
+
+    def _certificate(self, rank: int, fingerprint: str) -> Certificate:
+        for certificate in self._known(rank):
+            if certificate.fingerprint == fingerprint:
+                return certificate
+        raise ConfigError(
+            f"{self._name(rank)} uses a certificate that this cloud does not have (SHA-256 "
+            f"{fingerprint:.16}…): ask its owner for the new one"
+        )
+
+
+class MailboxLines:
+    """The links of one rank to ranks of other clouds, through a mailbox.
+
+    say: is told once a minute who is waited for.
+
+    It meets all other ranks first. Raises ConfigError for a mailbox that this rank cannot write
+    to, and where it has no certificate of a cloud, LinkTimeout for ranks that have not come.
+    """
+
+    def __init__(
+        self, url: str, place: Place, keys: LineKeys, say: Callable[[str], None] = ignore
+    ) -> None:
+        self.place = place
+        self._store = Store(url)
+        self._keys = keys
+        self._key = read_key(keys.key_file)
+        meeting = Meeting(self._store, place, keys, self._key)
+        self._attempt, self._certificates = meeting.hold(say)
+        folder = folder_of(place.run, (place.cloud_of(place.rank), place.rank))
+        self._arrivals = Arrivals(self._store, folder)
+        self._arrivals.clean(self._attempt)
+        self._outs: list[MailboxOutLink] = []
+
+    @property
+    def texts(self) -> list[str]:
+        """The lines that are down, in words: a mailbox has none."""
+        return []
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> MailboxOutLink:
+        """Return the sending end of a link to a rank of another cloud."""
+        out = MailboxOutLink(*self._box(line, self.place.rank, peer), settings)
+        self._outs.append(out)
+        return out
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> MailboxInLink:
+        """Return the receiving end of a link from a rank of another cloud."""
+        box, keys = self._box(line, peer, self.place.rank)
+        return MailboxInLink(box, keys, self._arrivals, settings)
+
+    def abandon(self) -> None:
+        """Tell the peers that this rank has ended before its time, as far as that can be done."""
+        for out in self._outs:
+            out.abandon()
+
+    def close(self) -> None:
+        """End all threads, whatever is under way."""
+        self._store.over.set()
+
+    def _box(self, line: str, sender: int, receiver: int) -> tuple[Box, BoxKeys]:
+        place = self.place
+        peer = receiver if sender == place.rank else sender
+        box = Box(
+            self._store,
+            place.run,
+            self._attempt,
+            line,
+            sender=(place.cloud_of(sender), sender),
+            receiver=(place.cloud_of(receiver), receiver),
+        )
+        return box, BoxKeys(self._key, self._keys.own, peer=self._certificates[peer])
