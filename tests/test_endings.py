@@ -31,11 +31,12 @@ pytestmark = pytest.mark.slow
 
 LIVENESS = {
     "_target_": "xcloud.net.link_profile.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
+    "overdue_after_s": 4.0,
 }  # fmt: skip
 LINE = {
     "_target_": "xcloud.net.link_profile.LinkProfile",
-    "bandwidth_bits_per_s": 1e9, "timeout_s": 4.0, "timeout_factor": 1.0,
-}  # fmt: skip
+    "bandwidth_bits_per_s": 1e9,
+}
 # Where the last step is saved, a run would start again.
 ONCE = {"_target_": "xcloud.job.job.Launch", "max_restarts": 0}
 TWO_CLOUDS = layout(a=cloud(1), b=cloud(1))

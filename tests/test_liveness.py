@@ -221,7 +221,7 @@ def test_what_moves_between_two_ranks_of_an_emulated_run_is_known_to_a_third(
     tmp_path: Path,
 ) -> None:
     """Rank 0 waits for what rank 1 makes of a message that is still on its way from rank 2."""
-    line = LinkProfile(8e6, timeout_s=0.1)
+    line = LinkProfile(8e6)
     layout = ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}, line)
     world = MemoryWorld(3)
     ends = in_threads(
@@ -247,11 +247,15 @@ def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, ...]) -> No
         Liveness(*settings)
 
 
-def test_a_timeout_advises_only_settings_that_exist() -> None:
+def test_a_message_on_an_emulated_line_may_take_ten_times_its_transfer_longer() -> None:
     clouds = {"a": Cloud(), "b": Cloud()}
+    liveness = Liveness(overdue_after_s=7.0)
+    line = LinkProfile(1e6, latency_s=0.5)
 
-    assert "cluster.liveness.over" in ClusterLayout(clouds, "real").overdue_advice(0, 1)
-    assert "cluster.wan.timeout_s" in ClusterLayout(clouds, LinkProfile(1e6)).overdue_advice(0, 1)
+    emulated = ClusterLayout(clouds, line, liveness=liveness)
+
+    assert ClusterLayout(clouds, "real", liveness=liveness).overdue_s(0, 1, 1000) == 7.0
+    assert emulated.overdue_s(0, 1, 1000) == 7.0 + 10 * line.transfer_s(1000)
 
 
 def test_a_record_that_takes_long_to_write_is_waited_for(

@@ -177,7 +177,9 @@ def test_a_rank_that_hangs_is_a_timeout_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_FINAL_REPORTS_S", 0.5)  # it has none
-    config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=4"])
+    config = toy_config(
+        "two_clouds", ["cluster/wan=line_1g", "cluster.liveness.overdue_after_s=4"]
+    )
     config["model"] |= {"fail_stage": 1, "fail_how": "hang", "fail_step": 10}
 
     with pytest.raises(RunFailed, match="rank 1 of cloud 'cloud_b' after 4"):
@@ -226,12 +228,15 @@ def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
 
 
 def test_a_cloud_may_prepare_longer_than_a_message_may_take(tmp_path: Path) -> None:
-    config = toy_config("two_clouds", ["cluster/wan=free", "training.max_steps=2"])
+    config = toy_config(
+        "two_clouds",
+        ["cluster/wan=free", "training.max_steps=2", "cluster.liveness.overdue_after_s=4"],
+    )
     config["model"] = {"_target_": "tests.toy.ToyModelThatPrepares", "prepare_s": 6.5}
     config["cluster"]["wan"] = {
         "_target_": "xcloud.net.link_profile.LinkProfile",
-        "bandwidth_bits_per_s": 1e9, "latency_s": 0.0, "timeout_s": 4.0,
-    }  # fmt: skip
+        "bandwidth_bits_per_s": 1e9,
+    }
 
     assert start(tmp_path, config)["num_steps"] == 2
 

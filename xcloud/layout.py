@@ -139,18 +139,11 @@ class Layout(ABC):
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """Return how long `rank` waits for `num_bytes` from `peer` before calling it silent."""
+        overdue_after_s = self.liveness.overdue_after_s
         wan = self.wan_between(rank, peer=peer)
-        limit_s = None
-        if wan is not None:
-            limit_s = wan.overdue_s(num_bytes)
-        if limit_s is None:
-            return self.liveness.overdue_after_s
-        return limit_s
-
-    def overdue_advice(self, rank: int, peer: int) -> str:
-        """Return which setting makes `rank` wait longer for `peer`, as a sentence."""
-        wan = self.wan_between(rank, peer=peer) or REAL
-        return f"To wait longer raise {wan.patience_settings}."
+        if wan is None:
+            return overdue_after_s
+        return overdue_after_s + wan.allowance_s(num_bytes)
 
     def describe(self) -> str:
         if not self.crosses_clouds:

@@ -171,14 +171,12 @@ class InSettings(EndSettings):
 
     handlers: kinds that are handed to a function (in another thread than the reader's) instead
         of `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
-    advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
     on_end: called once, in such a thread, when nothing more can come, with the reason.
     on_arrival: is given every frame as it comes from the network, with the time.
     """
 
     handlers: Mapping[Kind, Callable[[Frame], None]] = field(default_factory=dict)
-    advice: str = ""
     is_emulated: bool = False
     on_end: Callable[[LinkError], None] = ignore
     on_arrival: Callable[[Frame, float], None] = ignore
@@ -328,7 +326,7 @@ class ReceivingEnd:
                 seen = f" Its last heartbeat came {peer.silent_s:.0f} s ago."
             raise LinkTimeout(
                 f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
-                f"alive? {self._settings.advice}".rstrip()
+                "alive? To wait longer raise cluster.liveness.overdue_after_s or lost_after_s."
             )
         found = self._inbox.get()
         if isinstance(found, LinkError):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
@@ -42,18 +40,16 @@ class Wan:
     """Whether a rank may wait for another cloud inside a step."""
     has_numbers: ClassVar[bool] = False
     """Whether `profile` says what the line can do."""
-    patience_settings: ClassVar[str] = "cluster.liveness.overdue_after_s or lost_after_s"
-    """Which settings make a rank wait longer for a message."""
 
     @property
     def profile(self) -> LinkProfile | None:
         """The line in numbers; None where there is no limit, or nobody says one."""
         return None
 
-    def overdue_s(self, num_bytes: int) -> float | None:
-        """Return the seconds to wait for a message of this size before the peer counts as silent;
-        None: as cluster.liveness says."""
-        return None
+    def allowance_s(self, num_bytes: int) -> float:
+        """Return the seconds that a message of this size gets beyond
+        cluster.liveness.overdue_after_s, because the line is known to be slow."""
+        return 0.0
 
     def describe(self) -> str:
         return "the network as it is"
@@ -70,6 +66,9 @@ class FreeWan(Wan):
         return "no limit"
 
 
+_ALLOWED_TRANSFERS = 10
+"""Messages of the same size that may stand before one in an emulated line's queue."""
+
 REAL = Wan()
 FREE = FreeWan()
 
@@ -81,20 +80,15 @@ class LinkProfile(Wan, UnsteadyLine):
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
     latency_s: one way. The round trip is twice this.
     jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
-    timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
-        transfer time in which no message of a step moved on any line.
     """
 
     bandwidth_bits_per_s: PositiveFloat
     latency_s: NotNegativeFloat = 0.0
     jitter_s: NotNegativeFloat = 0.0
-    timeout_s: PositiveFloat = 300.0
-    timeout_factor: Annotated[float, Field(ge=1.0)] = 10.0
 
     emulated = True
     is_metered = False
     has_numbers = True
-    patience_settings = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
 
     def __post_init__(self) -> None:
         for name in ("trace", "outages"):
@@ -123,8 +117,8 @@ class LinkProfile(Wan, UnsteadyLine):
         """Return the seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
         return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
 
-    def overdue_s(self, num_bytes: int) -> float:
-        return self.timeout_s + self.timeout_factor * self.transfer_s(num_bytes)
+    def allowance_s(self, num_bytes: int) -> float:
+        return _ALLOWED_TRANSFERS * self.transfer_s(num_bytes)
 
     def describe(self) -> str:
         rate = self.bandwidth_bits_per_s
@@ -202,8 +196,9 @@ class Liveness:
 
     interval_s: how often a rank sends a heartbeat.
     lost_after_s: a rank is lost this many seconds after its last heartbeat.
-    overdue_after_s: how long a rank that lives may take for one message inside a step, where no
-        emulated link says it; from when this rank last sent or received one.
+    overdue_after_s: how long a rank that lives may take for one message inside a step, counted
+        from when this rank last sent or received one. An emulated line adds ten times what the
+        message needs on it.
     join_within_s: how long ranks that torchrun has not started yet are waited for.
     """
 

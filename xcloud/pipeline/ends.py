@@ -160,7 +160,6 @@ class Ends:
             progress=None if may_be_late else self._progress,
             queued=self.queued,
             handlers=handlers or {},
-            advice=self.layout.overdue_advice(self.rank, peer),
             is_emulated=wan is not None and wan.emulated,
             on_end=on_end,
             on_arrival=on_arrival,
