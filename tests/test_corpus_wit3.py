@@ -57,7 +57,7 @@ def test_a_one_sided_cloud_needs_its_own_files_only(tmp_path: Path) -> None:
 def test_an_empty_dev_list_is_held_out_of_train(tmp_path: Path) -> None:
     corpus = read(write_archive(tmp_path), dev=[], dev_share=5)
     assert (corpus.splits["train"].num_rows, corpus.splits["dev"].num_rows) == (45, 5)
-    assert corpus.remarks == ["dev held out of train, seed 0"]
+    assert corpus.remarks == ["dev held out of train"]
 
 
 def test_what_is_missing_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:

@@ -51,15 +51,6 @@ def test_nothing_moves_during_an_outage() -> None:
     assert profile.rate_from(1.0)[0] == 0.0
 
 
-def test_random_outages_follow_the_seed() -> None:
-    def arrivals(seed: int) -> list[float]:
-        profile = LinkProfile(1e6, outage_every_s=3, outage_lasting_s=1, seed=seed)
-        return [profile.sent_at(at, 1000) for at in (1.0, 5.0, 9.0, 20.0, 60.0)]
-
-    assert arrivals(1) == arrivals(1)
-    assert arrivals(1) != arrivals(2)
-
-
 def test_random_outages_are_there_whatever_was_sent_before() -> None:
     def profile() -> LinkProfile:
         return LinkProfile(1e6, outage_every_s=3, outage_lasting_s=1)

@@ -104,7 +104,9 @@ class Names:
     """The names of a run.
 
     name: of the run, in its folder, tables and the tracker.
-    seed: of everything random but what says that it has a seed of its own.
+    seed: of everything random in training. Rows held out or drawn, an emulated line's jitter and
+        outages, and a model's own pretraining are the same for every seed, so that runs of
+        several seeds differ in their training alone.
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
     sweep: a name shared by runs that belong together.
     label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.

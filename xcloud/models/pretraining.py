@@ -69,8 +69,8 @@ class PublicTexts(Protocol):
 class Descent:
     """AdamW with linear warm-up, then linear decay to zero, and gradients of norm 1 at most.
 
-    seed: the network's own, not the run's: runs of several seeds share it, as they would share a
-        published checkpoint.
+    seed: of this network alone. It does not follow the run's `seed`: runs of several seeds share
+        the network, as they would share a published checkpoint.
     steps: updates; 0 leaves random weights.
     learning_rate: the highest, at the end of the warm-up.
     warmup_steps: updates in which the learning rate rises from 0.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import random
 import struct
 import threading
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.net.link_profile import LinkProfile
+from xcloud.net.unsteady_line import jitter_share
 
 Tensors = tuple[Tensor, ...]
 
@@ -329,7 +329,7 @@ class LinkClock:
                 start = max(now, free_at)
                 sent_s = self.profile.sent_at(start - origin, num_bytes)
                 sent = origin + sent_s
-                jitter = random.Random(f"{self.profile.seed}:{messages}").random()
+                jitter = jitter_share(messages)
                 arrival = sent + self.profile.latency_at(sent_s) + jitter * self.profile.jitter_s
                 arrival = max(arrival, last_arrival)
                 self._state[:] = _STATE.pack(origin, sent, arrival, messages + 1)

@@ -79,7 +79,8 @@ class LinkProfile(Wan, UnsteadyLine):
 
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
     latency_s: one way. The round trip is twice this.
-    jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
+    jitter_s: each message is delayed by a uniform draw from [0, jitter_s], drawn alike in every
+        run; no reordering.
     """
 
     bandwidth_bits_per_s: PositiveFloat

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, NotNegativeFloat, settings
+from xcloud.base.settings import NotNegativeFloat, settings
 
 _Pair = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=2)]
 _PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=3)]
@@ -22,6 +22,14 @@ _PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_len
 
 _DRAWING = threading.Lock()
 """Held while outages are drawn: one line serves the threads of all links of a rank."""
+
+
+def jitter_share(number: int) -> float:
+    """Return which share of jitter_s delays a message: a draw that is the same in every run.
+
+    number: of the message, counted from 0 for each direction between two clouds.
+    """
+    return random.Random(f"0:{number}").random()
 
 
 @settings("wan", kw_only=True)
@@ -32,9 +40,9 @@ class UnsteadyLine(ABC):
         latency in seconds: what the line does from then on; repeats every trace_period_s if that
         is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
     outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
-    outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
+    outage_every_s, outage_lasting_s: further outages at random gaps (exponential), drawn alike in
+        every run; 0 = none.
     trace_period_s: seconds after which the trace of bandwidths begins again; 0 = it does not.
-    seed: of jitter and outages.
     """
 
     trace: Sequence[_PairOrThree] = ()
@@ -42,7 +50,6 @@ class UnsteadyLine(ABC):
     outages: Sequence[_Pair] = ()
     outage_every_s: NotNegativeFloat = 0.0
     outage_lasting_s: NotNegativeFloat = 0.0
-    seed: NotNegative = 0
 
     @property
     @abstractmethod
@@ -122,10 +129,10 @@ class UnsteadyLine(ABC):
 
     @cached_property
     def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
-        return random.Random(self.seed), []
+        return random.Random(0), []
 
     def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """Return the seeded outage that began last before now_s and the next one. They are drawn
+        """Return the random outage that began last before now_s and the next one. They are drawn
         lazily, the same in all ranks and whatever was asked before."""
         if not self.outage_every_s:
             return []

@@ -11,7 +11,6 @@ Cost: O((operations + messages) * log(ranks)). Times in seconds from 0 on.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +18,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from xcloud.net.link_profile import LinkProfile
+from xcloud.net.unsteady_line import jitter_share
 from xcloud.simulator.costs import FREE
 
 
@@ -165,7 +165,7 @@ class Lines:
         arrived_s = until_s + line.latency_at(until_s)
         if line.jitter_s:
             # The draws of the emulated link (net/link.py).
-            draw = random.Random(f"{line.seed}:{self._num_carried[route]}").random()
+            draw = jitter_share(self._num_carried[route])
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1
         arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])

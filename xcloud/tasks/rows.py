@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import Leads, NotNegative, Positive, settings
+from xcloud.base.settings import Leads, Positive, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
 
@@ -194,16 +194,14 @@ class Source(ABC):
 
     dev_share, test_share: what to hold out of train where a dev or test split is missing: a row
         count (500) or a fraction of the training rows (0.02).
-    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all.
-    split_seed: draws rows by number, whatever the experiment's seed: all seeds are scored on the
-        same rows, and every cloud draws the same.
+    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all. Which rows
+        are held out and drawn does not depend on `seed`: every run is scored on the same ones.
     """
 
     dev_share: Share = 0.02
     test_share: Share = 0.02
     max_train_samples: Positive | None = None
     max_eval_samples: Positive | None = None
-    split_seed: NotNegative = 0
     names_columns: ClassVar[bool] = True  # whether somebody chose their names
 
     def __post_init__(self) -> None:  # noqa: B027
@@ -336,7 +334,7 @@ class Source(ABC):
         for split, numbers in self._held_out(splits, train=train).items():
             splits[split] = {"": train.take(numbers)}
             if split != "train":
-                remarks.append(f"{split} held out of train, seed {self.split_seed}")
+                remarks.append(f"{split} held out of train")
         result = dict[Split, Rows]()
         for split in SPLITS:
             if split == "train":
@@ -344,12 +342,11 @@ class Source(ABC):
             else:
                 most = self.max_eval_samples
             parts = splits[split]
-            seed = self.split_seed
             if most is not None and any(rows.num_rows > most for rows in parts.values()):
                 before = sum(rows.num_rows for rows in parts.values())
-                remarks.append(f"{split}: a sample of its {before:,} rows, seed {seed}")
+                remarks.append(f"{split}: a sample of its {before:,} rows")
                 parts = {
-                    part: rows.take(chosen_rows(rows.num_rows, wanted=most, seed=seed))
+                    part: rows.take(chosen_rows(rows.num_rows, wanted=most))
                     for part, rows in parts.items()
                 }
             if list(parts) == [""]:
@@ -387,9 +384,7 @@ class Source(ABC):
             raise DataError(f"{self.where}: {said}")
         split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
-            split_of |= {
-                left[i]: split for i in chosen_rows(len(left), wanted=count, seed=self.split_seed)
-            }
+            split_of |= {left[i]: split for i in chosen_rows(len(left), wanted=count)}
             left = [group for group in left if group not in split_of]
         return {
             split: [i for i, group in enumerate(groups) if split_of.get(group, "train") == split]
@@ -397,9 +392,9 @@ class Source(ABC):
         }
 
 
-def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
-    """Draw at most `wanted` row numbers below num_rows, by the seed; ascending."""
-    draw = random.Random(seed).random  # random() alone: the same on every Python version
+def chosen_rows(num_rows: int, wanted: int) -> list[int]:
+    """Draw at most `wanted` row numbers below num_rows, alike in every run; ascending."""
+    draw = random.Random(0).random  # random() alone: the same on every Python version
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
 
