@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from peft.tuners.lora import LoraLayer
 
 from tests import warm_ranks
 from tests.configs import composed
 from tests.runs import in_threads, losses, weights
 from xcloud import use
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.run_folder import owned
+from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.show.monitor import Monitor
@@ -293,3 +295,72 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
     (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
     with pytest.raises(ConfigError, match="no run of a causal language model"):
         TextGenerator(tmp_path)
+
+
+PACKED = [
+    pytest.param("int8", "compression=int4"),
+    pytest.param("nf4", "compression=fp16_int8", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("weights_in", "changed"), PACKED)
+def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_merged(
+    weights_in: str, changed: str, two_clouds: Path, cache: Path, tmp_path: Path
+) -> None:
+    """transformers writes on with the merged model as the packed stages do with their adapters."""
+    from transformers import AutoModelForCausalLM
+
+    if weights_in == "nf4":
+        pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
+    run_dir = tmp_path / "run"
+    given = (f"model.weights={weights_in}", "cluster/wan=free", "compression=int8")
+    start(run_dir, cache, *given, "training.max_steps=2", "training.checkpoint.every_steps=2")
+    config = config_of(cache, *given[:2], changed)
+    summary = run(Settings.of(config), run_dir, resumes=check_can_go_on)
+
+    assert len(losses(run_dir)) == 4
+    memory = json.loads((two_clouds / "summary.json").read_text())["memory"]
+    for packed, dense in zip(summary["memory"], memory, strict=True):
+        assert packed["parameters"] < 0.8 * dense["parameters"]
+    generator = TextGenerator(run_dir, compressed=False)
+    use.export([str(run_dir), "--merge"])
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "merged").eval()
+    expected = written_on(merged, run_dir / "merged")
+    assert ["".join(generator.pieces(prompt, 12, Choice())) for prompt in PROMPTS] == expected
+    layer = next(m for m in generator.stages[0].modules() if isinstance(m, LoraLayer))
+    folded = merged.model.layers[0].self_attn.q_proj.weight
+    adapted = layer.base_layer.stored() + layer.get_delta_weight("default")
+    torch.testing.assert_close(folded.detach(), adapted.detach())
+    assert not torch.equal(folded, layer.base_layer.stored())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights_in", ["int8", "nf4"])
+def test_packed_weights_with_other_features(weights_in: str, cache: Path, tmp_path: Path) -> None:
+    """Losses of one process; kept rows of frozen blocks; a resume in another kind is refused."""
+    if weights_in == "nf4":
+        pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
+    kept = f"model.weights={weights_in}"
+    start(tmp_path / "one", cache, kept, "cluster=local")
+    start(tmp_path / "three", cache, kept, "cluster=u_shape", "cluster/wan=free")
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "three"), rel=1e-4)
+    start(
+        tmp_path / "rows", cache, kept, "cluster/wan=free", "model.lora.layers=[2,3]",
+        "training.activation_cache_mb=10", "model.lora.dropout=0", "training.max_steps=16",
+        "model.activation_checkpointing=true", "training.checkpoint.every_steps=8",
+    )  # fmt: skip
+    assert losses(tmp_path / "rows")[-1] < losses(tmp_path / "rows")[0]
+    other = config_of(
+        cache, "cluster/wan=free", "model.lora.layers=[2,3]", "training.activation_cache_mb=10",
+        "model.lora.dropout=0", "training.max_steps=20", "model.activation_checkpointing=true",
+    )  # fmt: skip
+    with pytest.raises((ConfigError, DataError, RunFailed), match=r"model\.weights|frozen"):
+        run(Settings.of(other), tmp_path / "rows", resumes=check_can_go_on)
+
+
+def test_packed_weights_are_not_dealt_out(cache: Path) -> None:
+    config = config_of(
+        cache, "cluster=two_clouds_dp", "+cluster.clouds.cloud_b.shard=true", "model.weights=int8"
+    )
+    with pytest.raises(ConfigError, match=r"shard.*model\.weights=int8 packs.*choose model\.weig"):
+        Settings.of(config).job.check()

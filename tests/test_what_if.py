@@ -257,6 +257,26 @@ def test_a_model_is_sized_by_its_config_without_weights(tmp_path: Path) -> None:
         read_what_if(file)
 
 
+def test_frozen_weights_in_fewer_bits_take_less_of_each_rank() -> None:
+    """Of Qwen2.5-7B: 28 layers of 233,057,792 weights, and two ends of 152,064 x 3,584."""
+    path = EXAMPLE.parent / "qwen_7b_two_clouds.yaml"
+    given = read_what_if(path)
+    assert given.model is not None and given.model.weights == "nf4"
+    held = {}
+    for weights in ("float32", "bfloat16", "int8", "nf4"):
+        pieces = profile_of(
+            replace(given, model=replace(given.model, weights=weights)), path.parent
+        ).pieces
+        held[weights] = sum(p.parameter_bytes - p.trained_bytes for p in pieces)
+    blocks, ends = 28 * 233_057_792, 2 * 152_064 * 3_584
+    assert held["bfloat16"] == 2 * (blocks + ends)
+    assert held["int8"] == blocks + 2 * ends
+    assert held["nf4"] == 0.5625 * blocks + 2 * ends
+    assert held["float32"] < 4 * (blocks + ends)  # there adapters count as weights
+    with pytest.raises(ConfigError, match=r"weights=nf4 is for frozen weights.*trained_share"):
+        replace(given.model, trained_share=1.0)
+
+
 def test_an_unknown_compressor_and_a_missing_file_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from safetensors import safe_open
 from torch import Tensor
@@ -136,6 +136,14 @@ class WeightFiles:
         if found is None:
             raise DataError(f"checkpoint {self._name!r} has no weights {names[0]}")
         return found
+
+    def dtype(self, name: str) -> Literal["float32", "bfloat16", "float16"]:
+        """Return what a tensor is stored in; float32 for anything else."""
+        with safe_open(self._weights(self._shards[name]), "pt") as file:
+            stored = file.get_slice(name).get_dtype()
+        if stored == "BF16":
+            return "bfloat16"
+        return "float16" if stored == "F16" else "float32"
 
     def tensor(self, name: str) -> Tensor:
         with safe_open(self._weights(self._shards[name]), "pt") as file:

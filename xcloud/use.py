@@ -218,6 +218,13 @@ class TextGenerator(TrainedRun):
                 written = text
         yield tokenizer.decode(ids)[len(written) :]
 
+    def merge(self, out: Path) -> None:
+        """Write the model with its adapters added to its weights, for transformers."""
+        model = cast(CausalLM, self.experiment.model)
+        with exporting(out):
+            for folder in model.merge(self.stages, self.context(), out):
+                self.text.save(folder)
+
     def join(self, out: Path) -> None:
         """Write all stages' parts as one folder for peft or transformers."""
         parts = list(self.parts())
@@ -257,18 +264,23 @@ def export(words: Sequence[str]) -> None:
     RUN is a run's output folder. Every cloud writes its own part (RUN/model/stageN.safetensors);
     of a run on several machines copy all parts into one folder first. Adapters become a folder
     that peft loads, with the base beside them if the run made it; all weights one that
-    transformers loads.
+    transformers loads. --merge adds adapters to the weights that they were trained beside, as
+    those were kept (model.weights), and writes one that transformers loads.
     """
     parser = parser_of(export)
-    parser.add_argument("--out", type=Path, help="where to write (default: RUN/joined)")
+    parser.add_argument("--out", type=Path, help="default: RUN/joined or RUN/merged")
+    parser.add_argument("--merge", action="store_true", help="add adapters to the weights")
     arguments = parser.parse_args(words)
     run: Path = arguments.run
-    out: Path = arguments.out or run / "joined"
+    out: Path = arguments.out or run / ("merged" if arguments.merge else "joined")
     generator = TextGenerator(run)
     with contextlib.ExitStack() as held:
         if out.resolve().is_relative_to(run.resolve()):
             held.enter_context(owned(run))
-        generator.join(out)
+        if arguments.merge:
+            generator.merge(out)
+        else:
+            generator.join(out)
     say(out)
 
 

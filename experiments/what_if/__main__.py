@@ -12,9 +12,10 @@ tokens: of the whole run, such as 1.0e9: then a line says what all of it takes a
 clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
 prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
 model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
-    parameters_per_layer, trained_share, checkpointing. In place of layers, hidden, vocabulary and
-    parameters_per_layer: checkpoint, the config.json of a causal language model, or its folder; no
-    weights are needed. Or profile alone: a JSON file, as plan.profile of run.py.
+    parameters_per_layer, trained_share, weights (float32, bfloat16, int8, nf4), checkpointing. In
+    place of layers, hidden, vocabulary and parameters_per_layer: checkpoint, the config.json of a
+    causal language model, or its folder; it needs no weights. Or profile alone: a JSON file, as
+    plan.profile of run.py.
 codecs: compress_bytes_per_s, decompress_bytes_per_s; by compressor or "*"; else they take no time.
 search: strategies, compressors (files of conf/compression), stages_inside, replicas, every,
     micro_batches: lists of what is tried.
@@ -36,7 +37,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from experiments.what_if.file import WhatIf, what_if_from, with_lines
+from experiments.what_if.file import KEPT_BYTES, WhatIf, what_if_from, with_lines
 from experiments.what_if.planning import plan_what_if
 from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked, total_of
 from xcloud.base.errors import ConfigError, DataError
@@ -66,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rows = ranked(planned, given.by)
     if what_if.model is not None:
+        frozen = {"float32": 4, **KEPT_BYTES}[what_if.model.weights]
         print(
-            "weights are in FP32: 16 bytes a trained one (with its gradient and two moments), 4 a "
-            "frozen one; activations in 16 bits; a rank's program and buffers come on top"
+            "weights: 16 bytes a trained one in FP32 (with its gradient and two moments), "
+            f"{frozen:g} a frozen one ({what_if.model.weights}); activations in 16 bits; a rank's "
+            "program and buffers come on top"
         )
         if what_if.model.trained_share == 1:
             print("all weights are trained; with LoRA or frozen parts give model.trained_share")

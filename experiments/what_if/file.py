@@ -37,6 +37,7 @@ from xcloud.simulator.costs import (
 
 MANY = 64  # samples at which a message is counted beside that of one; between them a straight line
 WEIGHT_BYTES = 4  # FP32 weights, gradients and two moments: 16 bytes, as of mixed precision
+KEPT_BYTES = {"bfloat16": 2, "int8": 1, "nf4": 0.5625}  # of a frozen weight, with nf4's scales
 ACTIVATION_BYTES = (
     34  # of a token and hidden feature in 16 bits (arXiv:2205.05198, without scores)
 )
@@ -70,6 +71,8 @@ class Decoder:
         again in the backward, and only its input is kept.
     trained_share: of the weights, as 0.005 with LoRA; the others take no gradient, no moments and
         cross in no average.
+    weights: what those others are kept as, as model.weights of a run: float32, bfloat16, int8 or
+        nf4; embeddings and head beside the last three have 2 bytes a weight.
     """
 
     layers: Positive
@@ -82,8 +85,13 @@ class Decoder:
     parameters_per_layer: Positive | None = None
     checkpointing: bool = False
     trained_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    weights: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
 
     def __post_init__(self) -> None:
+        if self.trained_share == 1 and self.weights != "float32":
+            raise ConfigError(
+                f"model.weights={self.weights} is for frozen weights: give model.trained_share too"
+            )
         if (self.flop_per_s is None) == (self.seconds_per_layer is None):
             raise ConfigError("model needs either flop_per_s or seconds_per_layer")
 
@@ -155,10 +163,15 @@ class Decoder:
         outer = (i == 0) + is_last
         weights = self.layer_parameters + outer * self.vocabulary * self.hidden
         kept = (2 if self.checkpointing else ACTIVATION_BYTES) * self.sequence_length * self.hidden
+        trained_bytes = round(WEIGHT_BYTES * weights * self.trained_share)
+        held_bytes = WEIGHT_BYTES * weights
+        if self.weights != "float32":
+            ends_bytes = 2 * outer * self.vocabulary * self.hidden
+            held_bytes = round(KEPT_BYTES[self.weights] * self.layer_parameters) + ends_bytes
+            held_bytes += trained_bytes  # adapters beside what is frozen
         return Piece(
             f"layer {i}", Curve([(1, layer_s + head_s)]), Curve([(1, backward_s)]),
-            None if is_last else 0, WEIGHT_BYTES * weights,
-            round(WEIGHT_BYTES * weights * self.trained_share),
+            None if is_last else 0, held_bytes, trained_bytes,
             Curve([(1, kept)]), blocks=1,
         )  # fmt: skip
 

@@ -108,6 +108,11 @@ untied_ends = plain(
     "model.embeddings=tie exchanges whole ones between both ends",
     remedy="take model.embeddings=untie or freeze",
 )
+unpacked_weights = plain(
+    lambda job: getattr(job.model, "weights", None) in ("int8", "nf4"),
+    "model.weights={job.model.weights} packs weights into codes that cannot be dealt out",
+    remedy="choose model.weights=bfloat16 or float32",
+)
 whole_stages = plain(
     lambda job: bool(sharding_clouds(job)),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",

@@ -11,6 +11,7 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,15 +38,18 @@ from xcloud.models.causal_network import (
     config_of,
     laid_out,
     load_weights,
+    merged_weights,
     network_of,
     read_config,
     write_checkpoint,
+    write_config,
 )
 from xcloud.models.causal_stage import CausalStage, OwnCausal
+from xcloud.models.frozen_weights import DTYPES, Kind, check_is_installed
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
-from xcloud.pretrained import WeightFiles
+from xcloud.pretrained import INDEX, WeightFiles
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 OWN_BASE = "own_base"  # of an architecture: the folder in the cache that the run has made
@@ -72,6 +76,9 @@ class CausalLM(TextModel):
         transformers; null: see own.
     own: a model that is made here instead, from public text.
     lora: adapters that are trained instead of the weights; null: all weights are trained.
+    weights: what the frozen weights beside lora are kept as: float32, bfloat16, float16, or packed
+        int8 or nf4, which needs the extra `quantized`. Embeddings and head are never packed. null:
+        as the checkpoint has them. Products are computed as training.precision says.
     blocks_per_stage: how many of the model's blocks each stage holds; null: evenly, as the cluster
         has stages.
     vocabulary_chunk: tokens whose logits exist at once while the loss is computed; fewer take less
@@ -85,6 +92,7 @@ class CausalLM(TextModel):
     checkpoint: HubName | None = None
     own: OwnCausal | None = None
     lora: Lora | None = None
+    weights: Kind | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[NotNegative] | None = None
     split: Split = Split(None)
@@ -102,6 +110,11 @@ class CausalLM(TextModel):
             (
                 self.lora and self.embeddings,
                 f"model.embeddings={self.embeddings} is for training without LoRA: leave it out",
+            ),
+            (
+                self.lora is None and self.weights not in (None, "float32"),
+                f"model.weights={self.weights} is for frozen weights, and without model.lora all "
+                "are trained in float32: leave it out, or train adapters (model.lora={r: 16})",
             ),
             (lacks_text, "split.calibration=public needs model.public_text: set it, or own"),
             (
@@ -121,6 +134,7 @@ class CausalLM(TextModel):
         ):
             if is_wrong:
                 raise ConfigError(said)
+        check_is_installed(self.weights)
 
     def describe(self) -> str:
         if self.own is None:
@@ -130,10 +144,17 @@ class CausalLM(TextModel):
         trained = "all weights"
         if self.lora is not None:
             trained = f"LoRA r={self.lora.r}"
+            if self.weights is not None:
+                trained += f" beside {self.weights}"
         cut = ""
         if self.split.layer is not None:
             cut = f", {self.split.describe()}"
         return f"{name}, {trained}{cut}"
+
+    @property
+    def _kept_as(self) -> Kind | None:
+        """What load_weights keeps matrices as."""
+        return "float32" if self.lora is None else self.weights
 
     @property
     def _public_text(self) -> PublicTexts | None:
@@ -201,7 +222,7 @@ class CausalLM(TextModel):
                 self.lora.draw(prefix, block=block, seed=context.seed)
             context.deal(block)
 
-        load_weights(network, name_or_path=name, end_block=end_block)
+        load_weights(network, name_or_path=name, weights=self._kept_as, end_block=end_block)
         built.architecture[BASES].update(self._digests(name, context))
         return built
 
@@ -244,10 +265,7 @@ class CausalLM(TextModel):
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
         base in out/base; or all weights as transformers does. Returns the folders that want the
         tokenizer, too. architecture: of any stage."""
-        if self.split.rank is not None:
-            raise ConfigError(
-                "transformers and peft have no place for model.split: use `xcloud generate`"
-            )
+        self._check_has_no_split()
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
         if self.lora is None:
@@ -274,10 +292,47 @@ class CausalLM(TextModel):
         self.lora.adapter_config(config, base=base).save_pretrained(out)
         return folders
 
+    def merge(self, stages: Sequence[CausalStage], context: BuildContext, out: Path) -> list[Path]:
+        """Write the model with its adapters added to its weights into `out`, as transformers loads
+        it, in the dtype of the checkpoint; a file and a stage at a time, in FP32 only in between.
+        Returns the folders that want the tokenizer, too."""
+        if self.lora is None:
+            raise ConfigError("--merge adds adapters to weights, and this run trained all weights")
+        self._check_has_no_split()
+        base = self._base(replace(context, architecture=stages[0].architecture))
+        files = WeightFiles(base)
+        dtype = files.dtype(next(iter(files)))
+        weight_map = dict[str, str]()
+        num_bytes = 0
+        for number, stage in enumerate(stages, start=1):
+            network: Any = stage.network
+            network.config.dtype = dtype
+            network.config.use_cache = True
+            write_config(network, folder=out)
+            tensors = {
+                name: weight.to(DTYPES[dtype]).contiguous()
+                for name, weight in merged_weights(network)
+                if not (name == f"{HEAD}.weight" and network.config.tie_word_embeddings)
+            }
+            file = f"model-{number:05}-of-{len(stages):05}.safetensors"
+            save_file(tensors, out / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (out / INDEX).write_text(json.dumps(index, indent=1))
+        return [out]
+
+    def _check_has_no_split(self) -> None:
+        if self.split.rank is not None:
+            raise ConfigError(
+                "transformers and peft have no place for model.split: use `xcloud generate`"
+            )
+
     def _lower(self, name: str) -> Stage:
         config = read_config(name)
         part = Part(blocks=range(self.split.block + 1), is_first=True, is_last=False)
-        load_weights(network := laid_out(config, part=part), name_or_path=name)
+        network = laid_out(config, part=part)
+        load_weights(network, name_or_path=name, weights=self._kept_as)
         return CausalStage(
             network=network, part=part, chunk=self.vocabulary_chunk, architecture={"lora": False}
         )

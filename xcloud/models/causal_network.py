@@ -24,6 +24,14 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
+from xcloud.models.frozen_weights import (
+    DTYPES,
+    PACKED,
+    FrozenEmbedding,
+    FrozenMatrix,
+    Kind,
+    keep_matrices,
+)
 from xcloud.models.stages import seeded
 from xcloud.pretrained import WeightFiles, raw_config
 
@@ -233,11 +241,19 @@ def draw_weights(network: Any, seed: int) -> None:
 
 
 def load_weights(
-    network: Any, name_or_path: str, end_block: Callable[[str, nn.Module], None] | None = None
+    network: Any,
+    name_or_path: str,
+    weights: Kind | None = "float32",
+    end_block: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
-    """Fill this part, adapters aside, block by block, each given memory only then. DataError for a
-    tensor that is missing or of another shape. end_block: called with each full block's name and
-    the block."""
+    """Fill this part, adapters aside, block by block, each given memory only then.
+
+    weights: what matrices are kept as, in a frozen network; None: as the checkpoint has them.
+        Embeddings and head are never packed: beside int8 and nf4 they are as in the checkpoint.
+    end_block: called with each full block's name and the block.
+    Raises DataError for a tensor that is missing or of another shape, ConfigError for experts that
+    could not be packed.
+    """
     files = WeightFiles(name_or_path)
     kind = KINDS[network.config.model_type]
     base = f"{network.base_model_prefix}."
@@ -251,31 +267,89 @@ def load_weights(
             names += [f"{base}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
         return files.first_of(*names)
 
+    def kind_at_end(name: str) -> Kind:
+        if weights is None or weights in PACKED:
+            return files.dtype(place_of(name))
+        return weights
+
+    def keep(prefix: str, module: nn.Module) -> None:
+        """Lay out the matrices of a block, or of the ends, as they are kept."""
+        if module is not network:
+            keep_matrices(
+                module,
+                lambda name: weights or files.dtype(place_of(_of_base(f"{prefix}.{name}"))),
+            )
+            return
+        for inner in (kind.embeddings, *kind.first):
+            table = getattr(network.base_model, inner)
+            if isinstance(table, nn.Embedding):
+                table_kind = kind_at_end(f"{base}{inner}.weight")
+                if table_kind != "float32":
+                    setattr(network.base_model, inner, FrozenEmbedding(table, table_kind))
+        head = getattr(network, HEAD)
+        if isinstance(head, nn.Linear):
+            head.to(DTYPES[kind_at_end(f"{HEAD}.weight")])
+
     with torch.no_grad():
         for prefix, module in (*blocks_of(network), ("", network)):
+            if weights != "float32":
+                keep(prefix, module)
             give_memory(network, module=module)
             tie(network)
             for name, parameter in module.named_parameters(prefix):
-                if name in filled or ".lora_" in name:
+                if name in filled or ".lora_" in name or name.endswith(".scales"):
                     continue
                 filled.add(name)
-                place = place_of(name.replace(".base_layer.", "."))
+                place = place_of(_of_base(name))
                 tensor = files.tensor(place)
-                if tensor.shape != parameter.shape:
+                owner = network.get_submodule(name.rpartition(".")[0])
+                is_kept = isinstance(owner, FrozenMatrix) and parameter is owner.weight
+                expected = owner.stored_shape if is_kept else parameter.shape
+                if tensor.shape != expected:
                     raise DataError(
                         f"checkpoint {name_or_path!r}: {place} is {list(tensor.shape)}, its "
-                        f"config.json says {list(parameter.shape)}"
+                        f"config.json says {list(expected)}"
                     )
-                parameter.copy_(tensor)
+                if is_kept:
+                    owner.fill(tensor)
+                else:
+                    parameter.copy_(tensor)
             if end_block is not None and prefix and not isinstance(module, Elsewhere):
                 end_block(prefix, module)
 
 
-def write_checkpoint(network: Any, folder: Path) -> None:
-    """Write what save_pretrained does, which writes on rank 0 of a process group only."""
+def _of_base(name: str) -> str:
+    """Return the name of a parameter in the network without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged_weights(network: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of a part by its name in a file, float32: what is kept in fewer bits is
+    made dense first, then its adapter is added."""
+    old_head = KINDS[network.config.model_type].old_head
+    for name, parameter in network.named_parameters():
+        if ".lora_" in name or name.endswith(".scales"):
+            continue
+        path, _, what = name.rpartition(".")
+        owner = network.get_submodule(path)
+        weight = parameter.detach().float()
+        if isinstance(owner, FrozenMatrix) and what == "weight":
+            weight = owner.stored()
+        if path.endswith(".base_layer") and what == "weight":
+            adapted = network.get_submodule(path.removesuffix(".base_layer"))
+            weight = weight + adapted.get_delta_weight(ADAPTER).detach()
+        yield _of_base(name).replace(HEAD, old_head), weight
+
+
+def write_config(network: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     network.config.architectures = [type(network).__name__]
     (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
+
+
+def write_checkpoint(network: Any, folder: Path) -> None:
+    """Write what save_pretrained does, which writes on rank 0 of a process group only."""
+    write_config(network, folder=folder)
     kind = KINDS[network.config.model_type]
     tensors = {  # a tied matrix once
         name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()

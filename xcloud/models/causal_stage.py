@@ -220,9 +220,7 @@ def chunked_cross_entropy(
     """
     device = rows_RH.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows_RH = rows_RH.to(dtype)
-        words_VH = words_VH.to(dtype)
+        rows_RH = rows_RH.to(torch.get_autocast_dtype(device))
     losses: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows_RH, words_VH, labels_R, chunk, softcap
     )
@@ -231,7 +229,7 @@ def chunked_cross_entropy(
 
 def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
     """float32 [R, C]."""
-    logits_RC = (rows_RH @ words_CH.T).float()
+    logits_RC = (rows_RH @ words_CH.to(rows_RH.dtype).T).float()
     if softcap is None:
         return logits_RC
     return softcap * torch.tanh(logits_RC / softcap)
@@ -288,7 +286,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
             slope_RC = slope_RC.to(rows_RH.dtype)
             if to_rows is not None:
-                to_rows += slope_RC @ words_CH
+                to_rows += slope_RC @ words_CH.to(rows_RH.dtype)
             if to_words is not None:
                 to_words[piece] = slope_RC.T @ rows_RH
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None

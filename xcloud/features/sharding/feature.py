@@ -15,6 +15,7 @@ from xcloud.job.needs import (
     every_update_together,
     no_privacy,
     sharding_clouds,
+    unpacked_weights,
     untied_ends,
 )
 from xcloud.pipeline.exchange import RankGroup
@@ -91,6 +92,7 @@ class Sharding(Feature):
             asked=sharding_clouds,
             why={
                 untied_ends: "shards gradients over ranks",
+                unpacked_weights: "shards parameters over ranks",
                 every_update_together: "shards parameters and gradients over ranks",
                 equal_shards_in_step: "averages what each rank holds with ranks that hold the "
                 "same",

@@ -1,0 +1,221 @@
+"""Frozen weights in fewer bits: products and gradients are those of the dense matrix, what is read
+is what is kept, and a model beside them is cut, scored and trained as any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests.causal_models import KINDS, batch_of, build, loss_of, next_words, saved, where, words
+from tests.peak_bytes import PeakBytes
+from xcloud.base.errors import ConfigError
+from xcloud.models import causal_network, frozen_weights
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
+from xcloud.models.frozen_weights import FrozenMatrix, keep_matrices
+from xcloud.pipeline.exchange import digest
+from xcloud.rank.reports import SavedTensors, bytes_of
+
+BATCH = batch_of([words(9, 1)], [words(4, 2), words(5, 3)])
+ALL = ["bfloat16", "float16", "int8", "nf4"]
+
+
+@pytest.fixture(autouse=True)
+def needs_bitsandbytes(request: pytest.FixtureRequest) -> None:
+    given = getattr(request.node, "callspec", None)
+    if "nf4" in request.node.name or (given and "nf4" in given.params.values()):
+        pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
+
+
+def kept(linear: nn.Module, kind: Any) -> FrozenMatrix:
+    matrix = FrozenMatrix(linear, kind)
+    matrix.to_empty(device="cpu", recurse=False)
+    matrix.bias = linear.bias
+    with torch.no_grad():
+        matrix.fill(linear.weight)
+    return matrix
+
+
+def folder_in(kind: str, folder: Path, dtype: torch.dtype, **changes: Any) -> Any:
+    """A checkpoint of this dtype; returns transformers' model of its values."""
+    network = saved(kind, folder, **changes).to(dtype)
+    network.save_pretrained(folder)
+    return network.float()
+
+
+def model_of(folder: Path, **settings: Any) -> CausalLM:
+    return CausalLM(checkpoint=str(folder), **({"lora": Lora(r=2)} | settings))
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("make", [nn.Linear, lambda i, o: Conv1D(o, i)], ids=["Linear", "Conv1D"])
+def test_product_and_gradient_are_those_of_the_dense_matrix(kind: str, make: Any) -> None:
+    torch.manual_seed(0)
+    linear = make(70, 12)
+    matrix = kept(linear, kind)
+    rows = torch.randn(2, 5, 70, requires_grad=True)
+    dense = matrix.stored().requires_grad_()
+    theirs = make(70, 12)
+    theirs.weight = nn.Parameter(dense.detach().contiguous())
+    theirs.bias = linear.bias
+    expected = theirs(rows)
+    (slope,) = torch.autograd.grad(expected.square().sum(), rows)
+
+    waiting = SavedTensors()
+    with waiting:
+        found = matrix(rows)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), rows)[0], slope)
+    assert waiting.peak_bytes == 0, "no dense matrix waits for the backward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "num_bytes"),
+    [("bfloat16", 2**-8, 2.0), ("float16", 2**-11, 2.0), ("int8", 0.012, 1.0), ("nf4", 0.11, 0.5)],
+)
+def test_what_is_kept_is_near_and_small(kind: str, bound: float, num_bytes: float) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 64, bias=False)
+    linear.weight.data.normal_(std=0.02)
+    matrix = kept(linear, kind)
+    error = (matrix.stored() - linear.weight).norm() / linear.weight.norm()
+    assert 0 < error < bound
+    scales = {"int8": 4 * 64, "nf4": 4 * 256 * 64 // 64}.get(kind, 0)
+    assert bytes_of(matrix.parameters()) == num_bytes * 256 * 64 + scales
+    assert not any(p.requires_grad for p in matrix.parameters())
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_zeros_one_value_and_huge_and_tiny_ones_come_back(kind: str) -> None:
+    for value in (0.0, 3.0, 1e30, 1e-30):
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight.data.fill_(value)
+        torch.testing.assert_close(kept(linear, kind).stored(), linear.weight.detach())
+    matrix = nn.Linear(64, 3, bias=False)
+    matrix.weight.data[1] = 0
+    assert not kept(matrix, kind).stored()[1].any() and kept(matrix, kind).stored()[0].any()
+
+
+def test_codes_are_those_of_bitsandbytes_in_nf4_and_int8() -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    linear = nn.Linear(70, 12, bias=False)
+    codes, scales, _ = functional.int8_vectorwise_quant(linear.weight.detach())
+    matrix = kept(linear, "int8")
+    assert torch.equal(matrix.weight, codes) and torch.equal(matrix.scales, scales)
+    packed, state = functional.quantize_4bit(linear.weight.detach(), quant_type="nf4")
+    matrix = kept(linear, "nf4")
+    assert torch.equal(matrix.weight, packed) and torch.equal(matrix.scales, state.absmax)
+    torch.testing.assert_close(matrix.stored(), functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_as_stored_give_the_bits_of_float32(tmp_path: Path, kind: str) -> None:
+    """In FP32: what a checkpoint holds in 16 bits is made dense without loss."""
+    folder_in(kind, tmp_path, torch.bfloat16)
+    found = []
+    for weights in (None, "bfloat16", "float32"):
+        stages = build(model_of(tmp_path, weights=weights), 2, where(tmp_path))
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.fill_(0.1)
+        loss = loss_of(stages, BATCH)
+        loss.backward()
+        slopes = [p.grad for s in stages for p in s.parameters() if p.requires_grad]
+        found.append((loss.detach(), next_words(stages, BATCH), *slopes))
+        sizes = {p.dtype for s in stages for n, p in s.named_parameters() if "proj" in n}
+        assert torch.bfloat16 in sizes or weights == "float32" or kind.startswith("gpt")
+    for one, other, expected in zip(*found, strict=True):
+        assert torch.equal(one, expected) and torch.equal(other, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
+def test_blocks_are_packed_and_compute_as_their_dense_weights(
+    tmp_path: Path, kind: str, weights: str
+) -> None:
+    """transformers' model of the dense weights gives the logits that the packed stages give."""
+    network = folder_in(kind, tmp_path, torch.bfloat16)
+    stages = build(model_of(tmp_path, weights=weights), 2, where(tmp_path))
+    for stage in stages:
+        for name, value in merged_of(stage).items():
+            network.get_parameter(name).data.copy_(value)
+    line = words(9, 1)
+    expected = network(torch.tensor([line])).logits[0, -1].detach()
+    found = next_words(stages, batch_of([line]))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    packed = [m for s in stages for m in s.modules() if isinstance(m, FrozenMatrix)]
+    assert len(packed) == (4 * 7 if kind == "llama" else 4 * 4)
+    ends = {p.dtype for s in stages for n, p in s.named_parameters() if "wte" in n or "embed" in n}
+    assert ends == {torch.bfloat16}, "as the checkpoint has them"
+
+
+def merged_of(stage: Any) -> dict[str, torch.Tensor]:
+    return dict(causal_network.merged_weights(stage.network))
+
+
+def test_a_block_is_packed_before_the_next_is_read(tmp_path: Path) -> None:
+    """int8: at no time more than the packed weights, one block and the ends in FP32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 64}
+    network = saved("llama", tmp_path, **sizes)
+    block = bytes_of(network.model.layers[0].parameters())
+    model = model_of(tmp_path, weights="int8")
+    at = where(tmp_path)
+    build(model, 1, at)  # imports
+    with PeakBytes() as peak:
+        (stage,) = build(model, 1, at)
+    assert peak.peak < bytes_of(stage.parameters()) + 1.5 * block < 4 * block
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": None, "weights": "nf4"}, r"weights=nf4 is for frozen weights.*model\.lora"),
+        ({"lora": None, "weights": "bfloat16"}, "weights=bfloat16 is for frozen weights"),
+        ({"weights": "int4"}, "weights must be one of .*nf4.*got 'int4'"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_of(Path("x"), **changes)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_weights, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "xcloud\[quantized\]".*weights=int8'):
+        model_of(Path("x"), weights="n" + "f4")
+    model_of(Path("x"), weights="int8")
+
+
+def test_experts_are_refused_and_not_left_as_they_are() -> None:
+    from transformers import AutoConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    config = AutoConfig.for_model("mixtral", **sizes, num_local_experts=2)
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        block = MixtralDecoderLayer(config, 0)
+    with pytest.raises(ConfigError, match=r"weights=int8 .* experts .*choose model.weights=bfl"):
+        keep_matrices(block, lambda name: "int8")
+
+
+def test_another_kind_than_the_checkpoint_was_made_with_is_noticed(tmp_path: Path) -> None:
+    """The digest of frozen weights is that of codes and scales."""
+    folder_in("llama", tmp_path, torch.bfloat16)
+    digests = set()
+    for weights in ("bfloat16", "float32", "int8", "int8"):
+        (stage,) = build(model_of(tmp_path, weights=weights), 1, where(tmp_path))
+        digests.add(bytes(digest(p for p in stage.parameters() if not p.requires_grad).tolist()))
+    assert len(digests) == 3
+    scales = next(p for n, p in stage.named_parameters() if n.endswith("scales"))
+    scales.data[0] *= 2
+    digests.add(bytes(digest(p for p in stage.parameters() if not p.requires_grad).tolist()))
+    assert len(digests) == 4

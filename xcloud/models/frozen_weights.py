@@ -1,0 +1,174 @@
+"""Frozen matrices as they are stored: in 32, 16, 8 or 4 bits a weight, made dense only while a
+product needs them, in the dtype that the product is computed in.
+
+kind       bytes a weight      a weight is
+float32    4                   as it is (such matrices stay torch's own)
+bfloat16   2                   as it is, or rounded once
+float16    2                   as it is
+int8       1 + 4 / inputs      code * scale / 127; a scale for each output (arXiv:2208.07339)
+nf4        1/2 + 4 / 64        one of 16 values * scale; a scale for 64 weights (arXiv:2305.14314)
+
+Codes and scales are those of `bitsandbytes`, which packs and unpacks nf4. Its int8 layers also
+round what goes in; here all kinds round weights alone, so a product is that of the dense matrix.
+Codes and scales are frozen parameters, so memory, digests and checkpoints count them as weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.base.errors import ConfigError
+
+Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
+PACKED = ("int8", "nf4")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NF4_BLOCK = 64  # weights with one scale
+
+
+def check_is_installed(kind: str | None) -> None:
+    """Raise ConfigError for nf4 without bitsandbytes."""
+    if kind == "nf4" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            'model.weights=nf4 needs bitsandbytes: pip install "xcloud[quantized]" (in a '
+            'checkout: pip install -e ".[quantized]"), or choose model.weights=int8'
+        )
+
+
+class FrozenMatrix(nn.Module):
+    """In place of a Linear or a Conv1D: y = x W' + b, W [O, I] kept as `kind`, without memory yet.
+
+    The gradient goes to x alone; nothing is kept for the backward, which makes W dense again."""
+
+    scales: nn.Parameter | None
+
+    def __init__(self, linear: nn.Module, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        given = cast(Tensor, linear.weight)
+        self.is_transposed = not isinstance(linear, nn.Linear)  # as GPT-2 stores it
+        self.stored_shape = given.shape
+        self.shape = given.T.shape if self.is_transposed else given.shape
+        self.bias = cast("Tensor | None", linear.bias)
+        count = given.numel()
+        if kind == "nf4":
+            self.weight = _empty(-(-count // 2), 1, dtype=torch.uint8)
+            self.scales = _empty(-(-count // NF4_BLOCK), dtype=torch.float32)
+        elif kind == "int8":
+            self.weight = _empty(*self.shape, dtype=torch.int8)
+            self.scales = _empty(self.shape[0], dtype=torch.float32)
+        else:
+            self.weight = _empty(*self.shape, dtype=DTYPES[kind])
+            self.scales = None
+
+    def fill(self, given: Tensor) -> None:
+        """Take over a matrix of a checkpoint, in its shape there."""
+        dense = given.T if self.is_transposed else given
+        if self.kind == "nf4":
+            codes, scales = _bitsandbytes().quantize_4bit(
+                dense.float().contiguous(), NF4_BLOCK, "nf4", torch.uint8
+            )
+        elif self.kind == "int8":
+            dense = dense.float()
+            scales = dense.abs().amax(1)
+            # A row of zeros has the scale 0 and codes 0.
+            codes = (dense * (127 / scales)[:, None]).nan_to_num_(0).round_()
+        else:
+            self.weight.copy_(dense)
+            return
+        self.weight.copy_(codes)
+        cast(Tensor, self.scales).copy_(scales)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return W [O, I]."""
+        if self.scales is None:
+            return self.weight.to(dtype)
+        if self.kind == "nf4":
+            found: Tensor = _bitsandbytes().dequantize_4bit(
+                self.weight, self.scales, NF4_BLOCK, "nf4", list(self.shape), dtype
+            )
+            return found
+        return self.weight.to(dtype).mul_((self.scales / 127)[:, None].to(dtype))
+
+    def stored(self) -> Tensor:
+        """Return float32 W in the shape that a checkpoint has it in."""
+        dense = self.dense(torch.float32)
+        return dense.T if self.is_transposed else dense
+
+    def forward(self, rows: Tensor) -> Tensor:
+        dtype = rows.dtype
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            rows.to(dtype), self
+        )
+        return product
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: FrozenMatrix) -> Tensor:
+        ctx.matrix = matrix
+        bias = matrix.bias
+        if bias is not None:
+            bias = bias.to(rows.dtype)
+        return F.linear(rows, matrix.dense(rows.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.matrix.dense(gradient.dtype), None
+
+
+class FrozenEmbedding(nn.Module):
+    """In place of an Embedding: float32 rows of a table in 16 bits, without memory yet."""
+
+    def __init__(self, embedding: nn.Embedding, kind: Kind) -> None:
+        super().__init__()
+        self.weight = _empty(*embedding.weight.shape, dtype=DTYPES[kind])
+        self._scale = float(getattr(embedding, "scalar_embed_scale", 1.0))  # of Gemma 3
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight).float() * self._scale
+
+
+def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:
+    """Put a FrozenMatrix in place of each Linear and Conv1D of a block, adapters aside.
+
+    kind_of: what a weight of this name in the block is kept as.
+    Raises ConfigError for experts that lie in one parameter, which would not be packed.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    for name, parameter in block.named_parameters():
+        if parameter.dim() > 2 and (kind := kind_of(name)) in PACKED:
+            raise ConfigError(
+                f"model.weights={kind} packs matrices, and this model has experts that lie in one "
+                f"parameter ({name}): choose model.weights=bfloat16 or float32"
+            )
+    for name, module in list(block.named_modules()):
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in f".{name}":
+            kind = kind_of(f"{name}.weight")
+            if kind != "float32":
+                block.set_submodule(name, FrozenMatrix(module, kind))
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+@cache
+def _bitsandbytes() -> Any:
+    """Return its operators."""
+    # It says at import that a faster inference kernel could be downloaded.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes  # noqa: F401
+
+    return torch.ops.bitsandbytes
