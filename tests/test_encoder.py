@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.translation_models import IDS, padded, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.encoder import Cache, Encoder, EncoderConfig, Packing
+from xcloud.models.encoder import Cache, Encoder, EncoderConfig, Layer, Packing
 from xcloud.models.stages import seed_of, seeded
 
 CONFIG = EncoderConfig(
@@ -174,3 +174,18 @@ def test_settings_are_checked_when_given(change: dict[str, object], words: str) 
     settings = {"vocab_size": 8, "hidden": 16, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ConfigError, match=words):
         EncoderConfig(**(settings | {"feed_forward": 32, "max_positions": 8} | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_a_layer_adds_to_its_rows_what_attention_and_feed_forward_give(crosses: bool) -> None:
+    with seeded(0, "test"):
+        layer = Layer(16, num_heads=2, feed_forward=32, dropout=0.0, crosses=crosses)
+        rows = torch.randn(5, 16)
+        source = torch.randn(2, 2, 2, 4, 8)
+    packing = Packing(torch.tensor([3, 2]))
+    cache = Cache(source=source) if crosses else None
+    got = layer(rows, packing, cache)
+    rows = rows + layer.attention(layer.attention_norm(rows), packing, cache)
+    if crosses:
+        rows = rows + layer.cross(layer.cross_norm(rows), packing, cache)
+    assert torch.equal(got, rows + layer.feed(layer.feed_norm(rows)))

@@ -4,6 +4,7 @@ simulated; tests/test_trial.py records real ones."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
@@ -320,3 +321,9 @@ def test_steps_that_vary_tell_what_zero_bubble_takes_for_cuts_that_were_not_trie
             took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
             errors.append(abs(took_s / meant_s - 1))
     assert median(errors) < 0.01 and max(errors) < 0.05
+
+
+def test_a_profile_says_when_it_was_measured() -> None:
+    assert replace(EIGHT, measured_at_s=0.0).measured_on == "written by hand"
+    noon_s = time.mktime((2026, 11, 27, 12, 30, 0, 0, 0, -1))
+    assert replace(EIGHT, measured_at_s=noon_s).measured_on == "2026-11-27 12:30"

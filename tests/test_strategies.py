@@ -220,3 +220,15 @@ def test_a_cloud_whose_gradients_are_wrong_is_outvoted() -> None:
 
 
 PLAIN = Training(12, batch_size=18, optimizer=Optimizer(0.05, 1))
+
+
+def test_a_strategy_says_its_settings_and_its_replicas() -> None:
+    averaging = GradientAveraging(delay=1, feedback=False)
+    assert averaging.label == "one update late, without feedback"
+    said = "data_parallel (one update late, without feedback)"
+    strategy = Strategy("data_parallel", None, averaging)
+    two = ClusterLayout({name: Cloud(1, [0], replica=k) for k, name in enumerate("ab")}, "free")
+    assert strategy.describe(two) == f"{said}, 2 replicas"
+    one = ClusterLayout({"a": Cloud(1, [0])}, "free")
+    assert strategy.describe(one) == f"{said} (one replica, so nothing is averaged)"
+    assert Strategy("pipeline").describe(one) == "pipeline"
