@@ -134,6 +134,8 @@ def test_every_option_of_the_other_groups_builds() -> None:
         pairs = zip(groups, chosen, strict=True)
         overrides = [f"{group}={option}" for group, option in pairs if option]
         three = "compression=low_rank_few_bits_u_shape" in overrides
+        if "cluster/wan=sealed" in overrides:
+            overrides.append("+cluster.clouds.cloud_b.address=192.0.2.7:7000")
         build("+exp=abnet_iwslt", *overrides, *(["cluster=three_clouds"] if three else []))
 
 

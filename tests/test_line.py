@@ -38,7 +38,7 @@ from xcloud.line.keys import LineKeys, make_key, read_line_keys
 from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
 from xcloud.line.pinned_tls import LineDown, PinnedTls
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
-from xcloud.line.ways import Dialler, Listener, num_connections
+from xcloud.line.ways import Dialler, KnownAttempts, Listener, num_connections
 from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
@@ -383,7 +383,6 @@ def test_clients_without_certificate_without_tls_and_of_old_tls_get_nothing(door
     ("said", "answer", "refused"),
     [
         (hello(run=bytes(16)), "runs another experiment file", "other_run"),
-        (hello(attempt=0), "LinkClosed: cloud_a refuses this rank: it has begun", "earlier_att"),
         (hello(stream=NAME._replace(line="backward 0")), "not ready for this link", "not_yet"),
         (hello(stream=NAME._replace(sender=5)), "connection was closed", "has dialled rank 0"),
         (
@@ -398,6 +397,16 @@ def test_a_greeting_that_nobody_waits_for_leads_nowhere(
 ) -> None:
     assert answer in dial(dialler(door.listener.port), said)
     door.said(refused)
+
+
+def test_who_knows_an_earlier_attempt_of_this_rank_is_refused_and_not_known(door: Door) -> None:
+    attempts = KnownAttempts()
+    attempts.note("cloud_a", 9)
+    tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
+    dials = Dialler(("127.0.0.1", door.listener.port), "cloud_a", tls, attempts)
+    assert "LinkClosed: cloud_a refuses this rank: it has begun the run again" in dial(dials)
+    door.said("earlier_attempt")
+    assert "not ready" in dial(dialler(door.listener.port), hello(attempt=2))
 
 
 def test_a_peer_that_has_begun_again_ends_the_links_of_the_attempt_before() -> None:

@@ -252,6 +252,9 @@ def become_process(
 
 
 def be_rank(words: list[str]) -> None:
+    if words[0] == "join":
+        main = importlib.import_module("xcloud.__main__").main
+        be_launcher(words, lambda: sys.exit(main(words)))
     if "--parent" in words:
         words[words.index("--parent") + 1] = str(os.getppid())
     elif os.environ.get("RANK") == "0":  # without a launcher it starts the monitor, as its child
@@ -289,8 +292,11 @@ def be_launcher(words: list[str], body: Callable[[], object]) -> None:
     body()
 
 
-def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:
-    """In place of launch.start_process, in a launcher that is a child of the server."""
+def fork_rank(
+    command: list[str], environment: dict[str, str], log: Path, speaks: bool = False
+) -> Child:
+    """In place of launch.start_process, in a launcher that is a child of the server. What a rank
+    that speaks prints is in its log, too."""
     if pid := fork():
         return Child(pid)
     become_process(command, environment, os.getcwd(), str(log))

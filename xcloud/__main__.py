@@ -40,6 +40,8 @@ launch.torchrun.torchrun \
     | start this cloud's ranks of a run over several machines
 launch.worker.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
     | one rank of a run; run.py starts it, and over several machines torchrun
+launch.join.main | join experiment.yaml --cloud cloud_a \
+    | start this cloud's ranks of a run with another owner's cloud
 job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
     | write a policy under which this cloud runs that file and no other
 line.keys.main | keys new cloud_a | make the key of this cloud, or show whose a key is

@@ -55,8 +55,8 @@ class Experiment(PipelineJob):
             needs.check_boundaries(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
-        for defence in needs.DEFENCES:
-            defence.check(self)
+        for use in (needs.SEALED, *needs.DEFENCES):
+            use.check(self)
         for feature in self.features:
             feature.check(self)
 

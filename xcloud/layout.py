@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
 from xcloud.base.wording import check_name
-from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, Liveness, Wan
+from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, SEALED, Liveness, Wan
 
 if TYPE_CHECKING:
     from xcloud.net.transport import Rendezvous, Transport
 
-_NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
+_NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE, "sealed": SEALED}
+_MAX_PORT = 65_535
 
 
 class Carrier(Protocol):
@@ -44,7 +45,8 @@ class Layout(ABC):
 
     clouds: each has num_ranks and a device ("auto", "cpu" or "cuda").
     wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
-        alone; "free" = no limit (messages are still framed, compressed and counted).
+        alone; "free" = no limit (messages are still framed, compressed and counted); "sealed" =
+        sealed lines between the clouds of several owners, each started by `xcloud join`.
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
     liveness: when a rank that is silent outside a training step counts as lost.
     link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
@@ -52,16 +54,18 @@ class Layout(ABC):
         that wait for a gradient under the schedule, there always are; an evaluation, and training
         over a boundary that no gradient crosses, is blocked instead.
     carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
+    reconnect_s: how long a sealed line may be down before the run ends.
     name: of the layout, in run folders and reports.
     """
 
     clouds: Mapping[str, Any]
-    wan: Wan | Literal["real", "free"] = "real"
+    wan: Wan | Literal["real", "free", "sealed"] = "real"
     links: Mapping[str, Wan | Literal["real", "free"]] = field(default_factory=dict)
     name: str = "cluster"
     liveness: Liveness = field(default_factory=Liveness)
     link_budget_bytes: Positive = BUDGET_BYTES
     carrier: SkipValidation[Carrier | None] = None
+    reconnect_s: PositiveFloat = 120.0
 
     def _check_clouds(self) -> None:
         if not self.clouds:
@@ -86,6 +90,11 @@ class Layout(ABC):
                     f"cluster.links.{key} names more than one pair of clouds: {both}; give these "
                     "clouds names that tell them apart"
                 )
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether clouds have several owners, and sealed lines between them."""
+        return self.wan == "sealed"
 
     @property
     def num_ranks(self) -> int:
@@ -163,6 +172,18 @@ class Layout(ABC):
         return "; ".join(f"{pair} {wan.describe()}".lstrip() for pair, wan in wans.items())
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[::1]:port". Raises ValueError for anything else."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(address)
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
+        raise ValueError(address)
+    return host, int(port)
+
+
 def num_ranks_in_words(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
@@ -182,6 +203,8 @@ class Cloud:
     num_ranks: processes of this cloud.
     one_stage_per_rank: assign each rank to one stage instead of all; num_ranks is then a multiple
         of the number of stages.
+    address: HOST:PORT at which other owners' clouds reach this one's first rank, the next rank at
+        PORT + 1 and so on (cluster/wan=sealed). A cloud without one dials the others.
     """
 
     num_ranks: Positive = 1
@@ -191,6 +214,7 @@ class Cloud:
     slowdown: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     shard: bool = False
     replica: NotNegative = 0
+    address: str | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None:
@@ -240,6 +264,76 @@ class ClusterLayout(Layout):
                     f"cluster.clouds must hold every stage from 0 on exactly once{where}, got "
                     f"{sorted(stages_held)}"
                 )
+        self._check_addresses()
+
+    def address_of(self, rank: int) -> tuple[str, int] | None:
+        """Return the host and port at which this rank listens for other clouds; None where its
+        cloud has no address."""
+        cloud = self.cloud_of(rank)
+        address: str | None = self.clouds[cloud].address
+        if address is None:
+            return None
+        host, port = host_and_port(address)
+        return host, port + rank - self.ranks_in(cloud)[0]
+
+    def listener_of(self, here: str, there: str) -> str:
+        """Return which of two clouds listens, while the other dials: the one with an address, of
+        two with one the first in cluster.clouds."""
+        named = [name for name in self.clouds if name in (here, there)]
+        return next((name for name in named if self.clouds[name].address is not None), named[0])
+
+    def _check_addresses(self) -> None:
+        """Raise ConfigError for a line that cannot come about, and an address without lines."""
+        given = {name: cloud.address for name, cloud in self.clouds.items() if cloud.address}
+        for name, address in given.items():
+            where = f"cluster.clouds.{name}.address"
+            if not self.is_sealed:
+                raise ConfigError(f"{where} is for sealed lines: set cluster/wan=sealed")
+            try:
+                _, port = host_and_port(address)
+            except ValueError:
+                raise ConfigError(
+                    f"{where} is {address!r}, but must be HOST:PORT, such as 192.0.2.7:7000"
+                ) from None
+            last = port + self.clouds[name].num_ranks - 1
+            if last > _MAX_PORT:
+                raise ConfigError(
+                    f"{where}: its ranks listen at ports {port} to {last}, of which the highest "
+                    f"may be {_MAX_PORT}"
+                )
+        if not self.is_sealed:
+            return
+        if not self.crosses_clouds:
+            raise ConfigError("cluster/wan=sealed joins several clouds, and there is one here")
+        if self.links or self.carrier is not None:
+            raise ConfigError("cluster/wan=sealed takes neither cluster.links nor cluster.carrier")
+        if self.reconnect_s >= self.liveness.overdue_after_s:
+            raise ConfigError(
+                f"cluster.reconnect_s ({self.reconnect_s:g}) must be below "
+                f"cluster.liveness.overdue_after_s ({self.liveness.overdue_after_s:g}), or a "
+                "message is overdue before the line is given up"
+            )
+        for here, there in self.lines:
+            if here not in given and there not in given:
+                raise ConfigError(
+                    f"there is a line between clouds {here!r} and {there!r}, so one of them must "
+                    f"say where the other reaches it: cluster.clouds.{here}.address=HOST:PORT"
+                )
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the pairs of clouds between which messages go: of the first one and each other,
+        and of neighbouring stages."""
+        first, *others = self.clouds
+        found = [(first, other) for other in others]
+        for replica in range(self.num_replicas):
+            for stage in range(self.num_stages - 1):
+                pair = (
+                    self.stage_cloud(stage, replica=replica),
+                    self.stage_cloud(stage + 1, replica=replica),
+                )
+                found.append(pair)
+        return [(here, there) for here, there in found if here != there]
 
     @property
     def num_replicas(self) -> int:

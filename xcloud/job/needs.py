@@ -151,6 +151,12 @@ def check_boundaries(job: PipelineJob) -> None:
         )
 
 
+SEALED = Use(
+    "cluster/wan=sealed",
+    asked=lambda job: job.cluster.is_sealed,
+    why={all_clouds_stay: "joins clouds that stay to the end"},
+    without="choose cluster/wan=real",
+)
 DEFENCES = (
     Use(
         "security.defences.backward={.label}",

@@ -105,7 +105,7 @@ def comes_again(codes: Mapping[int, int]) -> bool:
 
 def first_cause(
     run_dir: Path,
-    clouds: Sequence[str],
+    clouds: Mapping[int, str],
     failed: Callable[[], Mapping[int, int]],
     suspended: Mapping[int, float],
 ) -> str:

@@ -26,6 +26,10 @@ from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
 
+START_EACH_CLOUD = (
+    "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
+    "(docs/several-machines.md)"
+)
 CanGoOn = Callable[[Settings, Path], None]
 
 
@@ -52,10 +56,30 @@ def run(
     _check_job(settings.job)
     with owned(run_dir):
         _check_folder(settings, run_dir, resumes=resumes)
-        return _run(settings, run_dir, resumes=resumes is not None, more_follows=more_follows)
+        return run_in_owned(
+            settings,
+            run_dir,
+            resumes=resumes is not None,
+            more_follows=more_follows,
+            ranks_of=_ranks,
+            again=f"{run_command()} {shlex.quote(f'resume={run_dir}')}",
+        )
 
 
-def _run(settings: Settings, run_dir: Path, resumes: bool, more_follows: bool) -> dict[str, Any]:
+def run_in_owned(
+    settings: Settings,
+    run_dir: Path,
+    resumes: bool,
+    more_follows: bool,
+    ranks_of: Callable[[Job, Path, Path], LocalRanks],
+    again: str,
+) -> dict[str, Any]:
+    """Run an experiment as `run` does, in a folder that this process owns.
+
+    resumes: there is an earlier run in run_dir, and it goes on.
+    ranks_of: returns the processes to start, for (job, run folder, file that they read).
+    again: the words that tell the user how to go on with a run that was stopped.
+    """
     job = settings.job
     file = run_dir / EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
@@ -68,21 +92,21 @@ def _run(settings: Settings, run_dir: Path, resumes: bool, more_follows: bool) -
         for stale in run_dir.glob("rank*.wire.earlier.json"):
             stale.unlink()
     monitor = Monitor(settings, run_dir)
-    ranks = _ranks(job, run_dir, file=asked)
+    ranks = ranks_of(job, run_dir, asked)
 
     cause: str | None = None
     signals = StopSignals(ranks.ask_to_stop)
     with signals.handled():
         try:
             monitor.start()
-            _train(
+            train(
                 ranks,
-                monitor,
-                experiment=job,
+                job.launch.max_restarts,
+                next_attempt=monitor.next_attempt,
                 follow=lambda: _follow(ranks, monitor, settings=settings, file=file),
             )
         except BaseException as error:
-            cause = _cause(error, run_dir)
+            cause = _cause(error, run_dir, again=again)
             if isinstance(error, RunStopped):
                 raise RunStopped(cause) from None
             raise
@@ -103,6 +127,8 @@ def _check_job(job: Job) -> None:
     """Raise ConfigError for what cannot run here."""
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
+    if job.cluster.is_sealed:
+        raise ConfigError(f"cluster/wan=sealed: {START_EACH_CLOUD}")
     job.check()
     for name, cloud in job.cluster.clouds.items():
         if cloud.device == "cuda":
@@ -147,8 +173,8 @@ def _follow(ranks: LocalRanks, monitor: Monitor, settings: Settings, file: Path)
     return have_joined
 
 
-def _cause(error: BaseException, run_dir: Path) -> str:
-    """Return why the run has ended early, for its summary."""
+def _cause(error: BaseException, run_dir: Path, again: str) -> str:
+    """Return why the run has ended early, for its summary. again: see run_in_owned."""
     if isinstance(error, RunFailed):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -158,20 +184,25 @@ def _cause(error: BaseException, run_dir: Path) -> str:
         agreed = CheckpointSteps(run_dir).agreed_steps()
         rest = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
         if agreed:
-            command = f"{run_command()} {shlex.quote(f'resume={run_dir}')}"
-            rest = f"go on from step {agreed[0]}: {command}"
+            rest = f"go on from step {agreed[0]}: {again}"
         return f"interrupted (Ctrl+C{other}); {rest}"
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     return "the run was ended from outside"
 
 
-def _train(
-    ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
+def train(
+    ranks: LocalRanks,
+    max_restarts: int,
+    next_attempt: Callable[[], None],
+    follow: Callable[[], bool],
 ) -> None:
-    """Train to the end of the run, in as many attempts as that takes and the user allows."""
+    """Train to the end of the run, in as many attempts as that takes and the user allows.
+
+    next_attempt: called before the ranks are started again.
+    follow: called often; returns whether all ranks have joined.
+    """
     folder = CheckpointSteps(ranks.run_dir)
-    max_restarts = experiment.launch.max_restarts
     for number in range(max_restarts + 1):
         note_attempt(ranks.run_dir, max_restarts - number)
         ranks.start()
@@ -186,7 +217,7 @@ def _train(
                 f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
                 f"at most {max_restarts}: launch.max_restarts)"
             )
-            monitor.next_attempt()
+            next_attempt()
 
 
 class StopSignals:

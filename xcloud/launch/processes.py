@@ -66,14 +66,17 @@ def num_threads(num_processes: int) -> str:
 
 
 def start_process(
-    command: list[str], environment: dict[str, str], log: Path
+    command: list[str], environment: dict[str, str], log: Path, speaks: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a process that writes to a log and gets no Ctrl+C of its own."""
+    """Start a process that writes to a log and gets no Ctrl+C of its own.
+
+    speaks: what it prints, but for its errors, goes to this process's output instead.
+    """
     with open(log, "ab") as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=None if speaks else file,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl+C reaches the parent alone
@@ -90,6 +93,7 @@ class LocalRanks:
     liveness: an essential rank that is suspended (SIGSTOP) for lost_after_s is ended, whatever the
         others wait for, and until all have joined any rank.
     experiment_file: that the ranks read; None: that of the run folder.
+    first_rank: of these ranks, where other owners start the others.
     """
 
     def __init__(
@@ -100,11 +104,13 @@ class LocalRanks:
         restart_s: float | None = None,
         liveness: Liveness = DEFAULT_LIVENESS,
         experiment_file: Path | None = None,
+        first_rank: int = 0,
     ) -> None:
         self.run_dir = run_dir
         self.clouds = cloud_of_rank
         self.experiment_file = experiment_file or run_dir
-        self.essential = frozenset(range(len(cloud_of_rank))) if essential is None else essential
+        self.ranks = range(first_rank, first_rank + len(cloud_of_rank))
+        self.essential = frozenset(self.ranks) if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
         self._restart_s = restart_s
@@ -125,15 +131,18 @@ class LocalRanks:
         self.since_s.clear()
         self._suspended.clear()
         self._detector = self._new_detector()
-        for rank in range(len(self.clouds)):
+        for rank in self.ranks:
             self.processes.append(self.start_rank(rank))
         if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
             self.ask_to_stop()
 
-    def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+    def words_of(self, rank: int) -> list[str]:
+        """Return the command of a rank, after `python -m xcloud`."""
         words = ["worker", str(self.experiment_file)]
-        words += ["--rank", str(rank), "--parent", str(os.getpid())]
-        command = python_command("xcloud", *words)
+        return [*words, "--rank", str(rank), "--parent", str(os.getpid())]
+
+    def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        command = python_command("xcloud", *self.words_of(rank))
         environment = {
             **LIBRARY_SETTINGS,
             "TOKENIZERS_PARALLELISM": "false",
@@ -142,9 +151,14 @@ class LocalRanks:
             **module_paths(),
             # Whatever the shell has set for runs over several machines.
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(self.ranks.index(rank)),
         }
-        return start_process(command, environment, log=self.log(rank))
+        more = {"speaks": True} if self.speaks(rank) else {}
+        return start_process(command, environment, log=self.log(rank), **more)
+
+    def speaks(self, rank: int) -> bool:
+        """Return whether this command shows what a rank prints."""
+        return False
 
     def ask_to_stop(self) -> None:
         """Have all ranks save the step under way and end; those that do not train yet just end."""
@@ -156,7 +170,7 @@ class LocalRanks:
     @property
     def failed(self) -> dict[int, int]:
         """The exit codes of the ranks that have failed."""
-        ended = {rank: process.poll() or 0 for rank, process in enumerate(self.processes)}
+        ended = {r: p.poll() or 0 for r, p in zip(self.ranks, self.processes, strict=False)}
         return {r: code for r, code in ended.items() if code not in (0, *_STOPPED_CODES)}
 
     def log(self, rank: int) -> Path:
@@ -188,9 +202,9 @@ class LocalRanks:
         another one runs, for LATE_S at most              the run goes on
         an essential one stopped                          the run has stopped
         """
-        self._end_suspended(self.essential if have_joined else range(len(self.processes)))
+        self._end_suspended(self.essential if have_joined else self.ranks)
         codes = [process.poll() for process in self.processes]
-        needed = [codes[rank] for rank in self.essential]
+        needed = [codes[self.ranks.index(rank)] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
         if is_stopped and not have_joined and self.for_s("stop") > END_WITHIN_S:
             raise RunStopped
@@ -200,7 +214,7 @@ class LocalRanks:
         if failed.keys() - (ready - self.essential) or (failed and not have_joined):
             cause = first_cause(
                 self.run_dir,
-                self.clouds,
+                dict(zip(self.ranks, self.clouds, strict=True)),
                 failed=lambda: self.failed,
                 suspended=dict.fromkeys(self._suspended, self._liveness.lost_after_s),
             )
@@ -226,7 +240,7 @@ class LocalRanks:
         return now_s - self.since_s.setdefault(what, now_s)
 
     def _new_detector(self) -> FailureDetector:
-        detector = FailureDetector(LAUNCHER, len(self.clouds), self._liveness)
+        detector = FailureDetector(LAUNCHER, self.ranks.stop, self._liveness)
         for peer in detector.peers.values():
             peer.hear()
         return detector
@@ -234,12 +248,12 @@ class LocalRanks:
     def _end_suspended(self, watched: Collection[int]) -> None:
         """End ranks that have been suspended all along for lost_after_s. They would keep others
         waiting where no link looks for heartbeats: while they join, and in a collective."""
-        for rank, process in enumerate(self.processes):
+        for rank, process in zip(self.ranks, self.processes, strict=False):
             if not _is_suspended(process):
                 self._detector.peers[rank].hear()
         for rank in {*self._detector.silent()}.intersection(watched):
             self._suspended.add(rank)
-            self.processes[rank].kill()
+            self.processes[self.ranks.index(rank)].kill()
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""

@@ -18,7 +18,7 @@ from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_
 from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
 from xcloud.launch.ranks_in_threads import run_in_threads
 from xcloud.net.gloo_link import GlooTransport
-from xcloud.net.transport import Rendezvous
+from xcloud.net.transport import Rendezvous, Transport
 from xcloud.rank.agreement import Table, Verdict, rendezvous_here, table_of
 from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
@@ -34,6 +34,7 @@ class RankProcess(Process):
     """
 
     state: RankState
+    by_torchrun = False
 
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
 
@@ -44,7 +45,7 @@ class RankProcess(Process):
         run_dir.mkdir(parents=True, exist_ok=True)
         error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
         set_aside(audit_file(run_dir, rank))
-        state = RankState(run_dir, rank, torchrun=type(self) is not RankProcess, says=says)
+        state = RankState(run_dir, rank, torchrun=self.by_torchrun, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
@@ -93,16 +94,19 @@ class RankProcess(Process):
             return run_in_threads(
                 job, table, run_dir=self.run_dir, asked=self.asked, state=self.state
             )
-        carrier = job.cluster.carrier
-        transport = GlooTransport(rendezvous) if carrier is None else carrier.transport(rendezvous)
         return run_rank(
             job,
             self.run_dir,
             settings=table["setting"],
             verdict=verdict,
             process=self,
-            transport=transport,
+            transport=self.transport(job, rendezvous),
         )
+
+    def transport(self, job: Job, rendezvous: Rendezvous) -> Transport:
+        """Return what joins this rank to the others."""
+        carrier = job.cluster.carrier
+        return GlooTransport(rendezvous) if carrier is None else carrier.transport(rendezvous)
 
     def read(self) -> Settings:
         """Return the settings that this rank is to run."""

@@ -22,6 +22,7 @@ from xcloud.job import given
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.launch.failures import failed, leave_ending, write_failure
+from xcloud.launch.local import START_EACH_CLOUD
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.net.failure_detector import FailureDetector
@@ -46,6 +47,7 @@ class TorchrunProcess(RankProcess):
     """
 
     crosses_owners = True
+    by_torchrun = True
 
     def __init__(
         self, file: Path, run_dir: Path, rank: int, cloud: str | None, is_first_here: bool
@@ -62,6 +64,8 @@ class TorchrunProcess(RankProcess):
     def read(self) -> Settings:
         settings = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
         me = this_clouds_policy().me
+        if settings.job.cluster.is_sealed:
+            raise ConfigError(f"cluster/wan=sealed: {START_EACH_CLOUD}")
         _check_cloud(settings.job, self.rank, cloud=self._cloud, me=me)
         return settings
 
@@ -103,7 +107,7 @@ class TorchrunProcess(RankProcess):
         """Run what all ranks have agreed on; one rank of each machine says how it goes."""
         job = settings.job
         _check_started(job)
-        _check_unfinished(job, self.run_dir)
+        check_unfinished(job, self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, settings, run_dir=self.run_dir)
             say(job.headline)
@@ -211,7 +215,7 @@ def _check_started(job: Job) -> None:
         )
 
 
-def _check_unfinished(job: Job, run_dir: Path) -> None:
+def check_unfinished(job: Job, run_dir: Path) -> None:
     """Raise ConfigError for a folder with a finished run.
 
     torchrun starts a run that was interrupted again with the same command, so that it goes on; one
@@ -225,14 +229,20 @@ def _check_unfinished(job: Job, run_dir: Path) -> None:
         )
 
 
+def cloud_meant(cloud: str | None, me: str | None) -> str | None:
+    """Return this cloud, as --cloud or `me` of its policy names it. Raises ConfigError where they
+    differ."""
+    if me is not None and cloud not in (None, me):
+        raise ConfigError(f"--cloud is {cloud!r}, but the policy of this cloud says me: {me}")
+    return cloud or me
+
+
 def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None:
     """Raise ConfigError for a rank of another cloud than --cloud or this cloud's policy says.
 
     me: the cloud that the policy names.
     """
-    if me is not None and cloud not in (None, me):
-        raise ConfigError(f"--cloud is {cloud!r}, but the policy of this cloud says me: {me}")
-    cloud = cloud or me
+    cloud = cloud_meant(cloud, me)
     if cloud is None or rank >= job.cluster.num_ranks:
         return  # too many ranks are refused when all have joined, whatever file they read
     found = job.cluster.placement(rank).cloud

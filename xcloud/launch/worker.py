@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.launch.joined_rank import join_rank
 from xcloud.launch.rank_process import RankProcess, tie_to_parent
 from xcloud.launch.several_machines import run_under_torchrun
 
@@ -18,6 +19,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("experiment", type=Path, help="run folder or experiment file")
     parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
+    parser.add_argument("--attempt", type=int, help="set by python -m xcloud join")
+    parser.add_argument("--listen", help="set by python -m xcloud join")
     parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
     parser.add_argument("--run-dir", type=Path, help="where to write; needed with a file")
     parser.add_argument(
@@ -30,6 +33,15 @@ def main(words: Sequence[str] | None = None) -> None:
     given: Path = arguments.experiment
     file = given / EXPERIMENT_FILE if given.is_dir() else given
     run_dir = (arguments.run_dir or file.parent).resolve()
+    if arguments.attempt is not None:
+        join_rank(
+            file,
+            run_dir,
+            rank=arguments.rank,
+            attempt=arguments.attempt,
+            listen=arguments.listen,
+            roll_back=arguments.roll_back,
+        )
     if arguments.rank is not None:
         RankProcess(file, run_dir, rank=arguments.rank).main()
     if "RANK" not in os.environ:

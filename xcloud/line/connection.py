@@ -24,6 +24,7 @@ SPEAK_EVERY_S = 1.0
 SILENT_S = 3.0
 """After which a connection counts as cut. Both ends say something every SPEAK_EVERY_S."""
 _SPEAK_AFTER_S = 2.0
+_SPEAK_AGAIN_S = 60.0
 _LOOK_EVERY_S = 0.5
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -45,6 +46,8 @@ class LineState:
         self._say = say
         self._down: dict[object, float] = {}  # by stream, since when
         self._since_s: float | None = None  # since when it was said to be down
+        self._waits_since_s: float | None = None  # for the peer to come at all
+        self._waits_said_s: dict[str, float] = {}  # by reason
         self._lock = threading.Lock()
 
     @property
@@ -72,8 +75,22 @@ class LineState:
             left = human_duration(until_s - now_s)
             self._say(f"the line to {self.peer_name} is down ({reason}); dialling for {left}")
 
+    def waits(self, reason: str) -> None:
+        """Note that the peer has not come yet. A reason is spoken of once a minute."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self._waits_since_s is None:
+                self._waits_since_s = now_s
+            waited_s = now_s - self._waits_since_s
+            said_s = self._waits_said_s.get(reason, float("-inf"))
+            if waited_s < _SPEAK_AFTER_S or now_s - said_s < _SPEAK_AGAIN_S:
+                return
+            self._waits_said_s[reason] = now_s
+        self._say(f"waiting for {self.peer_name}, {human_duration(waited_s)}: {reason}")
+
     def came_back(self, stream: object) -> None:
         with self._lock:
+            self._waits_since_s = None
             self._down.pop(stream, None)
             since_s = self._since_s
             if self._down or since_s is None:
@@ -366,6 +383,7 @@ class Connections:
                     f"no line to {who} in {self._first_within_s:g} s "
                     f"(cluster.liveness.join_within_s): {reason}"
                 )
+            self._state.waits(reason)
             return False
         self._state.went_down(
             self._stream, since_s, until_s=since_s + self._reconnect_s, reason=reason

@@ -3,7 +3,7 @@
 The rank that dials says it first, and the other answers with its own, or with why it refuses.
 Little-endian, at most 256 bytes:
   length of the rest u8 | magic "XCLH" | version u8 | connection u8 | of u8 | attempt u32
-  | sender rank u32 | receiver rank u32 | expected u32 | run (16 bytes)
+  | known u32 | sender rank u32 | receiver rank u32 | expected u32 | run (16 bytes)
   | three texts, each length u8 and UTF-8: cloud of the sender, cloud of the receiver, line
 A refusal: length of the rest u8 | magic "XCLR" | version u8 | reason u8
 """
@@ -25,7 +25,7 @@ HELLO_S = 5.0
 _MAX_REST = 255
 _MAGIC = b"XCLH"
 _REFUSAL_MAGIC = b"XCLR"
-_HEAD = struct.Struct(f"<4sBBBIIII{RUN_BYTES}s")
+_HEAD = struct.Struct(f"<4sBBBIIIII{RUN_BYTES}s")
 _REFUSAL = struct.Struct("<4sBB")
 
 
@@ -49,9 +49,10 @@ class Hello(NamedTuple):
     """A greeting.
 
     run: 16 bytes that are the same in both clouds, and not those of another experiment.
-    attempt: how often the run has begun.
+    attempt: a number of this beginning of the cloud that says it; no other beginning has it.
     connection, of: number of this connection, and how many the stream has.
     expected: number of the first frame that the receiver has not got whole; 0 from a sender.
+    known: the attempt of the other cloud, as far as this one knows it; 0: it has heard none.
     """
 
     stream: StreamName
@@ -60,6 +61,7 @@ class Hello(NamedTuple):
     connection: int
     of: int
     expected: int = 0
+    known: int = 0
 
 
 class Refusal(IntEnum):
@@ -82,7 +84,7 @@ def encode_hello(hello: Hello) -> bytes:
     """Return a greeting as bytes. Raises ConfigError for names that are too long."""
     stream = hello.stream
     data = _HEAD.pack(
-        _MAGIC, VERSION, hello.connection, hello.of, hello.attempt, stream.sender,
+        _MAGIC, VERSION, hello.connection, hello.of, hello.attempt, hello.known, stream.sender,
         stream.receiver, hello.expected, hello.run,
     )  # fmt: skip
     for text in (stream.sender_cloud, stream.receiver_cloud, stream.line):
@@ -111,7 +113,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
             _, version, reason = _REFUSAL.unpack(data)
             _check_version(version, sender)
             return Refusal(reason)
-        (magic, version, connection, of, attempt, sends, receives, expected, run) = (
+        (magic, version, connection, of, attempt, known, sends, receives, expected, run) = (
             _HEAD.unpack_from(data)
         )
         if magic != _MAGIC:
@@ -140,7 +142,15 @@ def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
         receiver_cloud=names[1],
         receiver=receives,
     )
-    return Hello(stream, run, attempt=attempt, connection=connection, of=of, expected=expected)
+    return Hello(
+        stream,
+        run,
+        attempt=attempt,
+        connection=connection,
+        of=of,
+        expected=expected,
+        known=known,
+    )
 
 
 def read_hello(connection: socket.socket, sender: str) -> Hello | Refusal:

@@ -139,8 +139,9 @@ def read_certificate(file: Path) -> Certificate:
 
     Raises ConfigError for a file that is missing, or is something else.
     """
+    data = _content_of(file)
     try:
-        found = x509.load_pem_x509_certificate(_content_of(file))
+        found = x509.load_pem_x509_certificate(data)
         certificate = Certificate(found.public_bytes(serialization.Encoding.DER))
         names = list(found.subject)
         has_curve = isinstance(found.public_key(), ec.EllipticCurvePublicKey) and isinstance(

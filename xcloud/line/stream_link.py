@@ -92,6 +92,7 @@ class StreamOutLink(SendingEnd):
         )
         self._idle: set[int] = set()
         self._close_taken = False
+        self._is_abandoned = False
         self._connections = Connections(
             stream.way,
             stream.state,
@@ -124,6 +125,16 @@ class StreamOutLink(SendingEnd):
     def stop(self) -> None:
         """End at once, whatever is under way."""
         self._connections.stop()
+
+    def abandon(self) -> None:
+        """Tell the receiver that nothing more comes, although the link is not closed."""
+        self._is_abandoned = True
+        self._connections.wake()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is sent, for whatever reason."""
+        return self._over.is_set()
 
     @property
     def _is_idle(self) -> bool:
@@ -169,11 +180,13 @@ class StreamOutLink(SendingEnd):
                 if num_read == ACKNOWLEDGEMENT.size:
                     num_read = 0
                     self._acknowledged(number, ACKNOWLEDGEMENT.unpack(acknowledgement)[0])
-            if connection.has_unsent or self._queue_pieces(connection, number):
+            if connection.has_unsent or (
+                not self._is_abandoned and self._queue_pieces(connection, number)
+            ):
                 if not connection.write():
                     connection.wait(SPEAK_EVERY_S)
                 continue
-            if self._close_taken and self._outbox.is_empty:
+            if self._is_abandoned or (self._close_taken and self._outbox.is_empty):
                 return self._end(connection)
             if time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S:
                 self._outbox.ask(number)

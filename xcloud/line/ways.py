@@ -74,16 +74,55 @@ class Way(Protocol):
         """Return whether the peer has dialled once more for this greeting."""
 
 
+class KnownAttempts:
+    """The attempt of each other cloud, as this rank first heard of it. Thread-safe.
+
+    A cloud that comes with another one has begun the run again: what this rank and the earlier
+    attempt told each other is lost there, so that this rank must begin again too. It is then not
+    taken for known, and the other does not take this rank for known: it waits for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+        self._began_again: set[str] = set()
+        self._lock = threading.Lock()
+
+    def of(self, cloud: str) -> int:
+        """Return the known attempt of a cloud; 0 for none."""
+        return self._known.get(cloud, 0)
+
+    def note(self, cloud: str, attempt: int) -> None:
+        """Note an attempt of a cloud that knows this rank's. Raises LinkClosed where it is not
+        the one that is known."""
+        with self._lock:
+            if self._known.setdefault(cloud, attempt) != attempt:
+                self._began_again.add(cloud)
+        self.check(cloud)
+
+    def check(self, cloud: str) -> None:
+        """Raise LinkClosed for a cloud that has begun the run again."""
+        if cloud in self._began_again:
+            raise LinkClosed(f"{cloud} has begun the run again")
+
+
 class Dialler:
     """Dials one rank of another cloud.
 
     address: host and port of that rank.
+    attempts: of other clouds; this rank's other ways share it.
     """
 
-    def __init__(self, address: tuple[str, int], cloud: str, tls: PinnedTls) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        cloud: str,
+        tls: PinnedTls,
+        attempts: KnownAttempts | None = None,
+    ) -> None:
         self._address = address
         self._cloud = cloud
         self._tls = tls
+        self._attempts = attempts or KnownAttempts()
 
     def connect(
         self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
@@ -98,16 +137,19 @@ class Dialler:
         tls = self._tls.dial(plain, self._cloud)
         round_trip_s = time.monotonic() - started_s
         of = wanted.of or (num_connections(round_trip_s) if is_bulk else 1)
-        said = wanted._replace(of=of)
+        said = wanted._replace(of=of, known=self._attempts.of(self._cloud))
         try:
             tls.settimeout(HELLO_S)
             tls.sendall(encode_hello(said))
             answer = read_hello(tls, self._cloud)
             if isinstance(answer, Refusal):
                 self._refused(answer)
-            elif answer._replace(expected=0) != said._replace(expected=0):
+            elif (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (
+                said.stream, said.run, said.connection, said.of, said.attempt
+            ):  # fmt: skip
                 raise FrameError(f"{self._cloud} answers {said.stream} as {answer.stream}")
             else:
+                self._attempts.note(self._cloud, answer.attempt)
                 return Connected(tls, of, answer.expected, round_trip_s=round_trip_s)
         except OSError as error:
             tls.close()
@@ -132,6 +174,7 @@ class Listener:
     cloud, rank: of this rank.
     run, attempt: as in a greeting.
     on_refused: is given a line for each connection that led to nothing.
+    attempts: of other clouds; this rank's other ways share it.
     """
 
     def __init__(
@@ -143,6 +186,7 @@ class Listener:
         run: bytes,
         attempt: int,
         on_refused: Callable[[str], object] = ignore,
+        attempts: KnownAttempts | None = None,
     ) -> None:
         self._tls = tls
         self._cloud = cloud
@@ -153,9 +197,10 @@ class Listener:
         self._changed = threading.Condition()
         self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
-        self._began_again: set[str] = set()  # clouds of which a later attempt has come
+        self._attempts = attempts or KnownAttempts()
         self._handshakes: Counter[str] = Counter()  # by address
-        self._socket = socket.create_server(address, backlog=_BACKLOG)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
@@ -178,11 +223,8 @@ class Listener:
         peer = stream.receiver_cloud if here else stream.sender_cloud
         with self._changed:
             self._awaited[key] = wake
-            self._changed.wait_for(
-                lambda: key in self._arrived or peer in self._began_again, timeout_s
-            )
-            if peer in self._began_again:
-                raise LinkClosed(f"{peer} has begun the run again")
+            self._changed.wait_for(lambda: key in self._arrived, timeout_s)
+            self._attempts.check(peer)
             if key not in self._arrived:
                 raise LineDown(f"{peer} has not dialled")
             tls, hello = self._arrived.pop(key)
@@ -191,7 +233,7 @@ class Listener:
                 raise FrameError(f"{peer} wants {hello.of} connections for {stream}")
             tune(tls, is_bulk)
             tls.settimeout(HELLO_S)
-            tls.sendall(encode_hello(wanted._replace(of=hello.of)))
+            tls.sendall(encode_hello(wanted._replace(of=hello.of, known=hello.attempt)))
         except OSError as error:
             tls.close()
             raise LineDown(f"{peer}: {in_words(error)}") from None
@@ -274,15 +316,16 @@ class Listener:
     def _refusal_of(self, hello: Hello, cloud: str) -> Refusal | None:
         if hello.run != self._run:
             return Refusal.OTHER_RUN
-        if hello.attempt < self._attempt:
+        if hello.known not in (0, self._attempt):
             return Refusal.EARLIER_ATTEMPT
-        if hello.attempt > self._attempt:
-            self._began_again.add(cloud)
-            self._changed.notify_all()
+        is_awaited = (hello.stream, hello.connection) in self._awaited
+        if not is_awaited and not self._attempts.of(cloud):
             return Refusal.NOT_YET
-        if (hello.stream, hello.connection) not in self._awaited:
+        try:
+            self._attempts.note(cloud, hello.attempt)
+        except LinkClosed:
             return Refusal.NOT_YET
-        return None
+        return None if is_awaited else Refusal.NOT_YET
 
 
 def num_connections(round_trip_s: float) -> int:

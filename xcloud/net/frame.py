@@ -93,6 +93,7 @@ class Kind(IntEnum):
     ORDER = 18
     STOP = 19
     CHECKPOINT = 24  # how far a rank is with its part of a checkpoint
+    WORD = 25  # a text between a rank and rank 0, before the first step (net/words.py)
 
     @property
     def traffic(self) -> str | None:

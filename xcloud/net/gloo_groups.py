@@ -75,15 +75,23 @@ class GroupCollectives:
 class GlooCollectives(GroupCollectives):
     """The collectives of a cloud: over gloo, or for tensors on GPUs over NCCL, where each of the
     ranks has a GPU of its own. NCCL knows no two ranks on one GPU: these go over gloo, through the
-    memory of the host."""
+    memory of the host.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-        super().__init__(lambda: group, dist.get_process_group_ranks(group))
+    ranks: in the order of the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device = CPU
+    ) -> None:
+        super().__init__(lambda: group, ranks)
         self._nccl = None
         if device.type == "cuda" and self._has_a_gpu_each(device):
             # Its own limit would end the process while a rank waits for another cloud.
             self._nccl = dist.new_group(
-                self._ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+                dist.get_process_group_ranks(group),
+                timeout=FOREVER,
+                backend="nccl",
+                use_local_synchronization=True,
             )
 
     def _has_a_gpu_each(self, device: torch.device) -> bool:

@@ -188,17 +188,21 @@ def heartbeat_link(
 
 class GlooTransport(Transport):
     """The transport over gloo: a process group of two for each direction of a link. Those of
-    `group` are torch's."""
+    `group` are torch's.
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    world: the ranks that it joins; None: all of the rendezvous.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, world: Sequence[int] | None = None) -> None:
         super().__init__(rendezvous)
+        self._world = list(range(rendezvous.num_ranks) if world is None else world)
         self._open = OpenGroups(rendezvous) if rendezvous.is_open else None
-        if self._open is None and rendezvous.num_ranks > 1 and not dist.is_initialized():
+        if self._open is None and len(self._world) > 1 and not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
                 store=rendezvous.store,
-                rank=rendezvous.rank,
-                world_size=rendezvous.num_ranks,
+                rank=self._world.index(rendezvous.rank),
+                world_size=len(self._world),
                 timeout=timedelta(seconds=JOIN_WITHIN_S),
             )
 
@@ -213,8 +217,9 @@ class GlooTransport(Transport):
             return self._open.join(ranks)
         if len(ranks) == 1:
             return None
-        group = dist.new_group(list(ranks), timeout=FOREVER)
-        return GlooCollectives(group, device) if self.rank in ranks else None
+        places = [self._world.index(rank) for rank in ranks]  # torch counts within the world
+        group = dist.new_group(places, timeout=FOREVER)
+        return GlooCollectives(group, ranks, device) if self.rank in ranks else None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         return self._open is not None and self._open.begins_again(ranks)

@@ -103,7 +103,7 @@ class MessageLog:
         return key.step >= self.from_step and key.kind not in _OF_NO_STEP
 
 
-_OF_NO_STEP = (Kind.EVALUATION, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
+_OF_NO_STEP = (Kind.EVALUATION, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT, Kind.WORD)
 
 
 @dataclass

@@ -66,11 +66,20 @@ class FreeWan(Wan):
         return "no limit"
 
 
+class SealedWan(Wan):
+    """A line between the clouds of several owners: sealed, and dialled again after a cut
+    (cluster/wan=sealed)."""
+
+    def describe(self) -> str:
+        return "sealed lines between owners"
+
+
 _ALLOWED_TRANSFERS = 10
 """Messages of the same size that may stand before one in an emulated line's queue."""
 
 REAL = Wan()
 FREE = FreeWan()
+SEALED = SealedWan()
 
 
 @settings("wan")

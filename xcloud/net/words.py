@@ -1,9 +1,10 @@
 """Short texts, by a name, that ranks tell rank 0, and rank 0 tells all, before they have links:
 what they run, whether they may go on, what they have loaded.
 
-A text comes over a line between its rank and rank 0, so nobody can say it in another's name, and
-it is bounded. Rank 0 keeps what it is told and answers whoever asks for its own words, also later
-(where ranks may begin at any time). In one process the store itself carries them.
+A text comes over a line between its rank and rank 0, over gloo or sealed (line/transport.py), so
+nobody can say it in another's name, and it is bounded. Rank 0 keeps what it is told and answers
+whoever asks for its own words, also later (where ranks may begin at any time). In one process the
+store itself carries them.
 
 A message, in a vector of bytes: kind uint8, length of the name uint8, length of the text uint32,
 all little-endian, then both in UTF-8.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,7 +32,7 @@ MAX_NAME_BYTES = 64
 MAX_TEXT_BYTES = 1 << 18
 MAX_WORDS = 32  # of one rank in one attempt
 _HEAD = struct.Struct("<BBI")
-_CAPACITY = _HEAD.size + MAX_NAME_BYTES + MAX_TEXT_BYTES
+WORD_BYTES = _HEAD.size + MAX_NAME_BYTES + MAX_TEXT_BYTES
 _LOOK_EVERY_S = 0.2
 _GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
 
@@ -46,19 +48,52 @@ class Words(Protocol):
         the rank itself tells."""
 
 
+class WordLine(Protocol):
+    """A line of words between rank 0 and another rank.
+
+    Both methods raise RuntimeError or a LinkError once the other side is gone.
+    """
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, within: timedelta = FOREVER) -> Message: ...
+
+
+JoinLine = Callable[[int, int, float], WordLine]
+"""Joins the line between rank 0 and another rank, for (that rank, how often it has begun, how long
+the other side is waited for). Called in both of them."""
+
+
 def words_of(
-    store: Store, rank: int, num_ranks: int, within_s: float, beginning: int | None
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    within_s: float,
+    beginning: int | None,
+    join: JoinLine | None = None,
 ) -> Words:
     """Return the words of a rank that has come to a store.
 
     beginning: how often this rank has begun, where ranks may begin at any time; else None.
+    join: None: over gloo, or, where the store is of one process, in the store itself.
     """
-    if isinstance(store, HashStore):
-        return WordsInOneProcess(store, rank, within_s=within_s)
+    if join is None:
+        if isinstance(store, HashStore):
+            return WordsInOneProcess(store, rank, within_s=within_s)
+        join = partial(joined_over_gloo, store, rank == 0)
     if rank != 0:
-        line = line_of(store, rank, beginning=beginning or 1, is_first=False, within_s=within_s)
-        return WordsToFirst(line, rank, within_s=within_s)
-    return WordsOfFirst(store, num_ranks, within_s=within_s, is_open=beginning is not None)
+        own = partial(join, rank, beginning or 1, within_s)
+        return WordsToFirst(own, rank, within_s=within_s)
+    return WordsOfFirst(
+        store, num_ranks, join=join, within_s=within_s, is_open=beginning is not None
+    )
+
+
+def joined_over_gloo(
+    store: Store, is_first: bool, rank: int, beginning: int, within_s: float
+) -> WordLine:
+    """Join the line of words of a rank over gloo. is_first: whether this is rank 0's end."""
+    pair = line_of(store, rank, beginning=beginning, is_first=is_first, within_s=within_s)
+    return _JoinedLine(pair, peer=rank if is_first else 0)
 
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> Pair:
@@ -135,7 +170,7 @@ class _JoinedLine:
         self._pair.isend(encode(message), 0).wait()
 
     def receive(self, within: timedelta = FOREVER) -> Message:
-        buffer = torch.zeros(_CAPACITY, dtype=torch.uint8)
+        buffer = torch.zeros(WORD_BYTES, dtype=torch.uint8)
         self._pair.irecv(buffer, 0).wait(within)
         return decode(buffer, f"rank {self._peer}")
 
@@ -143,11 +178,11 @@ class _JoinedLine:
 class WordsToFirst:
     """The words of any rank but the first."""
 
-    def __init__(self, pair: Pair, rank: int, within_s: float) -> None:
-        self._pair = pair
+    def __init__(self, join: Callable[[], WordLine], rank: int, within_s: float) -> None:
+        self._join = join
         self._rank = rank
         self._within_s = within_s
-        self._line: _JoinedLine | None = None
+        self._line: WordLine | None = None
         self._own: dict[str, str] = {}
 
     def tell(self, name: str, text: str) -> None:
@@ -159,7 +194,7 @@ class WordsToFirst:
             return self._own[name]
         assert rank == 0, "ranks hear of each other from rank 0"
 
-        def ask(line: _JoinedLine) -> str:
+        def ask(line: WordLine) -> str:
             line.send(Message(WordKind.ASK, name))
             answer = line.receive(timedelta(seconds=self._within_s))
             if answer.kind is not WordKind.ANSWER or answer.name != name:
@@ -168,10 +203,10 @@ class WordsToFirst:
 
         return self._carried(ask, name)
 
-    def _carried(self, call: Callable[[_JoinedLine], str | None], name: str) -> str:
+    def _carried(self, call: Callable[[WordLine], str | None], name: str) -> str:
         try:
             if self._line is None:
-                self._line = _JoinedLine(self._pair, peer=0)
+                self._line = self._join()
             return call(self._line) or ""
         except RuntimeError as error:
             if _is_late(error):
@@ -184,8 +219,11 @@ class WordsToFirst:
 class WordsOfFirst:
     """The words of rank 0: what every rank has told, by rank and name, its own among them."""
 
-    def __init__(self, store: Store, num_ranks: int, within_s: float, is_open: bool) -> None:
+    def __init__(
+        self, store: Store, num_ranks: int, join: JoinLine, within_s: float, is_open: bool
+    ) -> None:
         self._store = store
+        self._join = join
         self._within_s = within_s
         self._is_open = is_open
         self._told: dict[tuple[int, str], str] = {}
@@ -238,10 +276,7 @@ class WordsOfFirst:
 
         def join() -> None:
             try:
-                pair = line_of(
-                    self._store, rank, beginning=beginning, is_first=True, within_s=within_s
-                )
-                line = _JoinedLine(pair, rank)
+                line = self._join(rank, beginning, within_s)
             except RuntimeError as error:
                 if not self._is_open:
                     self._end(rank, LinkClosed(f"rank {rank} is gone: {error!s:.200}"))
@@ -257,7 +292,7 @@ class WordsOfFirst:
         thread.start()
         return thread
 
-    def _serve(self, rank: int, beginning: int, line: _JoinedLine) -> None:
+    def _serve(self, rank: int, beginning: int, line: WordLine) -> None:
         try:
             while self._greeted[rank] == beginning:
                 message = line.receive()

@@ -112,6 +112,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 class RankState:
     """`peers` is set once the rank has links: their ends note there what they wait for.
 
+    lines: returns the lines to other clouds that are down, in words.
     phase: what the rank does, or how it has ended. step: of its last finished update. torchrun:
     it has started the rank. says: each phase on standard output.
     """
@@ -120,6 +121,7 @@ class RankState:
         self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
     ) -> None:
         self.peers: Mapping[int, Peer] = {}
+        self.lines: Callable[[], list[str]] = list
         self._path = state_file(run_dir, rank=rank)
         self._rank = rank
         self.says = says
@@ -169,6 +171,7 @@ class RankState:
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
             "may_leave": self.may_leave, "waits_for": waits,
+            "lines_down": self.lines(),
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         }  # fmt: skip
         replace_text(self._path, text=json.dumps(facts))

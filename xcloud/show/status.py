@@ -59,6 +59,7 @@ class RankStatus:
             self.process = _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
+        self.lines_down: list[str] = state.get("lines_down", [])
         waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
         self.waits: list[Wait] = sorted(waits, key=lambda wait: -wait[2])
 
@@ -80,6 +81,7 @@ class RankStatus:
             return text
         if wait is not None:
             text += f"; waits for {wait[1]} from rank {wait[0]} for {human_duration(wait[2])}"
+        text += "".join(f"; {line}" for line in self.lines_down)
         return f"{text}; process {self.process}, last heartbeat {self._since('written')} ago"
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class RankStatus:
             "has_ended": self.has_ended,
             "silent_s": self.silent_s,
             "waits_for": waits,
+            "lines_down": self.lines_down,
         }
 
     def _since(self, name: str) -> str:

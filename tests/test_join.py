@@ -1,0 +1,282 @@
+"""Two owners train one pipeline: each starts their own cloud, and sealed lines alone join them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.line_links import Proxy
+from tests.owners import CLOUDS, TwoOwners, address
+from tests.runs import free_port, losses, start, wait_for, weights
+from tests.toy import toy_config
+from xcloud.base.errors import ConfigError
+from xcloud.launch.join import main
+from xcloud.layout import Cloud, ClusterLayout, host_and_port
+from xcloud.line.keys import make_key
+from xcloud.record.files import CheckpointSteps, state_file
+from xcloud.show.status import describe
+
+TWO_RANKS = [
+    "cluster.clouds.cloud_a.num_ranks=2", "cluster.clouds.cloud_b.num_ranks=2",
+    "schedule.num_micro_batches=4",
+]  # fmt: skip
+A = "127.0.0.1:7001"
+
+
+def layout(wan: Any = "sealed", **more: Any) -> ClusterLayout:
+    clouds = {"a": Cloud(address=more.pop("a", None)), "b": Cloud(address=more.pop("b", None))}
+    return ClusterLayout(clouds, wan, **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, r"'a' and 'b', so one of them must .* cluster\.clouds\.a\.address=HOST:PORT"),
+        ({"a": A, "wan": "real"}, r"address is for sealed lines: set cluster/wan=sealed"),
+        ({"a": "host"}, r"a\.address is 'host', but must be HOST:PORT"),
+        ({"a": "::1:7000"}, "must be HOST:PORT"),
+        ({"a": "host:70000"}, "must be HOST:PORT"),
+        ({"b": A, "links": {"a-b": "free"}}, r"neither cluster\.links nor cluster\.carrier"),
+        ({"b": A, "reconnect_s": 300.0}, r"must be below cluster\.liveness\.overdue_after_s"),
+    ],
+)
+def test_lines_that_cannot_come_about_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout(**given)
+
+
+def test_of_two_clouds_the_one_with_an_address_listens() -> None:
+    assert layout(b=A).listener_of("a", "b") == layout(b=A).listener_of("b", "a") == "b"
+    assert layout(a=A, b=A).listener_of("b", "a") == "a"
+    assert host_and_port("[::1]:80") == ("::1", 80)
+    clouds = {"a": Cloud(), "b": Cloud(num_ranks=3, address="b.example:7000")}
+    found = [ClusterLayout(clouds, "sealed").address_of(rank) for rank in range(4)]
+    assert found == [None, *(("b.example", 7000 + number) for number in range(3))]
+    with pytest.raises(ConfigError, match="65534 to 65536"):
+        clouds["b"] = Cloud(num_ranks=3, address="b.example:65534")
+        ClusterLayout(clouds, "sealed")
+
+
+@pytest.mark.slow
+def test_two_owners_train_as_one_process_does_and_only_lines_join_them(tmp_path: Path) -> None:
+    port = free_port()
+    owners = TwoOwners(tmp_path, [address("cloud_b", port), "training.max_steps=6"])
+    owners.finish()
+    config = toy_config("two_clouds", ["training.max_steps=6"])
+    start(tmp_path / "gloo", config)
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+    theirs = weights(tmp_path / "gloo")
+    ours = {**weights(owners.run_dir("cloud_a")), **weights(owners.run_dir("cloud_b"))}
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert f"this cloud dials cloud_b at 127.0.0.1:{port}" in owners.said("cloud_a")
+    assert f"cloud_a dials port {port} here" in owners.said("cloud_b")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_several_ranks_a_cloud_meet_the_other_owner_at_the_listening_ports_alone(
+    tmp_path: Path,
+) -> None:
+    """Whatever torch opens stays inside a cloud; the cloud that dials listens to nobody else."""
+    port = 20_000 + free_port() % 10_000
+    more = [*TWO_RANKS, "training.max_steps=300"]
+    owners = TwoOwners(tmp_path, [address("cloud_a", port), *more])
+    both = {cloud: owners.start(cloud) for cloud in CLOUDS}
+    seen = dict[str, set[tuple[str, int, Any]]]()
+    while both["cloud_a"].poll() is None:
+        for cloud, process in both.items():
+            found = seen.setdefault(cloud, set())
+            found |= {(s.status, s.laddr.port, s.raddr) for s in sockets_below(process.pid)}
+        time.sleep(0.1)
+    assert [process.wait(60) for process in both.values()] == [0, 0], owners.said("cloud_a")
+    start(tmp_path / "gloo", toy_config("two_clouds", more))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+
+    doors = {port, port + 1}
+    ports = {cloud: {own for _, own, _ in found} for cloud, found in seen.items()}
+    assert doors <= {own for status, own, _ in seen["cloud_a"] if status == "LISTEN"}
+    across = [
+        (own, there.port)
+        for cloud, other in (CLOUDS, CLOUDS[::-1])
+        for _, own, there in seen[cloud]
+        if there and there.port in ports[other] - ports[cloud]
+    ]
+    assert len(across) > 8
+    assert all(doors & {*pair} for pair in across)
+
+
+def sockets_below(pid: int) -> list[Any]:
+    """Return the internet sockets of a process and of all below it."""
+    found: list[Any] = []
+    with contextlib.suppress(psutil.Error):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                found += process.net_connections("inet")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_cloud_that_dials_listens_nowhere(tmp_path: Path) -> None:
+    owners = TwoOwners(tmp_path, [address("cloud_b"), "training.max_steps=200"])
+    both = {cloud: owners.start(cloud) for cloud in CLOUDS}
+    statuses = set[str]()
+    while both["cloud_a"].poll() is None:
+        statuses |= {socket.status for socket in sockets_below(both["cloud_a"].pid)}
+        time.sleep(0.1)
+    assert [process.wait(60) for process in both.values()] == [0, 0], owners.said("cloud_a")
+    assert "ESTABLISHED" in statuses and "LISTEN" not in statuses
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_cuts_in_the_middle_change_no_bit(is_silent: bool, tmp_path: Path) -> None:
+    port = free_port()
+    draw = random.Random(1)
+    proxy = Proxy(port, cut_after=None if is_silent else lambda: draw.randrange(20_000, 90_000))
+    steps = "training.max_steps=300"
+    owners = TwoOwners(tmp_path, [address("cloud_b", proxy.port), steps])
+    both = [owners.start("cloud_a"), owners.start("cloud_b", "--listen", f"127.0.0.1:{port}")]
+    if is_silent:
+        wait_for(lambda: len(proxy.seen) > 300_000, 60)
+        proxy.is_silent = True
+        wait_for(lambda: "down for" in describe(owners.run_dir("cloud_a")), 20)
+        wait_for(lambda: "the line to rank 1 of cloud_b is down" in owners.said("cloud_a"), 20)
+        proxy.reset()
+        proxy.is_silent = False
+    codes = [process.wait(120) for process in both]
+    proxy.close()
+    assert codes == [0, 0], owners.said("cloud_a") + owners.said("cloud_b")
+    assert is_silent or proxy.num_cuts > 5
+    start(tmp_path / "gloo", toy_config("two_clouds", [steps]))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+    if is_silent:
+        assert "the line to rank 1 of cloud_b is back after" in owners.said("cloud_a")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("listens", CLOUDS)
+@pytest.mark.parametrize("killed", CLOUDS)
+def test_both_clouds_go_on_from_the_last_checkpoint_after_a_rank_was_killed(
+    killed: str, listens: str, tmp_path: Path
+) -> None:
+    more = ["training.max_steps=400", "training.checkpoint.every_steps=20", *TWO_RANKS]
+    port = 20_000 + free_port() % 10_000
+    owners = TwoOwners(tmp_path, [address(listens, port), *more])
+    both = [owners.start(cloud) for cloud in CLOUDS]
+    first = 2 * CLOUDS.index(killed)
+    folder = CheckpointSteps(owners.run_dir(killed))
+    wait_for(lambda: len(folder.agreed_steps()) > 1, 60)
+    state = json.loads(state_file(owners.run_dir(killed), first + 1).read_text())
+    os.kill(state["pid"], signal.SIGKILL)
+    codes = [process.wait(180) for process in both]
+    assert codes == [0, 0], owners.said("cloud_a") + owners.said("cloud_b")
+    assert "all ranks start again from step" in owners.said(killed)
+    start(tmp_path / "gloo", toy_config("two_clouds", more))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_both_clouds_stop_when_one_is_asked_to_and_the_same_commands_go_on(
+    tmp_path: Path,
+) -> None:
+    more = ["training.max_steps=400", "training.checkpoint.every_steps=20"]
+    owners = TwoOwners(tmp_path, [address("cloud_a"), *more])
+    both = [owners.start(cloud) for cloud in CLOUDS]
+    wait_for(lambda: CheckpointSteps(owners.run_dir("cloud_b")).agreed_steps() != [], 60)
+    both[1].send_signal(signal.SIGINT)
+    codes = [process.wait(60) for process in both]
+    assert codes == [75, 75], owners.said("cloud_a") + owners.said("cloud_b")
+    assert "give the same command in every cloud" in owners.said("cloud_a")
+    assert len(losses(owners.run_dir("cloud_a"))) < 400
+    owners.finish()
+    start(tmp_path / "gloo", toy_config("two_clouds", more))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_certificate_that_the_other_does_not_know_is_said_in_both_terminals(
+    tmp_path: Path,
+) -> None:
+    owners = TwoOwners(tmp_path, [address("cloud_b")])
+    own = tmp_path / "owner_cloud_a"
+    for name in ("cloud_a.key", "cloud_a.pem"):
+        (own / name).unlink()
+    make_key("cloud_a", own)
+    both = [owners.start(cloud) for cloud in CLOUDS]
+    wait_for(lambda: "does not accept the certificate of this cloud" in owners.said("cloud_a"), 60)
+    wait_for(lambda: "its certificate is not accepted here" in owners.said("cloud_b"), 60)
+    for process in both:
+        process.send_signal(signal.SIGINT)
+    assert [process.wait(60) for process in both] == [75, 75]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_settings_that_differ_are_named_to_both_owners(tmp_path: Path) -> None:
+    owners = TwoOwners(tmp_path, [address("cloud_b")])
+    first = owners.start("cloud_a")
+    owners.file = tmp_path / "other.yaml"
+    text = (tmp_path / "experiment.yaml").read_text()
+    owners.file.write_text(text.replace("max_steps: 8", "max_steps: 9"))
+    second = owners.start("cloud_b")
+    assert [first.wait(60), second.wait(60)] == [1, 1]
+    for cloud in CLOUDS:
+        assert "training.max_steps is 8 in rank 0 (cloud cloud_a), 9" in owners.said(cloud)
+
+
+def test_what_is_wrong_with_a_certificate_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = TwoOwners(tmp_path, [address("cloud_b")])
+    own = tmp_path / "owner_cloud_a"
+    monkeypatch.setenv("XCLOUD_POLICY", str(own / "policy.yaml"))
+    policy = (own / "policy.yaml").read_text()
+
+    def refused(cloud: str = "cloud_a") -> str:
+        with pytest.raises(ConfigError) as caught:
+            main([str(owners.file), "--cloud", cloud, "--run-dir", str(tmp_path / "run")])
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "--cloud is 'cloud_b', but the policy of this cloud says me: cloud_a" in refused(
+        "cloud_b"
+    )
+    (own / "policy.yaml").write_text(policy.replace("cloud_b: [cloud_b.pem]", ""))
+    assert "a line to cloud 'cloud_b', and this cloud's policy names no certificate" in refused()
+    (own / "policy.yaml").write_text(policy)
+    (own / "cloud_b.pem").unlink()
+    assert f"the certificate of cloud_b: there is no file {own}/cloud_b.pem" in refused()
+    (own / "old").mkdir()
+    make_key("cloud_b", own / "old", valid_for=timedelta(minutes=-1))
+    (own / "old/cloud_b.pem").rename(own / "cloud_b.pem")
+    assert f"the certificate of cloud_b, {own}/cloud_b.pem, has expired" in refused()
+
+
+def test_sealed_lines_are_started_by_each_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_b")])
+    with pytest.raises(ConfigError, match="python -m xcloud join FILE --cloud NAME"):
+        start(tmp_path / "run", config)
+    file = tmp_path / "experiment.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(toy_config("two_clouds"))))
+    with pytest.raises(ConfigError, match=r"has another cluster\.wan than sealed"):
+        main([str(file), "--cloud", "cloud_a", "--run-dir", str(tmp_path / "run")])

@@ -1,0 +1,169 @@
+"""`python -m xcloud join`: start the ranks of one cloud of a run whose other clouds have other
+owners, all of them on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import MODEL_DIR
+from xcloud.base.run_folder import owned
+from xcloud.base.terminal import say
+from xcloud.job import given
+from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
+from xcloud.job.job import Job
+from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
+from xcloud.launch.joined_rank import check_peers
+from xcloud.launch.local import StopSignals, run_in_owned, train
+from xcloud.launch.own_progress import what_left
+from xcloud.launch.processes import LocalRanks, RunStopped
+from xcloud.launch.several_machines import check_unfinished, cloud_meant
+from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.record.files import forget_launcher, has_events
+
+AGAIN = "give the same command in every cloud"
+
+
+class CloudRanks(LocalRanks):
+    """The worker processes of one cloud of a run."""
+
+    def __init__(
+        self, job: Job, run_dir: Path, file: Path, cloud: str, more_words: Sequence[str]
+    ) -> None:
+        ranks = job.cluster.ranks_in(cloud)
+        super().__init__(
+            run_dir,
+            [cloud] * len(ranks),
+            liveness=job.cluster.liveness,
+            experiment_file=file,
+            first_rank=ranks[0],
+        )
+        self._more_words = more_words
+        self._attempt = 0
+
+    def start(self) -> None:
+        # The others tell attempts of this cloud apart by it.
+        self._attempt = max(self._attempt + 1, int(time.time()))
+        super().start()
+
+    def words_of(self, rank: int) -> list[str]:
+        own = ["--attempt", str(self._attempt), "--run-dir", str(self.run_dir)]
+        return [*super().words_of(rank), *own, *self._more_words]
+
+    def speaks(self, rank: int) -> bool:
+        return rank == self.ranks[0]
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m xcloud join", description=__doc__)
+    parser.add_argument("experiment", type=Path, help="experiment file, the same in all clouds")
+    parser.add_argument("--cloud", help="this cloud (default: `me` of its policy)")
+    parser.add_argument(
+        "--run-dir", type=Path, help="where to write (default: runs/EXPERIMENT-CLOUD)"
+    )
+    parser.add_argument(
+        "--roll-back", action="store_true",
+        help="let agreed checkpoints be deleted that are later than the one all ranks go on from",
+    )  # fmt: skip
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT",
+        help="where the first rank listens, if not at the address of this cloud that the others "
+        "dial: behind an ingress or a translation of addresses",
+    )  # fmt: skip
+    arguments = parser.parse_args(words)
+    file: Path = arguments.experiment
+    cloud = cloud_meant(arguments.cloud, me=this_clouds_policy().me)
+    if cloud is None:
+        raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
+    more = ["--roll-back"] if arguments.roll_back else []
+    if arguments.listen is not None:
+        try:
+            host_and_port(arguments.listen)
+        except ValueError:
+            raise ConfigError(f"--listen must be HOST:PORT, got {arguments.listen}") from None
+        more += ["--listen", arguments.listen]
+    run_dir = arguments.run_dir or Path("runs") / f"{file.stem}-{cloud}"
+    try:
+        join(file, run_dir.resolve(), cloud=cloud, more_words=more)
+    except RunStopped as stopped:
+        say(f"xcloud: {stopped or AGAIN}", error=True)
+        return EXIT_START_AGAIN
+    return 0
+
+
+def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) -> None:
+    """Run the ranks of one cloud to the end of the run.
+
+    more_words: of the command of each rank.
+
+    Raises ConfigError before anything starts, RunFailed and RunStopped as `run` does.
+    """
+    settings = given.read_shared(file, run_dir)
+    job = settings.job
+    layout = job.cluster
+    if not layout.is_sealed:
+        raise ConfigError(
+            f"{file} has another cluster.wan than sealed, which joins the clouds of several "
+            "owners: write it with cluster/wan=sealed"
+        )
+    assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+    first = layout.ranks_in(cloud)[0]
+    check_peers(layout, cloud)
+    if layout.clouds[cloud].device == "cuda":
+        check_gpu(cloud)
+    ranks_of = partial(CloudRanks, cloud=cloud, more_words=more_words)
+    with owned(run_dir):
+        check_unfinished(job, run_dir)
+        say(_lines_in_words(layout, cloud))
+        if first == 0:
+            run_in_owned(
+                settings,
+                run_dir,
+                resumes=has_events(run_dir),
+                more_follows=False,
+                ranks_of=ranks_of,
+                again=AGAIN,
+            )
+        else:
+            _run_part(settings, run_dir, ranks=ranks_of(job, run_dir, run_dir / EXPERIMENT_FILE))
+
+
+def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
+    """Run the ranks of a cloud other than the first one, which keeps the record of the run."""
+    job = settings.job
+    settings.write(run_dir / EXPERIMENT_FILE)
+    say(job.headline)
+    signals = StopSignals(ranks.ask_to_stop)
+    with signals.handled():
+        try:
+            train(ranks, job.launch.max_restarts, next_attempt=lambda: None, follow=lambda: True)
+        finally:
+            signals.writes_record = True
+            ranks.end()
+            forget_launcher(run_dir)
+            if table := what_left(run_dir):
+                say(table)
+    if (run_dir / MODEL_DIR).is_dir():
+        say(f"this cloud's part of the model: {run_dir / MODEL_DIR}")
+
+
+def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
+    """Say to which clouds this one has a line, and which end of it dials."""
+    texts = []
+    for pair in dict.fromkeys(tuple(sorted(pair)) for pair in layout.lines):
+        if cloud not in pair:
+            continue
+        (there,) = {*pair} - {cloud}
+        if layout.listener_of(cloud, there) == cloud:
+            ports = [
+                address[1] for r in layout.ranks_in(cloud) if (address := layout.address_of(r))
+            ]
+            where = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+            texts.append(f"{there} dials {where} here")
+        else:
+            texts.append(f"this cloud dials {there} at {layout.clouds[there].address}")
+    return f"cloud {cloud}: {'; '.join(texts)}"

@@ -1,0 +1,140 @@
+"""One rank of a run whose clouds have several owners: it meets ranks of other clouds over sealed
+lines alone, and only the ranks of its own cloud over torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch._C._distributed_c10d import HashStore
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.terminal import say
+from xcloud.job.config import Settings, this_clouds_keys
+from xcloud.job.job import Job
+from xcloud.launch.own_progress import OwnProgress
+from xcloud.launch.rank_process import RankProcess
+from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.line.hello import RUN_BYTES
+from xcloud.line.transport import (
+    SealedLines,
+    SealedPlace,
+    SealedRendezvous,
+    SealedTransport,
+)
+from xcloud.net.transport import Rendezvous, Transport, rendezvous_store
+from xcloud.rank.agreement import Table, Verdict
+from xcloud.rank.role import Role
+
+
+class JoinedProcess(RankProcess):
+    """A rank that `xcloud join` has started in one cloud.
+
+    attempt: a number of this beginning of the cloud.
+    listen: HOST:PORT where the cloud's first rank listens, if that is not its address.
+    is_first_here: whether it is the first rank of the cloud, which says how it goes.
+    """
+
+    crosses_owners = True
+
+    def __init__(
+        self, file: Path, run_dir: Path, rank: int, attempt: int, listen: str | None
+    ) -> None:
+        self.is_first_here = os.environ["LOCAL_RANK"] == "0"
+        super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
+        self._attempt = attempt
+        self._listen = listen
+        self._lines: SealedLines | None = None
+
+    def rendezvous(self, job: Job) -> Rendezvous:
+        layout = job.cluster
+        assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+        place = place_of(layout, self.rank, attempt=self._attempt, listen=self._listen)
+        lines = SealedLines(place, this_clouds_keys(), say=self._say)
+        self._lines = lines
+        self.state.lines = lambda: lines.texts
+        self.asked.before_exit = lines.abandon
+        store = rendezvous_store(self.run_dir) if len(place.mates) > 1 else HashStore()
+        return SealedRendezvous(
+            self.rank, layout.num_ranks, store, within_s=place.first_within_s, lines=lines
+        )
+
+    def _say(self, text: str) -> None:
+        say(text if self.is_first_here else f"rank {self.rank}: {text}")
+
+    def transport(self, job: Job, rendezvous: Rendezvous) -> Transport:
+        assert isinstance(rendezvous, SealedRendezvous)
+        return SealedTransport(rendezvous)
+
+    def play(
+        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
+    ) -> bool:
+        """Run what all ranks have agreed on."""
+        if self.is_first_here and self.rank:
+            if verdict.from_step:
+                say(f"goes on from step {verdict.from_step}")
+            self.state.listener = OwnProgress(settings.job.max_steps, say).hear
+        return super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
+
+    @contextmanager
+    def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
+        assert self._lines is not None, "they are there from the rendezvous on"
+        with super().taking_part(role, final_report):
+            yield
+        self._lines.close()
+
+    def fail(self, error: BaseException) -> int:
+        code = super().fail(error)
+        if self._lines is not None:
+            self._lines.abandon()
+        return code
+
+
+def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None) -> SealedPlace:
+    """Return where a rank stands among the clouds of several owners. attempt, listen: see
+    JoinedProcess."""
+    listens_at = layout.address_of(rank)
+    if listen is not None:
+        host, port = host_and_port(listen)
+        listens_at = host, port + rank - layout.ranks_in(layout.cloud_of(rank))[0]
+    clouds = {name: [cloud.num_ranks, cloud.address] for name, cloud in layout.clouds.items()}
+    return SealedPlace(
+        rank,
+        num_ranks=layout.num_ranks,
+        run=hashlib.sha256(json.dumps(clouds).encode()).digest()[:RUN_BYTES],
+        attempt=attempt,
+        cloud_of=layout.cloud_of,
+        address_of=layout.address_of,
+        listener_of=layout.listener_of,
+        listens_at=listens_at,
+        first_within_s=layout.liveness.join_within_s,
+        reconnect_s=layout.reconnect_s,
+    )
+
+
+def check_peers(layout: ClusterLayout, cloud: str) -> None:
+    """Raise ConfigError unless this cloud has its key, and a certificate of each cloud to which it
+    has a line."""
+    keys = this_clouds_keys()
+    for pair in layout.lines:
+        for there in set(pair) - {cloud} if cloud in pair else ():
+            if there not in keys.peers:
+                raise ConfigError(
+                    f"there is a line to cloud {there!r}, and this cloud's policy names no "
+                    f"certificate of it: get {there}.pem from its owner, put it beside "
+                    f"{keys.pem_file}, and into policy.yaml: peers: {{{there}: [{there}.pem]}}"
+                )
+
+
+def join_rank(
+    file: Path, run_dir: Path, rank: int, attempt: int, listen: str | None, roll_back: bool
+) -> NoReturn:
+    """Run one rank of this cloud, then end the process."""
+    process = JoinedProcess(file, run_dir, rank=rank, attempt=attempt, listen=listen)
+    process.roll_back = roll_back
+    process.main()

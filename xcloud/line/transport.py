@@ -1,0 +1,331 @@
+"""How a rank reaches all others where clouds have several owners: over gloo inside its cloud, over
+sealed streams elsewhere.
+
+Each cloud is a world of its own: no store, process group or collective of torch spans two owners.
+What ranks tell rank 0 before they have links goes over sealed streams too (`SealedWords`).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, partial
+
+import torch
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.line.connection import LineState
+from xcloud.line.hello import StreamName
+from xcloud.line.keys import LineKeys
+from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.stream_link import LINGER_S, Stream, StreamInLink, StreamOutLink
+from xcloud.line.ways import Dialler, KnownAttempts, Listener, Way
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.net.link_profile import LinkWindow
+from xcloud.net.peer import Peer
+from xcloud.net.rendezvous import FOREVER
+from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
+from xcloud.net.words import (
+    WORD_BYTES,
+    Message,
+    WordLine,
+    Words,
+    decode,
+    encode,
+    joined_over_gloo,
+    words_of,
+)
+
+_WORD_CAPACITY_BYTES = WORD_BYTES + 4096
+_CLOSE_WORDS_S = 60.0
+_REFUSALS_EVERY_S = 60.0
+_ABANDON_S = 0.5
+
+
+@dataclass(frozen=True)
+class SealedPlace:
+    """Where one rank stands among the clouds of several owners.
+
+    run: 16 bytes that are the same in all clouds of a run.
+    attempt: a number of this beginning of this cloud.
+    cloud_of: returns the cloud of a rank.
+    address_of: returns host and port at which a rank of a cloud that has an address is dialled.
+    listens_at: host and port at which this rank listens; None where its cloud has no address.
+    listener_of: returns which of two clouds listens.
+    first_within_s: how long a rank that has not come is waited for.
+    reconnect_s: how long a line may be down later.
+    """
+
+    rank: int
+    num_ranks: int
+    run: bytes
+    attempt: int
+    cloud_of: Callable[[int], str]
+    address_of: Callable[[int], tuple[str, int] | None]
+    listener_of: Callable[[str, str], str]
+    listens_at: tuple[str, int] | None
+    first_within_s: float
+    reconnect_s: float
+
+    @property
+    def cloud(self) -> str:
+        return self.cloud_of(self.rank)
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this cloud, in order."""
+        return [rank for rank in range(self.num_ranks) if self.cloud_of(rank) == self.cloud]
+
+    def is_mate(self, peer: int) -> bool:
+        return self.cloud_of(peer) == self.cloud
+
+    def label_of(self, rank: int) -> str:
+        """Return the name in the clear by which an ingress finds a rank that listens."""
+        return hashlib.sha256(self.run + b"label" + rank.to_bytes(4, "little")).hexdigest()[:32]
+
+
+class SealedLines:
+    """The lines of one rank to ranks of other clouds.
+
+    say: is told of lines that are down or back, and of who dials and is refused.
+
+    Raises ConfigError where this rank cannot listen, or has no certificate of a cloud to which it
+    has a line.
+    """
+
+    def __init__(self, place: SealedPlace, keys: LineKeys, say: Callable[[str], object]) -> None:
+        self.place = place
+        self._keys = keys
+        self._say = say
+        self._attempts = KnownAttempts()
+        self._ways: dict[int, Way] = {}
+        self._states: dict[int, LineState] = {}
+        self._outs: list[StreamOutLink] = []
+        self._incoming: list[StreamInLink] = []
+        self._words: list[SealedWordLine] = []
+        self._refused_at_s: dict[str, float] = {}
+        self._listener = self._listen()
+
+    @property
+    def texts(self) -> list[str]:
+        """The lines that are down, in words."""
+        return [text for state in list(self._states.values()) if (text := state.text) is not None]
+
+    @property
+    def states(self) -> dict[int, LineState]:
+        """What is known of the line to each rank, by rank."""
+        return dict(self._states)
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> StreamOutLink:
+        """Return the sending end of a line to a rank of another cloud."""
+        out = StreamOutLink(self._stream(line, self.place.rank, receiver=peer), settings)
+        self._outs.append(out)
+        return out
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> StreamInLink:
+        """Return the receiving end of a line from a rank of another cloud."""
+        incoming = StreamInLink(self._stream(line, peer, receiver=self.place.rank), settings)
+        self._incoming.append(incoming)
+        return incoming
+
+    def words_with(self, peer: int) -> WordLine:
+        """Return the line of words with a rank of another cloud."""
+        line = SealedWordLine(self, peer)
+        self._words.append(line)
+        return line
+
+    def close(self) -> None:
+        """Close the lines of words, and wait until the peers know that all they sent has come.
+
+        Called once all other links are closed.
+        """
+        for line in self._words:
+            line.close()
+        until_s = time.monotonic() + LINGER_S
+        for link in self._incoming:
+            link.join(max(0.0, until_s - time.monotonic()))
+
+    def abandon(self) -> None:
+        """Tell the peers that this rank has ended before its time, as far as they can be told."""
+        for out in self._outs:
+            out.abandon()
+        until_s = time.monotonic() + _ABANDON_S
+        while time.monotonic() < until_s and not all(out.has_ended for out in self._outs):
+            time.sleep(0.02)
+
+    def _stream(self, line: str, sender: int, receiver: int) -> Stream:
+        place = self.place
+        peer = receiver if sender == place.rank else sender
+        name = StreamName(
+            line,
+            place.cloud_of(sender),
+            sender=sender,
+            receiver_cloud=place.cloud_of(receiver),
+            receiver=receiver,
+        )
+        return Stream(
+            name,
+            run=place.run,
+            attempt=place.attempt,
+            way=self._way_to(peer),
+            state=self._state_of(peer),
+            first_within_s=place.first_within_s,
+            reconnect_s=place.reconnect_s,
+        )
+
+    def _state_of(self, peer: int) -> LineState:
+        if peer not in self._states:
+            name = f"rank {peer} of {self.place.cloud_of(peer)}"
+            self._states[peer] = LineState(name, self._say)
+        return self._states[peer]
+
+    def _way_to(self, peer: int) -> Way:
+        if peer not in self._ways:
+            self._ways[peer] = self._made_way(peer)
+        return self._ways[peer]
+
+    def _made_way(self, peer: int) -> Way:
+        place = self.place
+        there = place.cloud_of(peer)
+        if there not in self._keys.peers:
+            raise ConfigError(
+                f"there is a line to cloud {there!r}, and `peers` in the policy of this cloud "
+                f"names no certificate of it: ask its owner for {there}.pem"
+            )
+        if place.listener_of(place.cloud, there) == place.cloud:
+            assert self._listener is not None, "a cloud that listens has an address"
+            return self._listener
+        address = place.address_of(peer)
+        assert address is not None, "the layout has been checked"
+        tls = PinnedTls(self._keys, place.label_of(peer))
+        return Dialler(address, there, tls, self._attempts)
+
+    def _listen(self) -> Listener | None:
+        place = self.place
+        address = place.listens_at
+        others = {place.cloud_of(peer) for peer in range(place.num_ranks)} - {place.cloud}
+        if address is None or all(place.listener_of(place.cloud, o) == o for o in others):
+            return None
+        host, port = address
+        listen = partial(
+            Listener,
+            tls=PinnedTls(self._keys, place.label_of(place.rank)),
+            cloud=place.cloud,
+            rank=place.rank,
+            run=place.run,
+            attempt=place.attempt,
+            on_refused=self._note_refused,
+            attempts=self._attempts,
+        )
+        try:
+            try:
+                return listen((host, port))
+            except OSError as error:
+                is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+                if not (is_elsewhere or isinstance(error, socket.gaierror)):
+                    raise
+            # The address is that of whatever passes connections on to this machine.
+            return listen(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"rank {place.rank} of cloud {place.cloud} cannot listen at port {port} "
+                f"(cluster.clouds.{place.cloud}.address): {error.strerror or error}"
+            ) from None
+
+    def _note_refused(self, reason: str) -> None:
+        """Say why somebody was refused, a reason at most once a minute."""
+        now_s = time.monotonic()
+        if now_s - self._refused_at_s.get(reason, float("-inf")) < _REFUSALS_EVERY_S:
+            return
+        if len(self._refused_at_s) > 100:  # strangers do not fill the memory
+            self._refused_at_s.clear()
+        self._refused_at_s[reason] = now_s
+        if "not_yet" not in reason:
+            self._say(f"refused: {reason}")
+
+
+class SealedWordLine:
+    """A line of words between rank 0 and a rank of another cloud."""
+
+    def __init__(self, lines: SealedLines, peer: int) -> None:
+        place = lines.place
+        name = f"rank {peer} of cloud {place.cloud_of(peer)!r}"
+        settings = (name, _WORD_CAPACITY_BYTES, LinkWindow())
+        watched = Peer()
+        self._out = lines.out("words", peer, OutSettings(*settings, peer=watched))
+        self._incoming = lines.incoming("words", peer, InSettings(*settings, peer=watched))
+        self._peer_name = name
+
+    def send(self, message: Message) -> None:
+        self._out.send(_WORD, (encode(message),), ("a word before the first step, as text",))
+
+    def receive(self, within: timedelta = FOREVER) -> Message:
+        (part,) = self._incoming.recv(_WORD, within.total_seconds())
+        return decode(part, self._peer_name)
+
+    def close(self) -> None:
+        with suppress(LinkError):
+            self._out.close(_CLOSE_WORDS_S)
+
+
+_WORD = MessageKey(Kind.WORD)
+
+
+@dataclass(frozen=True)
+class SealedRendezvous(Rendezvous):
+    """The rendezvous of a rank whose cloud has another owner than others.
+
+    store: of the ranks of its own cloud.
+    """
+
+    lines: SealedLines | None = None
+
+    @cached_property
+    def words(self) -> Words:
+        return words_of(
+            self.store,
+            self.rank,
+            num_ranks=self.num_ranks,
+            within_s=self.within_s,
+            beginning=None,
+            join=self._join,
+        )
+
+    def _join(self, rank: int, beginning: int, within_s: float) -> WordLine:
+        """Join the line of words between rank 0 and another rank, of which this is one."""
+        assert self.lines is not None, "a sealed rendezvous has lines"
+        peer = 0 if self.rank else rank
+        if self.lines.place.is_mate(peer):
+            return joined_over_gloo(self.store, self.rank == 0, rank, beginning, within_s)
+        return self.lines.words_with(peer)
+
+
+class SealedTransport(Transport):
+    """The transport where clouds have several owners."""
+
+    def __init__(self, rendezvous: SealedRendezvous) -> None:
+        super().__init__(rendezvous)
+        assert rendezvous.lines is not None
+        self.lines = rendezvous.lines
+        self._inside = GlooTransport(rendezvous, self.lines.place.mates)
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        way = self._inside if self.lines.place.is_mate(peer) else self.lines
+        return way.out(line, peer, settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        way = self._inside if self.lines.place.is_mate(peer) else self.lines
+        return way.incoming(line, peer, settings)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        mates = [self.lines.place.is_mate(rank) for rank in ranks]
+        assert all(mates) or not any(mates), "no collective spans two owners"
+        return self._inside.group(ranks, device) if all(mates) else None
