@@ -36,9 +36,10 @@ WAIT_S = 5.0
 
 
 def command(run_dir: Path, seed: int, steps: int, extra: Sequence[str]) -> list[str]:
-    local = {"every": 10, "wait_s": WAIT_S, "late": "skip", "leave": "go_on", "restart_s": 0.0}
+    local = {"every": 10, "late.wait_s": WAIT_S, "late.restart_s": 0.0}
     return [
-        sys.executable, "run.py", "+exp=lora_clm", "strategy=local_updates", "compression=int4",
+        sys.executable, "run.py", "+exp=lora_clm", "compression=int4",
+        "strategy=local_updates", "+strategy/averaging/late=go_on",
         *(f"strategy.averaging.{name}={value}" for name, value in local.items()),
         "cluster/wan=free", "training.batch_size=8", f"training.max_steps={steps}",
         f"seed={seed}", "tracker=none", f"hydra.run.dir={run_dir}", *extra,

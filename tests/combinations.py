@@ -45,6 +45,7 @@ from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer
@@ -173,7 +174,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         "streaming": Strategy(
             "streaming", None, LocalUpdates(every=4, fragments=2, overlap=1, mix=0.2)
         ),
-        "elastic": Strategy("local_updates", None, LocalUpdates(every=2, leave="go_on")),
+        "elastic": Strategy("local_updates", None, LocalUpdates(every=2, late=GoOn())),
     },
     "schedule": {
         "gpipe": GPipe, "1f1b": OneForwardOneBackward, "zero_bubble": ZeroBubble,

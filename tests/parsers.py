@@ -44,6 +44,7 @@ from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.one_way.producer import OrderBook
 from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.line.hello import (
     Hello,
@@ -341,7 +342,7 @@ def contributions() -> Parser:
     return Parser([parts], lambda parts: Terms().contribution(1, 1, 1.0, 1.0, codec, parts))
 
 
-SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)
+SETTINGS = LocalUpdates(2, MEAN, late=Skip(5.0))
 
 
 def hub() -> Parser:

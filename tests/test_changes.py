@@ -32,6 +32,7 @@ from xcloud.features.checkpoints.resume import (
 )
 from xcloud.features.checkpoints.saving import about_part
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.config import Settings
 from xcloud.job.given import resumed
@@ -312,7 +313,7 @@ def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) ->
 
 
 def test_the_hub_of_a_run_with_other_clouds_has_values_for_those_that_begin_again() -> None:
-    settings = LocalUpdates(every=2, leave="go_on", wait_s=10)
+    settings = LocalUpdates(every=2, late=GoOn(10))
     post, diary = Post(2), Diary()
     hub, member = (Scalar(replica, post, settings, 4, diary) for replica in (0, 1))
     hub.rounds.load_state_dict(hub.rounds.state_dict())

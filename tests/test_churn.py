@@ -17,8 +17,8 @@ from xcloud.record.events import EVENTS_FILE
 
 LONG = {"_target_": "tests.toy.ToyModel", "step_s": 0.03}
 ELASTIC = (
-    "strategy=local_updates", "strategy.averaging.every=5", "strategy.averaging.leave=go_on",
-    "strategy.averaging.wait_s=20", "strategy.averaging.restart_s=0", "compression=int4",
+    "strategy=local_updates", "strategy.averaging.every=5", "+strategy/averaging/late=go_on",
+    "strategy.averaging.late.wait_s=20", "strategy.averaging.late.restart_s=0", "compression=int4",
     "training.max_steps=60",
 )  # fmt: skip
 

@@ -29,17 +29,18 @@ from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.late import GoOn, LatePolicy, Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median, NormBound, Robust, TrimmedMean
 from xcloud.net.frame import MessageKey
 from xcloud.pipeline.exchange import Work
 
-SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
-GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)
+SKIP = LocalUpdates(2, MEAN, late=Skip(0.2))
+GO_ON = LocalUpdates(2, MEAN, late=GoOn(20.0))
 
 
 def test_with_everyone_in_time_it_is_diloco() -> None:
-    settings = LocalUpdates(4, DILOCO, late="skip", wait_s=20.0)
+    settings = LocalUpdates(4, DILOCO, late=Skip(20.0))
     post, diary = Post(3), Diary()
     job = [Replica(r, post.links(r), settings, 12) for r in range(3)]
     end_of(job[0].exchange).reporter = diary
@@ -119,7 +120,7 @@ def test_replicas_round_independently_so_that_their_errors_average_out() -> None
 
 def test_one_that_missed_many_merges_gets_all_values() -> None:
     post, diary = Post(2), Diary()
-    settings = LocalUpdates(1, DILOCO, late="skip", wait_s=0.02)
+    settings = LocalUpdates(1, DILOCO, late=Skip(0.02))
     hub = Scalar(0, post, settings, 12, diary)
     late = Scalar(1, post, settings, 12, diary, change=3.0)
 
@@ -172,16 +173,16 @@ def test_the_others_go_on_without_one_that_is_gone_and_take_it_in_again(
 
 
 def test_a_lost_cloud_ends_the_run_where_nothing_else_was_asked_for() -> None:
-    settings = LocalUpdates(2, MEAN, late="skip", wait_s=20.0)
+    settings = LocalUpdates(2, MEAN, late=Skip(20.0))
     post, diary = Post(2), Diary()
     hub = Scalar(0, post, settings, 4, diary)
     post.end(1)
-    with pytest.raises(LinkClosed, match=r"set strategy\.averaging\.leave=go_on"):
+    with pytest.raises(LinkClosed, match=r"add \+strategy/averaging/late=go_on"):
         hub.run(1, 4)
 
 
 def test_one_that_never_comes_counts_as_gone_unless_late_ones_are_skipped() -> None:
-    settings = LocalUpdates(2, MEAN, leave="go_on", wait_s=0.05)
+    settings = LocalUpdates(2, MEAN, late=GoOn(0.05))
     post, diary = Post(2), Diary()
     Scalar(0, post, settings, 6, diary).run(1, 6)
     assert diary.words == [(1, "left")]
@@ -190,7 +191,7 @@ def test_one_that_never_comes_counts_as_gone_unless_late_ones_are_skipped() -> N
 
 def test_one_that_was_waited_for_in_vain_is_taken_in_again_on_the_same_link() -> None:
     """It is late at its second merge: the hub must expect its second message, not a first one."""
-    settings = LocalUpdates(2, MEAN, leave="go_on", wait_s=0.5)
+    settings = LocalUpdates(2, MEAN, late=GoOn(0.5))
     post, diary = Post(2), Diary()
     hub = Scalar(0, post, settings, 8, diary)
     late = Scalar(1, post, settings, 8, diary, change=3.0)
@@ -213,7 +214,7 @@ def test_one_that_was_waited_for_in_vain_is_taken_in_again_on_the_same_link() ->
 
 def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> None:
     """One that was skipped is not waited for again before it has come."""
-    settings = LocalUpdates(1, MEAN, late="skip", wait_s=0.02)
+    settings = LocalUpdates(1, MEAN, late=Skip(0.02))
     post, diary, waits = Post(2), Diary(), list[float]()
     hub = Scalar(0, post, settings, 40, diary)
     links = hub.end.links
@@ -316,16 +317,17 @@ def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
 
 
 @pytest.mark.parametrize("more", [{"fragments": 2}, {"overlap": 1}, {"mix": 0.5}])
-def test_what_elastic_merges_cannot_do_is_refused(more: Any) -> None:
-    with pytest.raises(ConfigError, match="merge all parameters at once"):
-        LocalUpdates(4, MEAN, late="skip", **more)
+@pytest.mark.parametrize("late", [Skip(), GoOn()], ids=repr)
+def test_what_elastic_merges_cannot_do_is_refused(late: LatePolicy, more: Any) -> None:
+    with pytest.raises(ConfigError, match="all parameters at once"):
+        LocalUpdates(4, MEAN, late=late, **more)
 
 
-@pytest.mark.parametrize("elastic", [{"late": "skip"}, {"leave": "go_on"}])
+@pytest.mark.parametrize("late", [Skip(), GoOn()], ids=repr)
 @pytest.mark.parametrize("merge", [Median(), TrimmedMean(), NormBound()], ids=repr)
-def test_no_robust_merge_is_the_word_of_the_first_cloud(merge: Robust, elastic: Any) -> None:
-    with pytest.raises(ConfigError, match=r"merge is .* but .* the first cloud merges for all"):
-        LocalUpdates(4, MEAN, merge=merge, **elastic)
+def test_no_robust_merge_is_the_word_of_the_first_cloud(merge: Robust, late: LatePolicy) -> None:
+    with pytest.raises(ConfigError, match=r"first cloud merges for all.*averaging\.merge=null"):
+        LocalUpdates(4, MEAN, merge=merge, late=late)
 
 
 def test_a_fast_cloud_waits_for_the_first_one_as_long_as_that_lives() -> None:

@@ -21,6 +21,7 @@ from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.one_way.producer import OrderBook
 from xcloud.features.replicas.averaging import AllToAll, Terms
+from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import weighted_mean
 from xcloud.net.frame import Frame, Kind, MessageKey
@@ -201,7 +202,7 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
 def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
     """The weights of merges every 2 steps in which replica 1 claims these; replica 0 does a sample
     a step."""
-    post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late="skip", wait_s=5.0)
+    post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late=Skip(5.0))
     hub = Scalar(0, post, settings, 99, diary)
     hub.end.max_weight = lambda replica, num_steps: float(num_steps)
     for number, weight in enumerate(weights):

@@ -17,6 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
+from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.job.strategy import Strategy
@@ -55,8 +56,8 @@ STRATEGIES = {
     "unequal clouds": (local(), clouds(2, (3, 2))),
     "pipelines": (local(2), clouds(4)),
     "streaming": (local(fragments=2, overlap=1, mix=0.5), clouds(2)),
-    "a late one is skipped": (local(late="skip"), clouds(3)),
-    "late, with lanes": (local(late="skip"), clouds(2, 2)),
+    "a late one is skipped": (local(late=Skip()), clouds(3)),
+    "late, with lanes": (local(late=Skip()), clouds(2, 2)),
 }
 
 
@@ -134,7 +135,7 @@ def test_a_slow_cloud_leaves_out_steps_and_says_so() -> None:
 
 
 def test_the_hub_tells_of_every_merge() -> None:
-    job = ranks(clouds(3), TRAINING, INT4, GPipe(9), strategy=local(late="skip"))
+    job = ranks(clouds(3), TRAINING, INT4, GPipe(9), strategy=local(late=Skip()))
     train(job)
     for rank in job:
         rank.reporter.flush()
@@ -148,7 +149,7 @@ def test_the_hub_tells_of_every_merge() -> None:
 
 def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
     skipping = replace(TRAINING, on_divergence="skip")
-    job = ranks(clouds(3), skipping, INT4, GPipe(9), strategy=local(late="skip"))
+    job = ranks(clouds(3), skipping, INT4, GPipe(9), strategy=local(late=Skip()))
     hook = spoil(job, 0, math.nan)  # in the first cloud
     train(job, 1)
     hook.remove()
@@ -159,7 +160,7 @@ def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
     assert merge["weights"] == {"c0": 3 * 6, "c1": 4 * 5, "c2": 4 * 5}
 
 
-@pytest.mark.parametrize("settings", [{"late": "skip"}, {"max_s": 3.0}, {"weigh": "tokens"}])
+@pytest.mark.parametrize("settings", [{"late": Skip()}, {"max_s": 3.0}, {"weigh": "tokens"}])
 def test_what_needs_whole_replicas_is_refused_for_pipelines(settings: Any) -> None:
     with pytest.raises(ConfigError, match="each rank must hold the whole model"):
         local(2, **settings).arrange(clouds(4))
@@ -174,10 +175,8 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
     assert labels["fedavg"] == "fedavg (every 50, mean)"
     assert labels["streaming"].endswith("4 fragments, overlap 5, mix 0.5)")
     kept = build(
-        "+exp=abnet_iwslt", "strategy=local_updates", "strategy.averaging.leave=go_on",
-        "strategy.averaging.restart_s=2",
+        "+exp=abnet_iwslt", "strategy=local_updates", "+strategy/averaging/late=go_on",
+        "strategy.averaging.late.restart_s=2",
     )  # fmt: skip
     roster = kept.roster
     assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
-    with pytest.raises(ConfigError, match=r"restart_s needs strategy.averaging.leave=go_on"):
-        LocalUpdates(restart_s=2.0)

@@ -9,6 +9,7 @@ import pytest
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec, every_plan, piece
 from xcloud.base.errors import ConfigError
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
@@ -195,7 +196,7 @@ def test_the_replica_with_most_micro_batches_is_the_one_that_is_waited_for(
 
 def test_where_a_cloud_may_be_lost_two_clouds_ask_and_answer() -> None:
     big = {NO_COMPRESSION: CompressorCosts("none", [codec(1e6)], AveragingCodec(10**6, 0.3, 0.2))}
-    elastic = LocalUpdates(every=1, leave="go_on")
+    elastic = LocalUpdates(every=1, late=GoOn())
     priced = pricer(
         replace(EIGHT, compressors=big), far=Strategy("local_updates", None, elastic),
         near=Strategy("local_updates", None, LocalUpdates(every=1)),

@@ -224,7 +224,7 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
         build(*exp, "security/privacy=sample")
     with pytest.raises(ConfigError, match=r"training\.batch_size is 16 and there are 4 micro"):
         build(*exp, "strategy=data_parallel", "security/privacy=sample")
-    late = ("strategy=local_updates", "strategy.averaging.late=skip")
+    late = ("strategy=local_updates", "+strategy/averaging/late=skip")
     with pytest.raises(ConfigError, match="gives no bound if"):
         build(*exp, *late, "security/privacy=cloud")
     with pytest.raises(ConfigError, match="here is one replica"):

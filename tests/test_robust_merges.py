@@ -26,6 +26,7 @@ from xcloud.contracts.model import Batch
 from xcloud.features.replicas.averaging import AllToAll, Averager, Terms, averager_for
 from xcloud.features.replicas.feature import replicas_exchange
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
+from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
 from xcloud.features.replicas.merging import (
     Contribution,
@@ -360,7 +361,7 @@ CLAIMS: dict[str, tuple[Averaging, list[float]]] = {
     "samples, robust": (LocalUpdates(2, MEAN, merge=NormBound()), [30.0, 16.0, 14.0]),
     "tokens": (LocalUpdates(2, MEAN, weigh="tokens", merge=NormBound()), [30.0, 16.0, 14.0]),
     "equal": (LocalUpdates(2, MEAN, weigh="equal", merge=Median()), [1.0, 1.0, 1.0]),
-    "late": (LocalUpdates(2, MEAN, late="skip", wait_s=5.0), [30.0, 16.0, 14.0]),
+    "late": (LocalUpdates(2, MEAN, late=Skip(5.0)), [30.0, 16.0, 14.0]),
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_a_whole_number_that_nothing_can_hold_is_refused_by_its_key() -> None:
     assert {"seed", "training.batch_size", "cluster.clouds.cloud_a.num_ranks"} <= set(keys)
     seconds = {
         "training.checkpoint.every_minutes",
-        "plan.strategies.local_updates.averaging.wait_s",
+        "plan.strategies.local_updates.averaging.late.wait_s",
     }
     for key in sorted({*keys} - seconds)[::8]:  # the checks are of the types, which are few
         changed = OmegaConf.to_container(OmegaConf.create(config))

@@ -145,13 +145,12 @@ class Experiment(PipelineJob):
         is_elastic = traits.is_elastic and layout.num_replicas > 1
         first = frozenset(layout.ranks_in(layout.stage_cloud(0)))
         saving = first if is_elastic else everyone
-        averaging = self.strategy.averaging
         return Roster(
             essential=saving if traits.may_leave else everyone,
             saving=saving,
             may_report=may_report,
             is_elastic=is_elastic,
-            restart_s=None if averaging is None else averaging.restart_s,
+            restart_s=traits.restart_s,
         )
 
     @property

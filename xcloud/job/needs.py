@@ -96,7 +96,7 @@ every_update_together = plain(
 all_clouds_stay = plain(
     lambda job: job.strategy.traits.is_elastic,
     "strategy={job.strategy.name} lets clouds be late, leave and come back",
-    remedy="set strategy.averaging.late=wait and leave=fail",
+    remedy="choose strategy/averaging/late=wait",
 )
 no_privacy = plain(
     lambda job: job.security.privacy is not None,

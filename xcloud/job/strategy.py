@@ -33,6 +33,7 @@ class Traits:
     is_elastic: the run continues where a cloud is late or lost, and everything goes through the
         first cloud.
     may_leave: a lost cloud does not end the run.
+    restart_s: seconds after which a lost cloud on this machine is started again; None = never.
     every: updates that a contribution of a replica sums up.
     equal_every: updates after which all replicas are equal; 0 = only after the last.
     column: of checkpoints/resume.TABLE.
@@ -45,6 +46,7 @@ class Traits:
     trains_locally: bool = False
     is_elastic: bool = False
     may_leave: bool = False
+    restart_s: float | None = None
     every: int = 1
     equal_every: int = 1
     column: str = "data parallel"
@@ -85,12 +87,10 @@ class Averaging(ABC):
     Subclasses are dataclasses (base/settings.py).
 
     merge: a Byzantine-robust aggregator.
-    restart_s: seconds after which a lost cloud on this machine is started again.
     """
 
     feedback: bool = True
     merge: RobustMerge | None = None
-    restart_s: float | None = None
 
     @property
     def traits(self) -> Traits:

@@ -45,6 +45,7 @@ models.causal_stage.NextTokenPretraining models.causal_stage.OwnCausal models.ca
 models.transformer.Beam models.transformer.Greedy models.low_rank_split.LowRankSplit
 models.split_point.Split models.pretraining.MaskedLanguageModelling models.transformer.Transformer
 comm.memory.NoMemory features.replicas.gradient_averaging.GradientAveraging
+features.replicas.late.GoOn features.replicas.late.Skip features.replicas.late.Wait
 features.replicas.local_updates.LocalUpdates features.replicas.merging.Median
 features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
 pipeline.one_forward_one_backward.OneForwardOneBackward

@@ -23,6 +23,7 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.comm.state import Stateful
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Merged, ReplicaLinks, Terms, first_part
+from xcloud.features.replicas.late import LatePolicy
 from xcloud.features.replicas.merging import Contribution
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Tensors
@@ -154,17 +155,13 @@ class AveragingServer(_End):
     """The end that merges for all.
 
     max_weight: of a replica, by its number, for what it did in so many updates.
-    late: whether a replica that has not come after wait_s seconds is missing in this merge alone,
-        or counts as one that has left.
-    leave: whether the others continue then.
+    late: what is done without a replica that is late or lost.
     values: of this replica, as OuterParameters.flat, for those that missed too many merges.
     """
 
     terms: Terms
     max_weight: Callable[[int, int], float]
-    late: Literal["wait", "skip"]
-    leave: Literal["fail", "go_on"]
-    wait_s: float
+    late: LatePolicy
     values: Callable[[], Tensors]
     reporter: Reporter
     _taken: dict[int, Contribution] = field(default_factory=dict, init=False)
@@ -180,12 +177,12 @@ class AveragingServer(_End):
         self._taken = {SERVER: Contribution(list(tensors), weight)}
 
     def finish(self, step: int) -> Merged:
-        """Merge what has come from now until wait_s seconds later at the latest.
+        """Merge what has come from now until `late.wait_s` seconds later at the latest.
 
         If the result is not finite the merge is skipped, nothing counts in it, and all replicas
         keep what they did.
         """
-        for replica, known, contribution in self._come(step, self.wait_s, "present"):
+        for replica, known, contribution in self._come(step, self.late.wait_s, "present"):
             if contribution is not None and known == self.known:
                 self._taken[replica] = contribution
             self._due[replica] = known
@@ -213,7 +210,7 @@ class AveragingServer(_End):
             self._answer(replica, known, step=step, is_counted=replica in self._taken)
         self._due = {}
         self._taken = {}
-        late = self._come(step, self.wait_s, "late") if is_last else ()
+        late = self._come(step, self.late.wait_s, "late") if is_last else ()
         for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
             self._set_state(replica, "present", step=step)
             self._answer(replica, known, step=step, is_counted=False)
@@ -222,7 +219,7 @@ class AveragingServer(_End):
         """Answer the others, which begin again with the values of this replica."""
         for peer in self._peers.values():
             peer.merged_at = step
-        for replica, known, _ in self._come(step, self.wait_s, "present"):
+        for replica, known, _ in self._come(step, self.late.wait_s, "present"):
             self._answer(replica, known, step=step, is_counted=False)
         return Merged(is_counted=False, step=step)
 
@@ -243,12 +240,11 @@ class AveragingServer(_End):
         key = MessageKey(Kind.AVERAGING, peer.number, micro_batch=_ASKS)
         try:
             parts = self.links.next(replica, key, wait_s=max(0.0, wait_s))
-        except LinkTimeout as error:
-            why = f"it did not come in {self.wait_s:g} s"
-            if peer.state == "present" and self.late == "skip":
-                self._set_state(replica, "late", step=step, why=why)
-            elif peer.state == "present":
-                self._lose(replica, step, why, error)
+        except LinkTimeout:
+            why = f"it did not come in {self.late.wait_s:g} s"
+            if peer.state == "present":
+                state: PeerState = "left" if self.late.may_leave else "late"
+                self._set_state(replica, state, step=step, why=why)
             return None
         except LinkClosed as error:
             peer.number = 0  # what comes next is of a new link
@@ -270,9 +266,9 @@ class AveragingServer(_End):
         )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
-        if self.leave == "fail":
+        if not self.late.may_leave:
             raise type(error)(
-                f"{error}. To go on without a cloud that leaves set strategy.averaging.leave=go_on"
+                f"{error}. To go on without a lost cloud add +strategy/averaging/late=go_on"
             ) from error
         self._set_state(replica, "left", step=step, why=why)
 

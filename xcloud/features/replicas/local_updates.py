@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, Seconds, settings
+from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import SERVER, AveragingServer, Member
+from xcloud.features.replicas.late import LatePolicy, Wait
 from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.features.replicas.outer_optimizer import (
     OuterOptimizer,
@@ -56,15 +57,9 @@ class LocalUpdates(Averaging):
     merge: a Byzantine-robust aggregator (merging.py), made by every replica from the changes of
         all; null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
-    wait_s: seconds that a merge waits for a replica, from the moment where its own cloud is there.
-    late: wait = it then counts as one that has left. skip = this merge is without it; its change
-        is part of the next one.
-    leave: fail = the run ends. go_on = the others merge without it, and take it in when it comes
-        back.
-    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
-
-    With skip or go_on the first cloud merges for all, so no merge is robust, each replica is in
-    one cloud, and merges are of all parameters at once.
+    late: what happens where a cloud is late or lost: wait, skip or go_on (late.py). With skip and
+        go_on the first cloud merges for all, so no merge is robust, each replica is in one cloud,
+        and merges are of all parameters at once.
     """
 
     every: Positive = 50
@@ -77,10 +72,7 @@ class LocalUpdates(Averaging):
     max_tokens: Positive | None = None
     feedback: bool = True
     merge: Robust | None = None
-    wait_s: Annotated[float, Field(gt=0)] = 600.0
-    late: Literal["wait", "skip"] = "wait"
-    leave: Literal["fail", "go_on"] = "fail"
-    restart_s: Seconds | None = None
+    late: LatePolicy = field(default_factory=Wait)
 
     def __post_init__(self) -> None:
         if self.fragments > self.every or self.overlap >= self.every:
@@ -89,19 +81,12 @@ class LocalUpdates(Averaging):
                 f"({self.overlap}) less than, {NAME}.every ({self.every}): one fragment is merged "
                 "at a step, and ends before the next merge of the same parameters begins"
             )
-        if self.restart_s is not None and self.leave == "fail":
-            raise ConfigError(f"{NAME}.restart_s needs {NAME}.leave=go_on")
-        if self.is_elastic and not self.is_at_once:
+        if self.is_elastic and not (self.is_at_once and self.merge is None):
             raise ConfigError(
-                f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
-                f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
-            )
-
-        if self.is_elastic and self.merge is not None:
-            raise ConfigError(
-                f"{NAME}.merge is {self.merge}, but with {NAME}.late=skip or {NAME}.leave=go_on "
-                "the first cloud merges for all, and a robust merge must not be any one cloud's "
-                f"word; set {NAME}.late=wait and {NAME}.leave=fail, or {NAME}.merge=null"
+                f"strategy/averaging/late={self.late.word}: the first cloud merges for all, all "
+                "parameters at once and by the mean, since a robust merge must not be any one "
+                f"cloud's word; set {NAME}.fragments=1, {NAME}.overlap=0, {NAME}.mix=0 and "
+                f"{NAME}.merge=null, or choose late=wait"
             )
 
     @property
@@ -113,15 +98,14 @@ class LocalUpdates(Averaging):
             f"overlap {self.overlap}": self.overlap,
             f"mix {self.mix:g}": self.mix,
             repr(self.merge): self.merge is not None,
-            "skips the late": self.late == "skip",
-            "goes on without the lost": self.leave == "go_on",
+            self.late.label: self.late.label,
         }
         return ", ".join(part for part, is_said in parts.items() if is_said)
 
     @property
     def is_elastic(self) -> bool:
         """True if the run continues where a cloud is late or lost."""
-        return self.late == "skip" or self.leave == "go_on"
+        return self.late.is_elastic
 
     @property
     def is_at_once(self) -> bool:
@@ -134,7 +118,8 @@ class LocalUpdates(Averaging):
         return Traits(
             trains_locally=True,
             is_elastic=self.is_elastic,
-            may_leave=self.leave == "go_on",
+            may_leave=self.late.may_leave,
+            restart_s=self.late.restart_s,
             every=self.every,
             equal_every=self.every if self.is_at_once else 0,
             column=column if self.is_at_once else "streaming",
@@ -163,8 +148,7 @@ class LocalUpdates(Averaging):
         """
         super().check(layout)
         needs = {
-            "late=skip": self.late == "skip",
-            "leave=go_on": self.leave == "go_on",
+            f"late={self.late.word}": self.is_elastic,
             "max_s": self.max_s is not None,
             "max_tokens": self.max_tokens is not None,
             "weigh=tokens": self.weigh == "tokens",
@@ -262,7 +246,7 @@ class LocalRounds(Exchange):
         ]
         averagers = [fragment.averager for fragment in self._fragments]
         if not averaging.is_elastic:
-            replicas.open(averagers, averaging.wait_s, averaging.max_under_way)
+            replicas.open(averagers, averaging.late.wait_s, averaging.max_under_way)
             self.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
@@ -362,8 +346,6 @@ class LocalRounds(Exchange):
             terms=replicas.guarded(terms, shapes),
             max_weight=self._max_weight,
             late=averaging.late,
-            leave=averaging.leave,
-            wait_s=averaging.wait_s,
             values=values.flat,
             reporter=replicas.reporter,
         )
