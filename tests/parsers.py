@@ -38,6 +38,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.doctor.talk import Facts, pack_facts, unpack_facts
 from xcloud.features.autopilot.pilot import like
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.intake import Inbox
@@ -128,6 +129,11 @@ def greetings() -> Parser:
     hello = encode_hello(Hello(stream, bytes(16), attempt=1, connection=2, of=3, expected=7))
     honest = [hello[1:], encode_refusal(Refusal.OTHER_RUN)[1:]]
     return Parser(honest, lambda data: decode_hello(data, "cloud_b"))
+
+
+def doctors_facts() -> Parser:
+    facts = Facts("0.2.0", code="c0de", torch="2.11", python="3.11.4", file="f11e")
+    return Parser([pack_facts(facts)], lambda data: unpack_facts(data, "cloud_b"))
 
 
 def pieces() -> Parser:
@@ -415,7 +421,7 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     for maker in (
         frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
         ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
-        greetings, pieces, sealed, mailbox_objects, notes,
+        greetings, doctors_facts, pieces, sealed, mailbox_objects, notes,
         checkpoint_headers,
     )
 }  # fmt: skip

@@ -47,6 +47,8 @@ job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
 line.keys.main | keys new cloud_a | make the key of this cloud, or show whose a key is
 job.approval.main | approve experiment.yaml \
     | show what an experiment file asks of this cloud and its number; approve it
+doctor.command.main | doctor experiment.yaml --cloud cloud_a \
+    | look whether this cloud can take part in a run, before it is started
 show.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
 show.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom

@@ -35,6 +35,7 @@ class Leaving(NamedTuple):
     what: the content in words, with shapes.
     how_often: in words.
     max_bytes: of the content of one message; None where the settings do not tell.
+    num_per_step: the number of such messages in a step; 0 for what no step needs, or few do.
     """
 
     sender: str
@@ -43,6 +44,7 @@ class Leaving(NamedTuple):
     what: str
     how_often: str
     max_bytes: int | None = None
+    num_per_step: int = 0
 
     @property
     def in_words(self) -> str:
@@ -75,16 +77,16 @@ def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]
         parts = ", ".join(f"{[*s.shape]} {s.dtype}".replace("torch.", "") for s in boundary.start)
         num_bytes = sum(spec.num_bytes for spec in boundary.start)
         yield Leaving(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
-    often = f"{job.num_pieces} a step"
+    num = -(-job.num_pieces // job.cluster.num_replicas)  # they share the micro-batches
+    often = f"{num} a step"
     what, num_bytes = _coded(job, stage, fields=boundary.fields, direction="forward")
-    yield Leaving(here, there, "activation", what, often, max_bytes=num_bytes)
+    yield Leaving(here, there, "activation", what, often, max_bytes=num_bytes, num_per_step=num)
     words = "the same tensors of texts that are scored"
     yield Leaving(here, there, "evaluation", words, "one for each micro-batch of an evaluation")
     if boundary.gradient_fields:
         fields = boundary.gradient_fields
         what, num_bytes = _coded(job, stage, fields=fields, direction="backward")
-        often = f"{job.num_pieces} a step"
-        yield Leaving(there, here, "gradient", what, often, max_bytes=num_bytes)
+        yield Leaving(there, here, "gradient", what, often, max_bytes=num_bytes, num_per_step=num)
 
 
 def _coded(

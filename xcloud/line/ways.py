@@ -35,9 +35,10 @@ MAX_HANDSHAKES_PER_ADDRESS = 8
 _BACKLOG = 128
 _NOT_SENT_BYTES = 1 << 19
 _ONE_STREAM_BYTES = 3e6
-"""What one connection carries in a round trip with Linux's usual limit (4 MB, tcp_wmem), as
+"""What one connection carries in a round trip with Linux's usual limit (_USUAL_LIMIT), as
 measured."""
-_FAST_LINE = 125e6
+_USUAL_LIMIT = 1 << 22  # bytes, net.ipv4.tcp_wmem
+FAST_LINE = 125e6
 """Bytes per second of the fastest line that connections are opened for: 1 Gbit/s."""
 
 
@@ -330,8 +331,13 @@ class Listener:
 
 def num_connections(round_trip_s: float) -> int:
     """Return how many connections fill a fast line with this round trip."""
-    needed = math.ceil(_FAST_LINE * round_trip_s / _ONE_STREAM_BYTES)
+    needed = math.ceil(FAST_LINE * round_trip_s / _ONE_STREAM_BYTES)
     return min(max(1, needed), MAX_CONNECTIONS)
+
+
+def stream_bytes(limit_bytes: int) -> float:
+    """Return what one connection carries in a round trip with this limit of its send buffer."""
+    return limit_bytes / _USUAL_LIMIT * _ONE_STREAM_BYTES
 
 
 def tune(connection: socket.socket, is_bulk: bool) -> None:

@@ -1,0 +1,299 @@
+"""`python -m xcloud doctor`: what each owner sees before a run, alone and with the other's doctor
+at the end of the line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.configs import composed
+from tests.line_keys import copy_keys
+from tests.runs import free_port
+from xcloud.__main__ import main
+from xcloud.base.errors import FrameError
+from xcloud.doctor import lines, machine, talk
+from xcloud.doctor.case import Case
+from xcloud.doctor.command import examine
+from xcloud.doctor.finding import Finding, State
+from xcloud.doctor.talk import Facts, Kind, follow, lead
+from xcloud.job.config import Settings
+from xcloud.line.keys import make_key
+from xcloud.security.policy import Policy
+
+CLOUDS = ("cloud_a", "cloud_b")
+FACTS = Facts("0.2.0", code="c", torch="2", python="3", file="f")
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talk, "BULK_S", 0.06)
+    monkeypatch.setattr(lines, "PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> list[Case]:
+    """The same experiment in two clouds; cloud_b has the address."""
+    return [case_of(cloud, tmp_path) for cloud in CLOUDS]
+
+
+@cache
+def experiment() -> Settings:
+    """Two clouds, of which cloud_b has an address at a port that was free."""
+    address = f"cluster.clouds.cloud_b.address=127.0.0.1:{free_port()}"
+    return Settings.of(
+        composed("+exp=abnet_iwslt", "cluster/wan=sealed", "compression=int8", address)
+    )
+
+
+def case_of(cloud: str, folder: Path) -> Case:
+    own = folder / cloud
+    policy_file = copy_keys(own)
+    file = folder / "experiment.yaml"
+    experiment().write(file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    other = next(name for name in CLOUDS if name != cloud)
+    policy = Policy(me=cloud, peers={other: [f"{other}.pem"]}, approved=[digest])
+    return Case(
+        file,
+        digest=digest,
+        settings=experiment(),
+        refusal=None,
+        cloud=cloud,
+        policy=policy,
+        policy_file=policy_file,
+        run_dir=folder / "runs",
+    )
+
+
+def both(cases: list[Case]) -> list[dict[str, Finding]]:
+    """What two doctors find that run at the same time, by name."""
+    found: list[dict[str, Finding]] = [{}, {}]
+
+    def run(number: int) -> None:
+        made = examine(cases[number], wait_s=20.0)
+        found[number] = {finding.name: finding for finding in made}
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def reds(found: dict[str, Finding]) -> list[str]:
+    assert all(bool(one.advice) == (one.state is not State.OK) for one in found.values())
+    return [name for name, one in found.items() if one.state is State.RED]
+
+
+def test_two_owners_who_have_done_everything_right_see_nothing_red(cases: list[Case]) -> None:
+    here, there = both(cases)
+    assert reds(here) == reds(there) == []
+    assert here["line to cloud_b"].fact.startswith("this cloud dials 127.0.0.1:")
+    assert there["line to cloud_a"].fact.startswith("cloud_a dials 127.0.0.1:")
+    ours = here["bandwidth to cloud_b"].figures
+    theirs = there["bandwidth to cloud_a"].figures
+    assert ours["sent_bytes_per_s"] == theirs["received_bytes_per_s"] > 1e5
+    assert ours["received_bytes_per_s"] == theirs["sent_bytes_per_s"] > 1e5
+    ahead_s = here["clock of cloud_b"].figures["clock_ahead_s"]
+    assert there["clock of cloud_a"].figures["clock_ahead_s"] == -ahead_s
+    assert abs(ahead_s) < 1.0
+    # 4 micro-batches of activations, as `approve` shows them; what goes out here comes in there.
+    [sent] = [m for m in cases[0].job.leaving() if m.kind == "activation"]
+    step = here["step over the line to cloud_b"].figures
+    assert step["out_bytes"] == 4 * (sent.max_bytes or 0) > 0
+    back = there["step over the line to cloud_a"].figures
+    assert (back["out_bytes"], back["back_bytes"]) == (step["back_bytes"], step["out_bytes"])
+
+
+def test_another_file_another_release_and_another_torch_are_seen_on_both_sides(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = lines.own_facts
+
+    def own_facts(digest: str) -> Facts:
+        facts = honest(digest)
+        if digest == "0" * 64:
+            facts = facts._replace(release="0.1.0", torch="1.0")
+        return facts
+
+    monkeypatch.setattr(lines, "own_facts", own_facts)
+    cases[1] = replace(cases[1], digest="0" * 64, policy=replace(cases[1].policy, approved=None))
+    for found, other in zip(both(cases), CLOUDS[::-1], strict=True):
+        assert reds(found) == [f"release of {other}", f"file of {other}"]
+        assert found[f"packages of {other}"].state is State.WARN
+        assert "copy one experiment file" in found[f"file of {other}"].advice
+        assert "0.1.0" in found[f"release of {other}"].fact
+
+
+@pytest.mark.parametrize("dials", [True, False])
+def test_a_doctor_alone_says_what_to_ask_of_the_other_owner(
+    dials: bool, cases: list[Case]
+) -> None:
+    case = cases[0] if dials else cases[1]
+    other = CLOUDS[dials]
+    found = {one.name: one for one in examine(case, wait_s=0.0)}
+    assert reds(found) == [f"line to {other}"]
+    line = found[f"line to {other}"]
+    assert "no doctor" in line.fact
+    assert f"doctor experiment.yaml --cloud {other}` at the same time" in line.advice
+    assert "127.0.0.1:" in line.advice
+
+
+def expire(folder: Path, cloud: str) -> None:
+    for suffix in ("key", "pem"):
+        (folder / f"{cloud}.{suffix}").unlink()
+    make_key(cloud, folder, valid_for=timedelta(seconds=-60))
+
+
+def end_soon(folder: Path, cloud: str) -> None:
+    for suffix in ("key", "pem"):
+        (folder / f"{cloud}.{suffix}").unlink()
+    make_key(cloud, folder, valid_for=timedelta(days=9))
+
+
+def remove(folder: Path, cloud: str) -> None:
+    (folder / f"{cloud}.pem").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "cloud", "name", "said"),
+    [
+        (expire, "cloud_a", "own key", "has expired on"),
+        (expire, "cloud_b", "certificate of cloud_b", "has expired on"),
+        (remove, "cloud_a", "own key", "there is no file"),
+        (remove, "cloud_b", "certificate of cloud_b", "there is no file"),
+    ],
+)
+def test_a_certificate_that_is_expired_or_missing_is_red_and_no_line_is_tried(
+    change: Callable[[Path, str], None], cloud: str, name: str, said: str, cases: list[Case]
+) -> None:
+    change(cases[0].policy_file.parent, cloud)
+    found = {one.name: one for one in examine(cases[0], wait_s=0.0)}
+    assert reds(found) == [name]
+    assert said in found[name].fact
+    assert f"{cloud}.pem" in found[name].advice
+
+
+def test_a_certificate_that_ends_within_a_month_is_told(cases: list[Case]) -> None:
+    end_soon(cases[0].policy_file.parent, "cloud_b")
+    found = {one.name: one for one in examine(cases[0], wait_s=0.0)}
+    assert found["certificate of cloud_b"].state is State.WARN
+    assert "for 8 more days" in found["certificate of cloud_b"].fact
+
+
+def test_a_file_that_is_not_approved_and_a_policy_of_another_cloud_are_red(
+    cases: list[Case],
+) -> None:
+    policy = replace(cases[0].policy, me="cloud_c", approved=["0" * 64], peers={})
+    found = {one.name: one for one in examine(replace(cases[0], policy=policy), wait_s=0.0)}
+    assert reds(found) == ["file", "this cloud", "certificate of cloud_b"]
+    assert "xcloud approve" in found["file"].advice
+    assert "me: cloud_c" in found["this cloud"].fact
+    assert "peers: {cloud_b: [cloud_b.pem]}" in found["certificate of cloud_b"].advice
+
+
+def test_what_this_machine_lacks_is_red(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+    missing = tmp_path / "texts"
+    plain = {
+        **cases[0].settings.plain,
+        "task": {
+            "_target_": "xcloud.tasks.translation.FolderTranslation",
+            "path": str(missing),
+            "source": "es",
+            "target": "en",
+        },
+    }
+    case = replace(cases[0], settings=replace(cases[0].settings, plain=plain))
+    found = {one.name: one for one in (check(case) for check in machine.CHECKS)}
+    assert reds(found) == ["open files", "files to read", "threads"]
+    needs = found["open files"].figures["needs"]
+    assert found["open files"].advice == f"ulimit -n {needs}"
+    assert str(missing) in found["files to read"].fact
+    missing.mkdir()
+    assert machine.check_files(case).state is State.OK
+
+
+def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = cases[0]
+    policy = {"me": "cloud_a", "peers": {"cloud_b": ["cloud_b.pem"]}, "approved": [case.digest]}
+    case.policy_file.write_text(yaml.safe_dump(policy))
+    monkeypatch.setenv("XCLOUD_POLICY", str(case.policy_file))
+    words = ["doctor", str(case.file), "--run-dir", str(case.run_dir), "--wait", "0"]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "red  line to cloud_b: ask the owner of cloud_b to run" in said
+    assert said.endswith("1 red\n")
+    assert main([*words, "--json"]) == 1
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in listed if one["state"] == "red"] == ["line to cloud_b"]
+    assert main([*words, "--cloud", "cloud_x"]) == 1
+    assert "no cloud 'cloud_x' among cloud_a, cloud_b" in capsys.readouterr().err
+    assert main([*words, "--listen", "7000"]) == 1
+    assert "--listen must be HOST:PORT" in capsys.readouterr().err
+    Settings.of(composed("+exp=abnet_iwslt")).write(case.file)
+    assert main(words) == 1
+    assert "write it with cluster/wan=sealed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def message(kind: int, content: bytes) -> bytes:
+    return talk.HEAD.pack(kind, len(content)) + content
+
+
+HONEST = message(Kind.FACTS, json.dumps(FACTS._asdict()).encode())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x09\x00\x00\x00\x00",  # no such kind
+        talk.HEAD.pack(Kind.FACTS, 1 << 30),
+        message(Kind.PING, b""),
+        message(Kind.FACTS, b"[" * 2000),
+        message(Kind.FACTS, b"{}"),
+        message(Kind.FACTS, json.dumps({**FACTS._asdict(), "file": 1}).encode()),
+        message(Kind.FACTS, json.dumps({**FACTS._asdict(), "torch": "\x1b[2J"}).encode()),
+        HONEST + 10 * message(Kind.PONG, b"\x00" * 6 + b"\xf0\x7f"),  # infinite
+        HONEST + 10 * message(Kind.PONG, b"\x00" * 8) + message(Kind.RATE, b"\x00" * 8),
+    ],
+)  # fmt: skip
+def test_a_peer_that_breaks_the_rules_is_refused_by_name(
+    sent: bytes, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talk, "BULK_S", 0.0)
+    ends[1].sendall(sent)
+    with pytest.raises(FrameError, match="the doctor of cloud_b"):
+        lead(ends[0], "cloud_b", FACTS)
+
+
+def test_a_peer_that_says_nothing_is_not_waited_for_without_end(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talk, "ANSWER_S", 0.05)
+    with pytest.raises(TimeoutError):
+        follow(ends[0], "cloud_a", FACTS)

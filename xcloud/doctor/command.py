@@ -1,0 +1,117 @@
+"""`python -m xcloud doctor EXPERIMENT`: look whether this cloud can take part in a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.terminal import say
+from xcloud.doctor import machine
+from xcloud.doctor.case import Case
+from xcloud.doctor.finding import Finding, State
+from xcloud.doctor.lines import check_lines
+from xcloud.doctor.owners import check_certificate, check_file, check_name, check_own_key
+from xcloud.job.config import policy_file, this_clouds_policy
+from xcloud.job.given import read_to_approve
+from xcloud.layout import host_and_port
+from xcloud.line.keys import read_line_keys
+from xcloud.show.tables import Column, console_of, print_table
+
+
+def main(words: Sequence[str]) -> int:
+    """Look whether this cloud can take part in a run: keys, the file, the line to other clouds,
+    this machine. Run it in all clouds at the same time: what is said of a line is measured between
+    two doctors. Nothing is changed. Exit code 1 if a finding is red."""
+    parser = argparse.ArgumentParser("python -m xcloud doctor", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="experiment file, the same in all clouds")
+    parser.add_argument("--cloud", help="this cloud (default: `me` of its policy)")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="where the run would be written"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="S",
+        help="seconds to wait for the doctors of other clouds (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", help="where to listen, if not at this cloud's address"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings for a program")
+    given = parser.parse_args(words)
+    listen = None
+    if given.listen is not None:
+        try:
+            listen = host_and_port(given.listen)
+        except ValueError:
+            raise ConfigError(f"--listen must be HOST:PORT, got {given.listen}") from None
+    case = read_case(given.experiment, given.cloud, run_dir=given.run_dir)
+    findings = examine(case, wait_s=given.wait, listen=listen)
+    if given.json:
+        say(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print_findings(findings)
+    return int(any(finding.state is State.RED for finding in findings))
+
+
+def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
+    """Read the file as this cloud's policy allows. cloud: as given; None: what the policy says.
+
+    Raises ConfigError for what is no experiment file, names what this cloud may not call, has no
+    sealed lines or no such cloud.
+    """
+    asked = read_to_approve(file)
+    if not asked.settings.job.cluster.is_sealed:
+        raise ConfigError(
+            f"{file} has another cluster.wan than sealed, and the doctor is for clouds of several "
+            "owners: write it with cluster/wan=sealed"
+        )
+    policy = this_clouds_policy()
+    name = cloud or policy.me
+    if name is None:
+        raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
+    asked.settings.job.cluster.ranks_in(name)  # raises for a cloud that is not there
+    return Case(
+        file,
+        digest=asked.digest,
+        settings=asked.settings,
+        refusal=asked.refusal,
+        cloud=name,
+        policy=policy,
+        policy_file=policy_file(),
+        run_dir=run_dir,
+    )
+
+
+def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) -> list[Finding]:
+    """Make all checks. wait_s, listen: see check_lines."""
+    own, keys = check_own_key(case)
+    certificates = {peer: check_certificate(case, peer, keys) for peer in case.peers}
+    findings = [check_file(case), check_name(case), own, *certificates.values()]
+    findings += [check(case) for check in machine.CHECKS]
+    usable = {
+        peer: case.policy.peers[peer]
+        for peer, finding in certificates.items()
+        if finding.state is not State.RED
+    }
+    if keys is not None and usable:
+        known = read_line_keys(case.cloud, usable, policy_file=case.policy_file)
+        findings += check_lines(case, known, wait_s=wait_s, listen=listen)
+    return findings
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print a table of findings, and below it what to do about those that are not ok."""
+    findings = list(findings)
+    console = console_of()
+    columns = [Column("", right=False), Column("check", right=False)]
+    columns.append(Column("finding", right=False, wraps=True))
+    rows = [(finding.state.value, finding.name, finding.fact) for finding in findings]
+    print_table(console, columns=columns, rows=rows)
+    for finding in findings:
+        if finding.advice:
+            say(f"{finding.state.value:<5}{finding.name}: {finding.advice}")
+    num_red = sum(finding.state is State.RED for finding in findings)
+    say(f"{num_red} red" if num_red else "nothing is red")

@@ -1,0 +1,315 @@
+"""Checks of the lines to other clouds: another doctor must be running at the other end."""
+
+from __future__ import annotations
+
+import math
+import platform
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import xcloud
+from xcloud.base.errors import LinkError
+from xcloud.base.project import code_digests
+from xcloud.base.terminal import say
+from xcloud.base.units import human_bandwidth, human_bytes, human_duration, human_seconds
+from xcloud.doctor.case import Case
+from xcloud.doctor.finding import Finding, ok, red, warn
+from xcloud.doctor.talk import Facts, Measured, follow, lead
+from xcloud.job.compared import as_text, digest_of
+from xcloud.line.hello import RUN_BYTES, Hello, StreamName
+from xcloud.line.keys import LineKeys
+from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
+from xcloud.line.ways import FAST_LINE, Dialler, Listener, Way, num_connections, stream_bytes
+from xcloud.net.link_end import ignore
+
+_LINE = "doctor"
+_RUN = b"xcloud doctor".ljust(RUN_BYTES, b"\0")  # of no training run
+_RANK = 0
+PAUSE_S = 0.3
+_CLOCKS_MAY_DIFFER_S = 2.0
+_CERTIFICATES_ALLOW_S = 3600.0
+_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
+_LIMIT_SHARE = 0.8
+
+
+class LineTrial:
+    """Tries the line to one peer in a thread of its own.
+
+    way: dials the peer, or waits for it to dial.
+    within_s: how long the peer's doctor is waited for.
+    """
+
+    def __init__(self, case: Case, peer: str, way: Way, dials: bool, within_s: float) -> None:
+        self.peer = peer
+        self.dials = dials
+        self.measured: Measured | None = None
+        self.congestion_control: str | None = None
+        self.reason = ""
+        self._way = way
+        self._facts = own_facts(case.digest)
+        ends = (case.cloud, peer) if dials else (peer, case.cloud)
+        stream = StreamName(
+            _LINE, sender_cloud=ends[0], sender=_RANK, receiver_cloud=ends[1], receiver=_RANK
+        )
+        self._wanted = Hello(stream, run=_RUN, attempt=1, connection=0, of=1)
+        self._until_s = time.monotonic() + within_s
+        self._thread = threading.Thread(target=self._run, name=f"doctor {peer}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self._try()
+            except LineDown as error:
+                self.reason = str(error)
+            except LinkError as error:  # the peer breaks the rules, and will again
+                self.reason = str(error)
+                return
+            except OSError as error:
+                self.reason = f"{self.peer}, while it was measured: {in_words(error)}"
+                return
+            if time.monotonic() > self._until_s:
+                return
+            time.sleep(PAUSE_S)
+
+    def _try(self) -> None:
+        made = self._way.connect(self._wanted, is_bulk=True, timeout_s=PAUSE_S, wake=ignore)
+        with made.tls as tls:
+            self.congestion_control = _congestion_control(tls)
+            measure = lead if self.dials else follow
+            self.measured = measure(tls, self.peer, self._facts)
+
+
+def check_lines(
+    case: Case, keys: LineKeys, wait_s: float, listen: tuple[str, int] | None
+) -> list[Finding]:
+    """Meet the doctor of each peer at the other end of the line, all at once, and measure.
+
+    keys: with those peers whose certificates are in order; the others are left out.
+    listen: host and port to listen at, where it is not the address that others dial.
+    """
+    findings = list[Finding]()
+    tls = PinnedTls(keys, label=_LINE)
+    refused: list[str] = []
+    listener: Listener | None = None
+    trials = list[LineTrial]()
+    try:
+        for peer in keys.peers:
+            if case.layout.listener_of(case.cloud, peer) == peer:
+                dialler = Dialler(case.address_of(peer), peer, tls)
+                trials.append(LineTrial(case, peer, dialler, dials=True, within_s=wait_s))
+                continue
+            at = listen or case.address_of(case.cloud)
+            try:
+                listener = listener or Listener(
+                    at, tls, case.cloud, _RANK, run=_RUN, attempt=1, on_refused=refused.append
+                )
+            except OSError as error:
+                findings.append(_cannot_listen(peer, at, error))
+                continue
+            trials.append(LineTrial(case, peer, listener, dials=False, within_s=wait_s))
+        if trials:
+            names = " and ".join(trial.peer for trial in trials)
+            say(f"trying the line to {names}, for up to {human_duration(wait_s)} …", error=True)
+        for trial in trials:
+            trial.join()
+            findings += _of_trial(case, trial, refused)
+    finally:
+        if listener is not None:
+            listener.close()
+    return findings
+
+
+def own_facts(digest: str) -> Facts:
+    """Return what is compared with the other cloud. digest: of the experiment file."""
+    code = digest_of(as_text(code_digests()).encode())
+    return Facts(xcloud.__version__, code, torch.__version__, platform.python_version(), digest)
+
+
+def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Finding]:
+    peer = trial.peer
+    name = f"line to {peer}"
+    where = case.layout.clouds[peer if trial.dials else case.cloud].address
+    fact = f"this cloud dials {where}" if trial.dials else f"{peer} dials {where}"
+    if trial.measured is None:
+        last = f"; last refused here: {refused[-1]}" if refused else ""
+        yield red(
+            name,
+            fact=f"{fact}; no doctor of {peer} was met: {trial.reason}{last}",
+            advice=f"ask the owner of {peer} to run `python -m xcloud doctor {case.file.name} "
+            f"--cloud {peer}` at the same time (not yet `join`), and see that {where} is open to "
+            "the one who dials",
+        )
+        return
+    yield ok(name, fact=fact)
+    found = trial.measured
+    yield from _compared(peer, own_facts(case.digest), found.peer)
+    yield ok(
+        f"round trip to {peer}",
+        fact=human_seconds(found.round_trip_s),
+        round_trip_s=found.round_trip_s,
+    )
+    yield _clock(peer, found.clock_ahead_s)
+    yield _bandwidth(peer, found)
+    yield _connections(peer, found)
+    yield _control(peer, trial.congestion_control)
+    yield _step(case, peer, found)
+
+
+def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
+    name = f"release of {peer}"
+    advice = "install the same release of xcloud, unchanged, in both clouds"
+    if own.release != theirs.release:
+        yield red(name, fact=f"xcloud {theirs.release} there, {own.release} here", advice=advice)
+    elif own.code != theirs.code:
+        yield red(name, fact=f"xcloud {own.release}, whose files differ from here", advice=advice)
+    else:
+        yield ok(name, fact=f"xcloud {own.release}, as here")
+    versions = f"torch {theirs.torch} and Python {theirs.python} there"
+    if (own.torch, own.python) == (theirs.torch, theirs.python):
+        yield ok(f"packages of {peer}", fact=f"{versions}, as here")
+    else:
+        yield warn(
+            f"packages of {peer}",
+            fact=f"{versions}, torch {own.torch} and Python {own.python} here",
+            advice="install the same versions in both clouds if results are to repeat bit for bit",
+        )
+    name = f"file of {peer}"
+    if own.file == theirs.file:
+        yield ok(name, fact="the same as here")
+    else:
+        yield red(
+            name,
+            fact=f"SHA-256 {theirs.file[:16]}… there, {own.file[:16]}… here",
+            advice="copy one experiment file to both clouds, and approve it again in each",
+        )
+
+
+def _clock(peer: str, ahead_s: float) -> Finding:
+    name = f"clock of {peer}"
+    fact = f"{human_seconds(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} this one"
+    advice = "set both clocks by NTP (timedatectl set-ntp true)"
+    if abs(ahead_s) > _CERTIFICATES_ALLOW_S:
+        return red(name, fact=fact, advice=advice, clock_ahead_s=ahead_s)
+    if abs(ahead_s) > _CLOCKS_MAY_DIFFER_S:
+        return warn(name, fact=fact, advice=advice, clock_ahead_s=ahead_s)
+    return ok(name, fact=fact, clock_ahead_s=ahead_s)
+
+
+def _bandwidth(peer: str, found: Measured) -> Finding:
+    sent = human_bandwidth(8 * found.sent_bytes_per_s)
+    received = human_bandwidth(8 * found.received_bytes_per_s)
+    return ok(
+        f"bandwidth to {peer}",
+        fact=f"one connection sends {sent} and receives {received}",
+        sent_bytes_per_s=found.sent_bytes_per_s,
+        received_bytes_per_s=found.received_bytes_per_s,
+    )
+
+
+def _connections(peer: str, found: Measured) -> Finding:
+    name = f"connections to {peer}"
+    opens = num_connections(found.round_trip_s)
+    limit_bytes = _max_send_buffer()
+    if limit_bytes is None:
+        return ok(name, fact=f"the run opens {opens} a direction", num_connections=opens)
+    one_bytes_per_s = stream_bytes(limit_bytes) / found.round_trip_s
+    fact = (
+        f"each carries at most {human_bandwidth(8 * one_bytes_per_s)} "
+        f"({human_bytes(limit_bytes)} of tcp_wmem over the round trip); the run opens {opens} a "
+        "direction"
+    )
+    figures = {"one_bytes_per_s": one_bytes_per_s, "num_connections": opens}
+    needed = math.ceil(FAST_LINE / one_bytes_per_s)
+    if needed <= opens:
+        return ok(name, fact=fact, **figures)
+    wanted = round(limit_bytes * needed / opens)
+    return warn(
+        name,
+        fact=f"{fact}, and {needed} would fill 1 Gbit/s",
+        advice=f'if the line is that fast, sysctl -w net.ipv4.tcp_wmem="4096 16384 {wanted}"',
+        **figures,
+    )
+
+
+def _control(peer: str, used: str | None) -> Finding:
+    name = f"congestion control to {peer}"
+    if used is None:
+        return ok(name, fact="this system does not say")
+    if used == "bbr":
+        return ok(name, fact="bbr")
+    return warn(
+        name,
+        fact=f"{used}, as this kernel has no bbr loaded or allowed",
+        advice="modprobe tcp_bbr, which keeps its rate where packets are lost",
+    )
+
+
+def _step(case: Case, peer: str, found: Measured) -> Finding:
+    """Say how long the line is busy in a step, from what the settings send at most."""
+    out, back = bytes_per_step(case, peer)
+    name = f"step over the line to {peer}"
+    if not out + back:
+        return ok(name, fact="the settings do not tell how much crosses in a step")
+    busy_s = out / found.sent_bytes_per_s + back / found.received_bytes_per_s
+    fact = (
+        f"at most {human_bytes(out)} out and {human_bytes(back)} back: {human_seconds(busy_s)} of "
+        "each step on one connection, beside round trips"
+    )
+    limit_bytes = _max_send_buffer()
+    opens = num_connections(found.round_trip_s)
+    if limit_bytes is not None and opens > 1:
+        filled = _LIMIT_SHARE * stream_bytes(limit_bytes) / found.round_trip_s
+        if min(found.sent_bytes_per_s, found.received_bytes_per_s) > filled:
+            fact += f"; on {opens} of them down to {human_seconds(busy_s / opens)}"
+    return ok(name, fact=fact, out_bytes=out, back_bytes=back, busy_s=busy_s)
+
+
+def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
+    """Return the most bytes of content that a step sends to a peer, and gets from it, as far as
+    the settings tell."""
+    out = 0
+    back = 0
+    for message in case.job.leaving():
+        num_bytes = message.num_per_step * (message.max_bytes or 0)
+        if (message.sender, message.to) == (case.cloud, peer):
+            out += num_bytes
+        elif (message.sender, message.to) == (peer, case.cloud):
+            back += num_bytes
+    return out, back
+
+
+def _cannot_listen(peer: str, at: tuple[str, int], error: OSError) -> Finding:
+    host, port = at
+    reason = (error.strerror or str(error)).partition(" (while")[0]
+    return red(
+        f"line to {peer}",
+        fact=f"this machine cannot listen at {host}:{port}: {reason}",
+        advice=f"end what uses the port, or, where {host} is not this machine's own address, give "
+        f"--listen 0.0.0.0:{port}",
+    )
+
+
+def _max_send_buffer() -> int | None:
+    """Return the largest send buffer that Linux gives a connection by itself, in bytes."""
+    with suppress(OSError, ValueError):
+        return int(_WMEM.read_text().split()[2])
+    return None
+
+
+def _congestion_control(connection: socket.socket) -> str | None:
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return None
+    with suppress(OSError):
+        value = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        return value.rstrip(b"\0").decode(errors="replace")
+    return None

@@ -1,0 +1,242 @@
+"""What two doctors tell each other over one TLS connection, and what they measure by it.
+
+The cloud that dials leads. A message is: kind u8 | length u32 | content, little-endian.
+  both      FACTS    JSON: releases and the SHA-256 of the experiment file
+  10 times  PING     empty; answered by PONG: the other's clock (f64, seconds since 1970)
+  up        BULK     64 kB each, for a few seconds, then END; answered by RATE (f64, bytes/s)
+  down      BULK     the same from the other side
+  last      FIGURES  round trip and clock difference (2 f64, seconds); answered by END
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import struct
+import time
+from enum import IntEnum
+from typing import NamedTuple
+
+from xcloud.base.bounded import parsed_json
+from xcloud.base.errors import FrameError
+
+BULK_S = 3.0
+_RAMP_S = 1.0
+"""How much of the beginning of BULK does not count: TCP has not found the line's rate yet."""
+_CHUNK = os.urandom(1 << 16)  # a VPN could compress zeros
+_NUM_PINGS = 10
+_SHORTEST_S = 1e-6  # of a round trip, which figures are divided by
+ANSWER_S = 15.0
+_MAX_FACTS = 2048
+_MAX_TEXT = 100
+HEAD = struct.Struct("<BI")
+_NUMBER = struct.Struct("<d")
+_FIGURES = struct.Struct("<dd")
+
+
+class Kind(IntEnum):
+    """The kind of a message between two doctors."""
+
+    FACTS = 1
+    PING = 2
+    PONG = 3
+    BULK = 4
+    END = 5
+    RATE = 6
+    FIGURES = 7
+
+
+_MAX_BYTES = {
+    Kind.FACTS: _MAX_FACTS,
+    Kind.PONG: _NUMBER.size,
+    Kind.BULK: len(_CHUNK),
+    Kind.RATE: _NUMBER.size,
+    Kind.FIGURES: _FIGURES.size,
+}
+
+
+class Facts(NamedTuple):
+    """What must or should be the same in both clouds.
+
+    code: digest of all files of the package.
+    file: SHA-256 of the experiment file.
+    """
+
+    release: str
+    code: str
+    torch: str
+    python: str
+    file: str
+
+
+class Measured(NamedTuple):
+    """What two doctors have found out of the line between them.
+
+    clock_ahead_s: by how much the peer's clock is ahead of this machine's.
+    """
+
+    peer: Facts
+    round_trip_s: float
+    clock_ahead_s: float
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
+
+
+def lead(tls: socket.socket, peer: str, facts: Facts) -> Measured:
+    """Measure the line, as the cloud that has dialled.
+
+    Raises OSError where the connection ends, FrameError for a peer that breaks the rules.
+    """
+    talk = _Talk(tls, peer)
+    talk.send(Kind.FACTS, pack_facts(facts))
+    theirs = unpack_facts(talk.receive(Kind.FACTS), peer)
+    round_trip_s, clock_ahead_s = _ping(talk)
+    _send_bulk(talk)
+    sent = talk.receive_rate()
+    received = _receive_bulk(talk)
+    talk.send(Kind.RATE, _NUMBER.pack(received))
+    talk.send(Kind.FIGURES, _FIGURES.pack(round_trip_s, clock_ahead_s))
+    talk.receive(Kind.END)
+    return Measured(theirs, round_trip_s, clock_ahead_s, sent, received)
+
+
+def follow(tls: socket.socket, peer: str, facts: Facts) -> Measured:
+    """Measure the line, as the cloud that was dialled. Raises as `lead`."""
+    talk = _Talk(tls, peer)
+    theirs = unpack_facts(talk.receive(Kind.FACTS), peer)
+    talk.send(Kind.FACTS, pack_facts(facts))
+    for _ in range(_NUM_PINGS):
+        talk.receive(Kind.PING)
+        talk.send(Kind.PONG, _NUMBER.pack(time.time()))
+    received = _receive_bulk(talk)
+    talk.send(Kind.RATE, _NUMBER.pack(received))
+    _send_bulk(talk)
+    sent = talk.receive_rate()
+    round_trip_s, clock_behind_s = talk.receive_numbers(Kind.FIGURES, _FIGURES)
+    talk.send(Kind.END)
+    return Measured(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
+
+
+class _Talk:
+    """The messages on one connection, which one thread alone uses.
+
+    peer: who is at the other end, for errors.
+    """
+
+    def __init__(self, tls: socket.socket, peer: str) -> None:
+        self._tls = tls
+        self._peer = peer
+
+    def send(self, kind: Kind, content: bytes = b"") -> None:
+        self._tls.settimeout(ANSWER_S)
+        self._tls.sendall(HEAD.pack(kind, len(content)) + content)
+
+    def receive(self, kind: Kind) -> bytes:
+        """Return the content of the next message, which must be of this kind."""
+        return self.receive_any((kind,), until_s=time.monotonic() + ANSWER_S)[1]
+
+    def receive_any(self, allowed: tuple[Kind, ...], until_s: float) -> tuple[Kind, bytes]:
+        number, num_bytes = HEAD.unpack(self._read(HEAD.size, until_s))
+        kind = next((one for one in allowed if one == number), None)
+        if kind is None or num_bytes > _MAX_BYTES.get(kind, 0):
+            wanted = " or ".join(one.name for one in allowed)
+            raise FrameError(
+                f"the doctor of {self._peer} sent {num_bytes} bytes of kind {number}, not {wanted}"
+            )
+        return kind, self._read(num_bytes, until_s)
+
+    def receive_number(self, kind: Kind) -> float:
+        return self.receive_numbers(kind, _NUMBER)[0]
+
+    def receive_rate(self) -> float:
+        rate = self.receive_number(Kind.RATE)
+        if rate <= 0:
+            raise FrameError(f"the doctor of {self._peer} says that nothing came")
+        return rate
+
+    def receive_numbers(self, kind: Kind, form: struct.Struct) -> tuple[float, ...]:
+        """Return the numbers of the next message. Raises FrameError unless all are finite."""
+        content = self.receive(kind)
+        if len(content) != form.size:
+            raise FrameError(
+                f"the doctor of {self._peer} sent {kind.name} of {len(content)} bytes"
+            )
+        numbers: tuple[float, ...] = form.unpack(content)
+        if not all(map(math.isfinite, numbers)):
+            raise FrameError(f"the doctor of {self._peer} sent {kind.name} {numbers}")
+        return numbers
+
+    def _read(self, num_bytes: int, until_s: float) -> bytes:
+        data = memoryview(bytearray(num_bytes))
+        at = 0
+        while at < num_bytes:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._tls.settimeout(left_s)
+            count = self._tls.recv_into(data[at:])
+            if not count:
+                raise ConnectionResetError
+            at += count
+        return bytes(data)
+
+
+def _ping(talk: _Talk) -> tuple[float, float]:
+    """Return the round trip and by how much the peer's clock is ahead, of the quickest answer."""
+    answers = []
+    for _ in range(_NUM_PINGS):
+        asked_at_s = time.time()
+        started_s = time.perf_counter()
+        talk.send(Kind.PING)
+        peer_at_s = talk.receive_number(Kind.PONG)
+        took_s = time.perf_counter() - started_s
+        answers.append((took_s, peer_at_s - asked_at_s - took_s / 2))
+    return min(answers)
+
+
+def _send_bulk(talk: _Talk) -> None:
+    until_s = time.monotonic() + BULK_S
+    while time.monotonic() < until_s:
+        talk.send(Kind.BULK, _CHUNK)
+    talk.send(Kind.END)
+
+
+def _receive_bulk(talk: _Talk) -> float:
+    """Return at how many bytes per second the peer's data comes, once TCP has found its rate."""
+    began_s = time.monotonic()
+    until_s = began_s + BULK_S + 4 * ANSWER_S
+    arrivals = []  # moments
+    while True:
+        kind, _ = talk.receive_any((Kind.BULK, Kind.END), until_s=until_s)
+        if kind is Kind.END:
+            break
+        arrivals.append(time.monotonic())
+    if not arrivals:
+        raise TimeoutError
+    ramp_s = min(_RAMP_S, BULK_S / 3)
+    counted = [moment for moment in arrivals if moment >= began_s + ramp_s]
+    if len(counted) < 2:
+        return len(arrivals) * len(_CHUNK) / (time.monotonic() - began_s)
+    return (len(counted) - 1) * len(_CHUNK) / (counted[-1] - counted[0])
+
+
+def pack_facts(facts: Facts) -> bytes:
+    return json.dumps(facts._asdict()).encode()
+
+
+def unpack_facts(content: bytes, peer: str) -> Facts:
+    """Return the facts of a peer. Raises FrameError for anything but what pack_facts makes."""
+    try:
+        found = parsed_json(content)
+    except ValueError:
+        found = None
+    is_whole = isinstance(found, dict) and found.keys() == set(Facts._fields)
+    if not is_whole or not all(_is_text(value) for value in found.values()):
+        raise FrameError(f"the doctor of {peer} sent no facts; run one release of xcloud")
+    return Facts(**found)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()
