@@ -76,12 +76,12 @@ def case_of(cloud: str, folder: Path) -> Case:
     )
 
 
-def both(cases: list[Case]) -> list[dict[str, Finding]]:
+def both(cases: list[Case], wait_s: float = 20.0) -> list[dict[str, Finding]]:
     """What two doctors find that run at the same time, by name."""
     found: list[dict[str, Finding]] = [{}, {}]
 
     def run(number: int) -> None:
-        made = examine(cases[number], wait_s=20.0)
+        made = examine(cases[number], wait_s=wait_s)
         found[number] = {finding.name: finding for finding in made}
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
@@ -151,16 +151,14 @@ def test_a_doctor_alone_says_what_to_ask_of_the_other_owner(
     assert "127.0.0.1:" in line.advice
 
 
+def renew(folder: Path, cloud: str, valid_for: timedelta = timedelta(days=90)) -> None:
+    for suffix in ("key", "pem"):
+        (folder / f"{cloud}.{suffix}").unlink()
+    make_key(cloud, folder, valid_for=valid_for)
+
+
 def expire(folder: Path, cloud: str) -> None:
-    for suffix in ("key", "pem"):
-        (folder / f"{cloud}.{suffix}").unlink()
-    make_key(cloud, folder, valid_for=timedelta(seconds=-60))
-
-
-def end_soon(folder: Path, cloud: str) -> None:
-    for suffix in ("key", "pem"):
-        (folder / f"{cloud}.{suffix}").unlink()
-    make_key(cloud, folder, valid_for=timedelta(days=9))
+    renew(folder, cloud, valid_for=timedelta(seconds=-60))
 
 
 def remove(folder: Path, cloud: str) -> None:
@@ -186,8 +184,27 @@ def test_a_certificate_that_is_expired_or_missing_is_red_and_no_line_is_tried(
     assert f"{cloud}.pem" in found[name].advice
 
 
+def test_a_key_that_the_other_owner_does_not_know_is_told_on_both_sides(cases: list[Case]) -> None:
+    renew(cases[0].policy_file.parent, "cloud_a")
+    for found, other in zip(both(cases, wait_s=1.0), CLOUDS[::-1], strict=True):
+        assert reds(found) == [f"line to {other}"]
+        assert "keys show" in found[f"line to {other}"].advice
+
+
+def test_what_a_container_may_use_counts(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
+    limit.write_text("max\n")
+    assert machine.check_memory(cases[0]).state is State.OK
+    limit.write_text("100000000\n")
+    found = machine.check_memory(cases[0])
+    assert (found.state, found.figures["free"]) == (State.RED, 100_000_000)
+
+
 def test_a_certificate_that_ends_within_a_month_is_told(cases: list[Case]) -> None:
-    end_soon(cases[0].policy_file.parent, "cloud_b")
+    renew(cases[0].policy_file.parent, "cloud_b", valid_for=timedelta(days=9))
     found = {one.name: one for one in examine(cases[0], wait_s=0.0)}
     assert found["certificate of cloud_b"].state is State.WARN
     assert "for 8 more days" in found["certificate of cloud_b"].fact

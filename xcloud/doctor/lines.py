@@ -141,14 +141,19 @@ def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Find
     where = case.layout.clouds[peer if trial.dials else case.cloud].address
     fact = f"this cloud dials {where}" if trial.dials else f"{peer} dials {where}"
     if trial.measured is None:
-        last = f"; last refused here: {refused[-1]}" if refused else ""
-        yield red(
-            name,
-            fact=f"{fact}; no doctor of {peer} was met: {trial.reason}{last}",
-            advice=f"ask the owner of {peer} to run `python -m xcloud doctor {case.file.name} "
-            f"--cloud {peer}` at the same time (not yet `join`), and see that {where} is open to "
-            "the one who dials",
+        reason = trial.reason
+        if refused:
+            reason += f"; last refused here: {refused[-1]}"
+        advice = (
+            f"ask the owner of {peer} to run `python -m xcloud doctor {case.file.name} --cloud "
+            f"{peer}` at the same time, and see that {where} is open to the one who dials"
         )
+        if "certificate" in reason:
+            advice = (
+                "compare by phone what `python -m xcloud keys show FILE` says of both "
+                "certificates, and put the right ones in place of the others"
+            )
+        yield red(name, fact=f"{fact}; no doctor of {peer} was met: {reason}", advice=advice)
         return
     yield ok(name, fact=fact)
     found = trial.measured

@@ -7,6 +7,7 @@ import platform
 import resource
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,7 @@ _OWN_FILES = 256
 _FILES_PER_PEER = 4 * 3 * MAX_CONNECTIONS
 """At most, for lines to one rank of another cloud: activations, gradients, control and averages,
 and three descriptors a connection."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SAFE_PYTHON = (3, 11, 4)
 
 
@@ -63,7 +65,7 @@ def check_processors(case: Case) -> Finding:
 
 def check_memory(case: Case) -> Finding:
     """Look at the free memory. What the stages need is known only after a trial run."""
-    free = psutil.virtual_memory().available
+    free = min(psutil.virtual_memory().available, _container_limit())
     needs = case.num_ranks * _PROGRAM_BYTES
     fact = (
         f"{human_bytes(free)} free; about {human_bytes(needs)} for "
@@ -154,6 +156,13 @@ def check_threads(case: Case) -> Finding:
             advice="unset OMP_NUM_THREADS, and ranks share the cores",
         )
     return ok(name, fact=fact)
+
+
+def _container_limit() -> int:
+    """Return how many bytes the container may use, of which psutil knows nothing."""
+    with suppress(OSError, ValueError):  # there is none, or it says "max"
+        return int(_CGROUP_LIMIT.read_text())
+    return sys.maxsize
 
 
 CHECKS = (

@@ -76,7 +76,7 @@ class Refusal(IntEnum):
         return {
             Refusal.NOT_YET: "it is not ready for this link",
             Refusal.EARLIER_ATTEMPT: "it has begun the run again",
-            Refusal.OTHER_RUN: "it runs another experiment file",
+            Refusal.OTHER_RUN: "it runs another experiment file, or only one end is a doctor",
         }[self]
 
 
