@@ -51,15 +51,19 @@ def time_averaging(
 
     def merge() -> None:
         weighted_sum(
-            [Contribution(own, weight=1.0), Contribution(codec.decode(parts), weight=1.0)]
+            [
+                Contribution(tensors=own, weight=1.0),
+                Contribution(tensors=codec.decode(parts), weight=1.0),
+            ]
         )
 
     return AveragingCodec(
-        frame_bytes(codec.wire_specs),
+        num_bytes=frame_bytes(codec.wire_specs),
         encode_s=median_s(
-            lambda: encode_frame(key, codec.encode(tensors)[0], sequence=0), first.device
+            lambda: encode_frame(key, parts=codec.encode(tensors)[0], sequence=0),
+            device=first.device,
         ),
-        decode_s=median_s(merge, first.device),
+        decode_s=median_s(merge, device=first.device),
     )
 
 
@@ -95,4 +99,4 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
         outer.move(merged)
         outer.take()
 
-    return median_s(gradients, device), median_s(changes, device)
+    return median_s(gradients, device=device), median_s(changes, device=device)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LEFT = ("strategy", "split", "m", "schedule", "compression")
-NAMES: list[Column | str] = [Column(""), *(Column(name, right=False) for name in _LEFT)]
+NAMES: list[Column | str] = [Column(""), *(Column(heading=name, right=False) for name in _LEFT)]
 FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overlap"),
             ("blocking", "(2): transfers block"))  # fmt: skip
 
@@ -74,7 +74,7 @@ class Report:
         if self.pipeline is None:
             return []
         counts = self.space.counts(self.pricer.arranged[self.pipeline.strategy])
-        return over_micro_batches(self.pricer, self.pipeline, counts=counts)
+        return over_micro_batches(self.pricer, plan=self.pipeline, counts=counts)
 
     @cached_property
     def crossings(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Report:
         """The step over bandwidth, and the compressors to show; none where there is no line."""
         has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
         shown = self.space.compressions if has_lines else ()
-        return step_at(self.pricer, self.best), shown
+        return step_at(self.pricer, plan=self.best), shown
 
     def split(self, plan: Plan) -> str:
         """Return a plan's cut in words: "3 | 5 blocks", or "whole" where every rank has all."""
@@ -195,17 +195,19 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     ranked = report.ranked
     say(
         console,
-        f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
+        text=f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
         f"{report.search_s:.1f} s; profile: {profile.measured_on}",
     )
     for why in report.stale:
-        say(console, f"the profile may not hold: {why}", style="yellow")
+        say(console, text=f"the profile may not hold: {why}", style="yellow")
     rows = {str(i): row for i, row in enumerate(report.rows, 1)} | {"yours": report.own_row}
-    last = [Column(name, right=False, wraps=True) for name in ("bound by", "next")]
+    last = [Column(heading=name, right=False, wraps=True) for name in ("bound by", "next")]
     columns = [*NAMES, "step", "bubble", "bytes", "memory", *last]
-    print_table(console, columns, rows=[_cells(name, row) for name, row in rows.items()])
-    for line in _notes(report, rows):
-        say(console, line)
+    print_table(
+        console, columns=columns, rows=[_cells(name, row=row) for name, row in rows.items()]
+    )
+    for line in _notes(report, rows=rows):
+        say(console, text=line)
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
@@ -275,13 +277,13 @@ def write_plan_picture(path: Path, report: Report) -> bool:
     draws = [draw for draw, has in parts if has]
     if not draws:
         return False
-    figure = canvas("", 8, height_in=0.2 + 4.2 * len(draws))
+    figure = canvas("", width_in=8, height_in=0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
         axes.set(xscale="log", yscale="log")
         draw(axes, report)
-        plain(axes, "both")
+        plain(axes, grid="both")
         axes.legend(frameon=False, fontsize=8)
-    save(figure, path)
+    save(figure, path=path)
     return True
 
 
@@ -293,7 +295,7 @@ def _titled(axes: Axes, text: str, report: Report, plan: Plan) -> None:
 def _over_bandwidth(axes: Axes, report: Report) -> None:
     """Draw a line for each compressor, and a mark where it begins to pay."""
     best = report.best
-    _titled(axes, "predicted step time over bandwidth", report=report, plan=best)
+    _titled(axes, text="predicted step time over bandwidth", report=report, plan=best)
     for number, (name, points) in enumerate(report.curves.items()):
         colour = LINES[number % len(LINES)]
         label = name
@@ -314,7 +316,7 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     plan = report.pipeline
     best = report.best_count
     assert plan is not None and best is not None
-    _titled(axes, f"bubble over micro-batches, {plan.compression}", report=report, plan=plan)
+    _titled(axes, text=f"bubble over micro-batches, {plan.compression}", report=report, plan=plan)
     counts = [entry.micro_batches for entry in counted]
     for (name, label), colour in zip(FORMULAS, LINES[1:], strict=False):
         values = [getattr(entry, name) for entry in counted]

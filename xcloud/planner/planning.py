@@ -42,7 +42,7 @@ def planned(settings: Settings, run_dir: Path) -> Settings | None:
     planner = Planner(settings)
     planner.job.check()
     with owned(run_dir):
-        return _planned(planner, run_dir)
+        return _planned(planner, run_dir=run_dir)
 
 
 def _planned(planner: Planner, run_dir: Path) -> Settings | None:
@@ -50,9 +50,9 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     report = planner.report(*planner.profile())
     print_plans(report)
     chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
-    write_plan(run_dir, report, chosen=chosen)
+    write_plan(run_dir, report=report, chosen=chosen)
     say(run_dir / PLAN_FILE)
-    is_drawn = write_plan_picture(run_dir / PICTURE, report)
+    is_drawn = write_plan_picture(run_dir / PICTURE, report=report)
     say(run_dir / PICTURE if is_drawn else run_dir)
     if chosen is None:
         return None
@@ -61,8 +61,10 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
         # The measured step that it is shown with is one of the last.
         epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
-        write_predicted(run_dir, last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy)
-    return planner.applied(chosen, report)
+        write_predicted(
+            run_dir, timeline=last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy
+        )
+    return planner.applied(chosen, report=report)
 
 
 class Planner:
@@ -100,7 +102,7 @@ class Planner:
     def profile(self) -> tuple[Profile, list[str]]:
         """Return the profile, from a file or a trial run of the job, and why it may not hold."""
         if self.plan.profile is None:
-            lines_of(self.cluster, {})  # raises before anything is tried
+            lines_of(self.cluster, given={})  # raises before anything is tried
             return self.trial.profile(), []
         profile = read_profile(in_project(self.plan.profile))
         pairs = {f"{a}-{b}" for a, b in product(self.cluster.clouds, repeat=2)}
@@ -144,14 +146,14 @@ class Planner:
             if self.own_compression in missing or NO_COMPRESSION in missing:
                 raise ConfigError(f"plan.profile: {why[-1]}")
         why += filter(None, (feature.price_lacks(profile) for feature in self.features))
-        ranked = search(pricer, space, keep=self.plan.rows)
+        ranked = search(pricer, space=space, keep=self.plan.rows)
         if not ranked.best:
             raise ConfigError(
                 f"plan: none of {', '.join(map(str, self.counts))} micro-batches suits this "
                 "cluster; give plan.micro_batches others"
             )
         took_s = time.perf_counter() - started_s
-        epochs = self._over_epochs(pricer, [ranked.best[0].plan, space.own])
+        epochs = self._over_epochs(pricer, plans=[ranked.best[0].plan, space.own])
         return Report(
             pricer=pricer,
             space=space,
@@ -191,7 +193,7 @@ class Planner:
         is_free = bool(blocks) and all(piece.blocks for piece in pieces)
         for name, arranged in list(self.arranged.items()):
             fits = is_free or arranged.num_stages in (1, len(pieces))
-            ways = splits_of(pieces, arranged.num_stages, slowness=arranged.slowness)
+            ways = splits_of(pieces, num_stages=arranged.num_stages, slowness=arranged.slowness)
             splits[name] = ways if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
@@ -237,7 +239,7 @@ class Planner:
         own = self.job.strategy.name
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
-        return model.block_counts(self.arranged[own].num_stages, length)
+        return model.block_counts(self.arranged[own].num_stages, max_length=length)
 
     def _allows(self, strategy: str, compression: str, schedule: Schedule) -> bool:
         return not self._refusal(
@@ -264,7 +266,7 @@ class Planner:
         allowed = list[Schedule]()
         m = self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
-            if why := self._refusal(schedule=with_micro_batches(schedule, m)):
+            if why := self._refusal(schedule=with_micro_batches(schedule, number=m)):
                 self.not_planned[f"schedule={name}"] = why
             else:
                 allowed.append(schedule)
@@ -295,8 +297,8 @@ class Planner:
                     "each of two clouds has texts that the other has not, and would need these"
                 )
             else:
-                found[name] = Arranged(strategy, layout)
-        return found or {own.name: Arranged(own, self.job.cluster)}
+                found[name] = Arranged(strategy=strategy, layout=layout)
+        return found or {own.name: Arranged(strategy=own, layout=self.job.cluster)}
 
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
         """Return whether two clouds hold texts of their own, no labels, and one would get more."""

@@ -70,7 +70,7 @@ class Space:
             if "split" not in varies and len(own.ends) == len(splits[0]):
                 splits = [own.ends]
             allowed = [
-                (with_micro_batches(own.schedule, m), name)
+                (with_micro_batches(own.schedule, number=m), name)
                 for m, name in product(counts, names)
                 if self.allows(strategy, name, GPipe(m))
             ]
@@ -90,10 +90,15 @@ class Space:
     ) -> list[Schedule]:
         """Return every one to be tried, whether or not the job allows it."""
         if "schedule" not in self.varies or num_stages == 1:
-            return [with_micro_batches(self.own.schedule, num_micro_batches)]
+            return [with_micro_batches(self.own.schedule, number=num_micro_batches)]
         kinds = [*self.schedules, self.own.schedule]
         each = (
-            variants_of(kind, num_stages, num_micro_batches=num_micro_batches, num_lanes=num_lanes)
+            variants_of(
+                kind,
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                num_lanes=num_lanes,
+            )
             for kind in kinds
         )
         return list(dict.fromkeys(chain.from_iterable(each)))
@@ -120,11 +125,11 @@ class Ranked:
         """Return the one change that makes a plan of `best` fastest, else a remedy for what bounds
         it.
         """
-        return _advice(self.best[place], [(p.step_s, p.plan) for p in self.best[:place]])
+        return _advice(self.best[place], others=[(p.step_s, p.plan) for p in self.best[:place]])
 
     @property
     def advice_to_own(self) -> str:
-        return _advice(self.own, [] if self.near_own is None else [self.near_own])
+        return _advice(self.own, others=[] if self.near_own is None else [self.near_own])
 
 
 def splits_of(
@@ -143,7 +148,7 @@ def splits_of(
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
     if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
-    even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
+    even = _even_split(pieces, cuts=cuts, slowness=slowness or [1.0] * num_stages)
     splits = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
@@ -243,7 +248,7 @@ def fastest(
             best.setdefault((entry[-1].ends, entry[1]), entry)
         found += [*best.values()][: 1 if len(pairs) > 1 else keep]
     return Fastest(
-        [plan for *_, plan in sorted(found)[:keep]],
+        best=[plan for *_, plan in sorted(found)[:keep]],
         num_plans=num_plans,
         num_simulated=num_simulated,
     )
@@ -251,11 +256,11 @@ def fastest(
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """Return the fastest plans, and the job's own among them."""
-    result = fastest(pricer, space, keep=keep)
+    result = fastest(pricer, space=space, keep=keep)
     near = [
         plan
         for plan in space.groups(pricer.arranged)
-        if len(_changes(space.own, plan)) == 1
+        if len(_changes(space.own, other=plan)) == 1
         and space.allows(plan.strategy, plan.compression, plan.schedule)
     ]
     steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
@@ -332,7 +337,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         return []
     entries = []
     for m in counts:
-        at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
+        at_m = plan._replace(schedule=with_micro_batches(plan.schedule, number=m))
         step = pricer.predict(at_m)
         layout = step.step.layout
         costs = step.costs
@@ -350,14 +355,14 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                     latency_s = max(latency_s, line.latency_s)
         tt = sum(sent_s) / max(1, len(sent_s))
         whole_s = formulas.step_of_overlapped_transfers(
-            p, own_m, tf=tf, tb=tb, tt=tt, latency_s=latency_s
+            p, m=own_m, tf=tf, tb=tb, tt=tt, latency_s=latency_s
         )
         work_s = own_m * (tf + tb)
         entries.append(
             AtCount(
                 micro_batches=m, step_s=pricer.step_s(at_m), bubble_ratio=step.bubble_ratio,
-                free=formulas.bubble_of_a_free_link(p, own_m),
-                blocking=formulas.bubble_of_blocking_transfers(p, own_m, tf=tf, tb=tb, tt=tt),
+                free=formulas.bubble_of_a_free_link(p, m=own_m),
+                blocking=formulas.bubble_of_blocking_transfers(p, m=own_m, tf=tf, tb=tb, tt=tt),
                 overlapped=whole_s / work_s - 1,
             )
         )  # fmt: skip
@@ -375,7 +380,7 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
 
 def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
     for step_s, other in others:
-        changed = _changes(mine.plan, other)
+        changed = _changes(mine.plan, other=other)
         if len(changed) == 1 and step_s < WORTH * mine.step_s:
             return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
     remedies = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))

@@ -92,7 +92,7 @@ class TrialRun:
         """
         runs = self, *self.others
         settings = [each.trial_settings.kept for each in runs]
-        inputs = [inputs_of(each, self.job.cache_path) for each in settings]
+        inputs = [inputs_of(each, cache_dir=self.job.cache_path) for each in settings]
         tried = [self.of, *settings, *inputs]
         digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
@@ -102,7 +102,7 @@ class TrialRun:
         num_steps = sum(each._num_updates for each in runs)
         say(f"trial: {num_steps} updates of the job over a free line …")
         measured = self.measured()
-        write_profile(file, measured)
+        write_profile(file, profile=measured)
         say(f"profile: {file}")
         return measured
 
@@ -118,7 +118,7 @@ class TrialRun:
         is_kept = False
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                run(self.trial_settings, folder, more_follows=True)
+                run(self.trial_settings, run_dir=folder, more_follows=True)
             files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
             return [json.loads(file.read_text(encoding="utf-8")) for file in files]
         except RunFailed as error:
@@ -156,7 +156,7 @@ class TrialRun:
         length = self.job.task.max_length
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
-        counts = model.block_counts(self.cluster.num_stages, length)
+        counts = model.block_counts(self.cluster.num_stages, max_length=length)
         return [list(part) for part in self.cut] or [[count] for count in counts]
 
     @cached_property
@@ -222,16 +222,22 @@ class TrialRun:
         counts = sorted({m, *_spread(counts)}) or [m]
         if len(counts) == 1:
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
-        others = [with_micro_batches(own, n) for n in counts if n != m]
+        others = [with_micro_batches(own, number=n) for n in counts if n != m]
         late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], m, counts[-1]))]
         return [own, *(schedule for schedule in (*others, *late) if self._allows(schedule))]
 
     def _allows(self, schedule: Schedule) -> bool:
+        left_out = changed_fields(self.job, settings=self._without_features)
         try:
             replace(
-                self.job, cluster=self.layout, model=self.model, strategy=Strategy(),
-                schedule=schedule, plan=None, **changed_fields(self.job, self._without_features),
-            )  # fmt: skip
+                self.job,
+                cluster=self.layout,
+                model=self.model,
+                strategy=Strategy(),
+                schedule=schedule,
+                plan=None,
+                **left_out,
+            )
         except ConfigError:
             return False
         return True
@@ -271,7 +277,7 @@ class TrialRun:
         names = list(self.candidates)
         tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
         tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
-        choices = {n: _last_phase(tables[n], made) for n, made in self.candidates.items()}
+        choices = {n: _last_phase(tables[n], made=made) for n, made in self.candidates.items()}
         clouds = {name: as_settings(cloud) for name, cloud in self.layout.clouds.items()}
         legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
         changes = {
@@ -356,13 +362,13 @@ class TrialRun:
         compressors = {}
         for name, compression in self.candidates.items():
             boundaries = [_codec(trial, name, *kind) for kind in crossed]
-            averaging = time_averaging(trained, compression)
+            averaging = time_averaging(trained, compression=compression)
             compressors[name] = CompressorCosts(
-                compression.label, boundaries=boundaries, averaging=averaging
+                label=compression.label, boundaries=boundaries, averaging=averaging
             )
         pieces, stage_forward_s, stage_backward_s = trial.pieces(range(len(crossed)), *others)
         return Profile(
-            pieces,
+            pieces=pieces,
             compressors=compressors,
             of=self.of,
             measured_at_s=time.time(),
@@ -417,7 +423,7 @@ def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
     nothing = BoundaryCodec(DirectionCurves(Curve()))
-    codec = nothing if stage is None else trial.directions(name, stage)
+    codec = nothing if stage is None else trial.directions(name, boundary=stage)
     return replace(codec, backward=(codec.backward or codec.forward) if returns else None)
 
 

@@ -74,18 +74,20 @@ def time_codec(
     def encode() -> Tensor:
         each = zip(codecs, values, strict=True)
         parts = (part for codec, value in each for part in codec.compressor.compress(value))
-        return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), sequence=0)
+        return encode_frame(MessageKey(Kind.ACTIVATION), parts=tuple(parts), sequence=0)
 
     frame = encode()
     seal_frame(frame, deliver_at_s=0.0)
-    parts = decode_frame(frame, "this process").parts
+    parts = decode_frame(frame, sender="this process").parts
 
     def decode() -> None:
         rest = iter(parts)
         for codec, spec in zip(codecs, specs, strict=True):
             number = len(codec.compressor.wire_specs(spec))
-            codec.compressor.decompress(tuple(islice(rest, number)), spec)
+            codec.compressor.decompress(tuple(islice(rest, number)), spec=spec)
 
     return Direction(
-        len(frame), compress_s=median_s(encode, device), decompress_s=median_s(decode, device)
+        num_bytes=len(frame),
+        compress_s=median_s(encode, device=device),
+        decompress_s=median_s(decode, device=device),
     )

@@ -45,7 +45,7 @@ def line_of(
     if here == there:
         return given.get(f"{here}-{here}", FREE)
     names = (f"{here}-{there}", f"{there}-{here}", "*")
-    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there))
+    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there=there))
     if not wan.has_numbers:
         raise ConfigError(
             f"nobody says what the real network from {here!r} to {there!r} can do; choose a "
@@ -65,7 +65,7 @@ def lines_of(
     """
     lines = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
     for here, there in permutations(layout.clouds, 2):
-        line = line_of(layout, given, here=here, there=there)
+        line = line_of(layout, given=given, here=here, there=there)
         if bandwidth is not None:
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
         lines[f"{here}-{there}"] = line
@@ -118,7 +118,9 @@ class Direction:
         """Return the costs of a message so many times as large."""
         size = round(factor * self.num_bytes)
         return Direction(
-            size, compress_s=factor * self.compress_s, decompress_s=factor * self.decompress_s
+            num_bytes=size,
+            compress_s=factor * self.compress_s,
+            decompress_s=factor * self.decompress_s,
         )
 
 
@@ -165,7 +167,7 @@ class Costs:
         return table[message.boundary] if table else NOTHING
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
-        return line_of(layout, self.lines, here=here, there=there)
+        return line_of(layout, given=self.lines, here=here, there=there)
 
     def update_s(self, what: str, rank: int, stages: Sequence[int]) -> float:
         """Return the seconds of one thing that a rank does outside the schedule.
@@ -276,7 +278,7 @@ class DirectionCurves:
 
     def at(self, samples: float) -> Direction:
         return Direction(
-            round(self.num_bytes.at(samples)),
+            num_bytes=round(self.num_bytes.at(samples)),
             compress_s=self.compress_s.at(samples),
             decompress_s=self.decompress_s.at(samples),
         )
@@ -389,7 +391,9 @@ def read_profile(path: Path) -> Profile:
     Raises ConfigError, naming the file, for anything that is no profile.
     """
     try:
-        return from_table("profile", Profile, table=json.loads(path.read_text(encoding="utf-8")))
+        return from_table(
+            "profile", kind=Profile, table=json.loads(path.read_text(encoding="utf-8"))
+        )
     except OSError as error:
         raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:
@@ -420,6 +424,6 @@ def from_table(name: str, kind: type[T], table: object) -> T:
         raise ConfigError(f"{key} is missing")
     if first["type"] == "unexpected_keyword_argument":
         known = [] if inside else [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-        raise ConfigError(unknown_key(path, last, known=known))
+        raise ConfigError(unknown_key(path, name=last, known=known))
     what = first["msg"].removeprefix("Input should be ").replace("valid array", "list")
     raise ConfigError(f"{key} must be {what}, got {first['input']!r}")

@@ -161,7 +161,7 @@ class Lines:
                 arrived_s=until_s + self.latency_s[route],
             )
         line = self.lines[route]
-        until_s = self.free_s[route] = line.sent_at(start_s, self._num_bytes[number])
+        until_s = self.free_s[route] = line.sent_at(start_s, num_bytes=self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
         if line.jitter_s:
             # The draws of the emulated link (net/link.py).
@@ -185,7 +185,9 @@ def run(
     lines: by route; None = free.
     """
     return _Run(
-        program, seconds=seconds, lines=Lines(program, num_bytes=num_bytes, lines=lines)
+        program=program,
+        seconds=seconds,
+        lines=Lines(program=program, num_bytes=num_bytes, lines=lines),
     ).carried_out()
 
 
@@ -197,7 +199,7 @@ class _Run:
         num_ranks = len(program.needs)
         self.missing = list(program.counts)  # of each token
         self.ready_s = [0.0] * len(program.counts)
-        self.causes = [Cause(-1, operation=-1, parcel=-1)] * len(program.counts)
+        self.causes = [Cause(rank=-1, operation=-1, parcel=-1)] * len(program.counts)
         self.sleepers: dict[int, list[int]] = {}  # ranks, by the token they wait for
         self.free_s = [0.0] * num_ranks
         self.begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -211,7 +213,7 @@ class _Run:
                 self.work(self.awake.pop())
             if self.events:
                 self.end(*heappop(self.events))
-        return Moments(self.begin_s, passages=self.passages, causes=self.causes)
+        return Moments(begin_s=self.begin_s, passages=self.passages, causes=self.causes)
 
     def work(self, rank: int) -> None:
         """Work up to an operation that others may wait for, or one that waits itself."""
@@ -245,10 +247,10 @@ class _Run:
             parcel = self.program.parcels[number]
             passage = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
             self.count(
-                parcel.token, passage.arrived_s, Cause(rank, operation=index, parcel=number)
+                parcel.token, passage.arrived_s, Cause(rank=rank, operation=index, parcel=number)
             )
         if (token := self.program.signals[rank][index]) >= 0:
-            self.count(token, now_s, Cause(rank, operation=index, parcel=-1))
+            self.count(token, now_s, Cause(rank=rank, operation=index, parcel=-1))
         self.awake.append(rank)
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:

@@ -114,12 +114,16 @@ def _merge_of(
     """
     num_replicas = len(clouds)
     if averaging.traits.is_elastic:  # the first cloud merges for all, as the others may be gone
-        return _Merge(clouds[:1], num_bytes, codec_s=2 * encode_s + num_replicas * decode_s)
+        return _Merge(
+            merging=clouds[:1], num_bytes=num_bytes, codec_s=2 * encode_s + num_replicas * decode_s
+        )
     if everyone_merges(num_replicas, is_robust=averaging.merge is not None):
-        return _Merge((), num_bytes, codec_s=encode_s + decode_s * (num_replicas - 1))
+        return _Merge(
+            merging=(), num_bytes=num_bytes, codec_s=encode_s + decode_s * (num_replicas - 1)
+        )
     # Each merges a part, and hands back its result in place of sending a contribution to it.
     codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
-    return _Merge(clouds, num_bytes / num_replicas, codec_s=codec_s)
+    return _Merge(merging=clouds, num_bytes=num_bytes / num_replicas, codec_s=codec_s)
 
 
 def exchange_of(
@@ -150,16 +154,16 @@ def exchange_of(
     num_bytes = defaultdict[str, float](float)
     stages_at = defaultdict[tuple[str, ...], list[int]](list)  # by clouds: they share lines
     for stage in range(len(shares)):
-        stages_at[tuple(layout.stage_cloud(stage, r) for r in replicas)].append(stage)
+        stages_at[tuple(layout.stage_cloud(stage, replica=r) for r in replicas)].append(stage)
     for clouds, stages in stages_at.items():
         num_ranks = min(
-            len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
+            len({rank for stage in stages for rank in layout.ranks_of(stage, replica=replica)})
             for replica in replicas
         )
         share = sum(shares[stage] for stage in stages) / traits.fragments
         merge = _merge_of(
             averaging,
-            clouds,
+            clouds=clouds,
             num_bytes=costs.num_bytes * share,
             encode_s=costs.encode_s * share / num_ranks,
             decode_s=costs.decode_s * share / num_ranks,
@@ -254,7 +258,7 @@ def memory_of(
     if averaging is not None and averaging.merge is not None:
         # A robust merge looks at all contributions at once, its own included, in every replica.
         decoded = layout.num_replicas / averaging.traits.fragments
-    schedule = plan.schedule.for_lanes(p, layout.num_lanes)
+    schedule = plan.schedule.for_lanes(p, num_lanes=layout.num_lanes)
     budget = layout.link_budget_bytes
 
     def stage_bytes(stage: int) -> float:
@@ -264,7 +268,7 @@ def memory_of(
         waiting = work.deferred_bytes
         held = _max_kept(
             schedule,
-            stage,
+            stage=stage,
             num_stages=p,
             num_ranks=num_ranks,
             activations=activations,
@@ -273,7 +277,7 @@ def memory_of(
         queued = sum(
             _max_queued(
                 schedule,
-                end,
+                stage=end,
                 num_stages=p,
                 num_ranks=num_ranks,
                 sizes=messages[end],
@@ -313,7 +317,9 @@ def _max_queued(
     if back is None:
         most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
         return min(most * forward, max(budget, forward))
-    in_flight = max_in_flight(schedule.actions(stage, num_stages), lambda i: i % num_ranks)
+    in_flight = max_in_flight(
+        schedule.actions(stage, num_stages=num_stages), link=lambda i: i % num_ranks
+    )
     return max(in_flight.values()) * max(forward, back)
 
 
@@ -324,8 +330,8 @@ def _max_kept(
 ) -> float:  # fmt: skip
     """Return the bytes that a rank keeps for backwards to come."""
     return max_kept(
-        schedule.actions(stage, num_stages),
-        num_ranks,
+        schedule.actions(stage, num_stages=num_stages),
+        num_ranks=num_ranks,
         activations=activations,
         waiting=waiting,
     )

@@ -85,7 +85,7 @@ def measured_costs(timeline: Timeline) -> Costs:
         )
         compress_s = mean_s("compress", direction, stage=sending)
         return Direction(
-            round(_mean(sizes)),
+            num_bytes=round(_mean(sizes)),
             compress_s=compress_s,
             decompress_s=mean_s("decompress", direction, stage=receiving),
         )
@@ -110,7 +110,7 @@ def measured_costs(timeline: Timeline) -> Costs:
             )
             shares.append([1e-6 * us / num_held for us in each_us])
         fetch_s, average_s, norm_s, optimizer_s = map(_mean, zip(*shares, strict=True))
-        return Update(fetch_s, average_s=average_s, norm_s=norm_s, optimizer_s=optimizer_s)
+        return Update(fetch_s=fetch_s, average_s=average_s, norm_s=norm_s, optimizer_s=optimizer_s)
 
     stages = range(len(ranks_of))
     late_s = [mean_s("compute", "weights", stage=stage) for stage in stages]
@@ -151,20 +151,20 @@ def _shares(lane: Lane) -> Iterator[_Share]:
                 micro_batch=box.micro_batch,
                 rank=lane.rank,
             )
-            yield _Share("compute", action, us=gap_us)
+            yield _Share(part="compute", action=action, us=gap_us)
             if box.what != "wait":
                 is_codec = box.what in ("compress", "decompress")
-                yield _Share(box.what if is_codec else "compute", action, us=own_us)
+                yield _Share(part=box.what if is_codec else "compute", action=action, us=own_us)
             continue
         waits = box.what == "wait" or (box.what == "average" and has_normed)
         part = "clip" if waits else box.what
         if has_normed or part not in ("fetch", "average", "clip"):
             part = "after"
-        yield _Share(part, None, us=gap_us if waits else gap_us + own_us)
+        yield _Share(part=part, action=None, us=gap_us if waits else gap_us + own_us)
         if box.what == "fetch":
-            yield _Share("fetches", None, us=1)
+            yield _Share(part="fetches", action=None, us=1)
         has_normed = has_normed or box.what == "clip"
-    yield _Share("after", None, us=lane.until_us - at_us)
+    yield _Share(part="after", action=None, us=lane.until_us - at_us)
 
 
 def typical(steps: Sequence[Any]) -> Any:
@@ -265,7 +265,9 @@ class Trial:
         calls = [Curve(), Curve()]
         if self.parts:
             together = [part for trial in (self, *others) for part in trial._parts()]
-            quantities, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
+            quantities, calls = _by_block(
+                together, num_blocks=sum(facts.blocks for facts in self.stages)
+            )
         # Of all weights: norm, clipping and optimizer of the ranks that hold them.
         update_s = statistics.median(
             sum(own.norm_s + own.optimizer_s for own in costs.updates)
@@ -295,7 +297,7 @@ class Trial:
 
         backward = curves("backward")
         returns = any(size for _, size in backward.num_bytes.points)
-        return BoundaryCodec(curves("forward"), backward if returns else None)
+        return BoundaryCodec(forward=curves("forward"), backward=backward if returns else None)
 
     def fetch_s(self) -> Curve:
         """Return what a rank takes to fetch a micro-batch."""
@@ -322,7 +324,7 @@ class Trial:
         return sorted(costs_of.items(), key=lambda entry: entry[0])
 
     def _of_stage(self, stage: int) -> _Quantities:
-        whole, split = (self._legs(self.own, splits) for splits in (False, True))
+        whole, split = (self._legs(self.own, splits=splits) for splits in (False, True))
         both = Curve([(b, c.forward_s[stage] + c.backward_s[stage]) for b, c in whole])
         facts = self.stages[stage]._asdict()
         return {
@@ -347,7 +349,7 @@ class Trial:
                 name: {b: sum(one[name][b] for one in each) for b in points}
                 for name, points in each[0].items()
             }
-            yield _Part(holds, of)
+            yield _Part(holds=holds, of=of)
 
 
 def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities], list[Curve]]:
@@ -369,7 +371,7 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
             seen = [p for p in parts if b in p.of[name] and not (late and p.holds[1])]
             rows = np.array([part.holds for part in seen], float).reshape(-1, 4) * is_known
             shares[b] = _solved(
-                rows, [p.of[name][b] for p in seen], may_save=name == "splitting_s"
+                rows, values=[p.of[name][b] for p in seen], may_save=name == "splitting_s"
             )
         if is_known[0]:
             calls.append(Curve([(b, call) for b, (call, *_) in shares.items()]))

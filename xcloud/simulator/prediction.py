@@ -70,7 +70,7 @@ class Prediction:
         """The seconds from the last rank's beginning of the last step to the last rank's end, as
         in a run.
         """
-        return max(self._end_s(rank, -1) for rank in self._all) - self._since_s
+        return max(self._end_s(rank, index=-1) for rank in self._all) - self._since_s
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -122,7 +122,7 @@ class Prediction:
         They are named "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and
         queueing for it), "latency a to b", "update", "averaging", and add up to step_s.
         """
-        rank = max(self._all, key=lambda r: self._end_s(r, -1))
+        rank = max(self._all, key=lambda r: self._end_s(r, index=-1))
         since_s = self._since_s
         spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
@@ -191,7 +191,7 @@ class Prediction:
 
     def _started_s(self, rank: int) -> float:
         first = self._first(rank)
-        return self._end_s(rank, first - 1) if first else 0.0
+        return self._end_s(rank, index=first - 1) if first else 0.0
 
     def _span_s(self, rank: int) -> float:
         """Return the seconds of the rank's part of the step.
@@ -200,7 +200,7 @@ class Prediction:
         """
         if self.step.num_steps == 1:
             return self.step_s
-        return self._end_s(rank, -1) - self._started_s(rank)
+        return self._end_s(rank, index=-1) - self._started_s(rank)
 
     def _spans(self, rank: int) -> Iterator[_Span]:
         at_s = self._started_s(rank)
@@ -212,12 +212,12 @@ class Prediction:
                 what = "average" if op.what in ("average", "shared") else "wait"
                 yield _Span(what=what, place=place, from_s=at_s, until_s=begin_s)
             at_s = begin_s
-            parts = self.step.parts_s(self.costs, rank, op=op)
+            parts = self.step.parts_s(self.costs, rank=rank, op=op)
             for what, took_s in zip(("decompress", op.what, "compress"), parts, strict=True):
                 if took_s > 0:
                     yield _Span(what=what, place=place, from_s=at_s, until_s=at_s + took_s)
                     at_s += took_s
-            at_s = self._end_s(rank, index)
+            at_s = self._end_s(rank, index=index)
         until_s = self._started_s(rank) + self._span_s(rank)
         if until_s > at_s:
             yield _Span(what="wait", place=_OUTSIDE, from_s=at_s, until_s=until_s)
@@ -239,7 +239,7 @@ class Prediction:
         while index >= 0:
             op = self.step.ops[rank][index % len(self.step.ops[rank])]
             begin_s = moments.begin_s[rank][index]
-            before, own, behind = self.step.parts_s(self.costs, rank, op=op)
+            before, own, behind = self.step.parts_s(self.costs, rank=rank, op=op)
             middle_s = begin_s + before + own
             if op.action is None:
                 yield "averaging" if op.what == "average" else "update", begin_s, middle_s
@@ -248,7 +248,7 @@ class Prediction:
                 yield f"codec of stage {stage}", middle_s, middle_s + behind
                 yield f"compute of stage {stage}", begin_s + before, middle_s
                 yield f"codec of stage {stage}", begin_s, begin_s + before
-            free_s = self._end_s(rank, index - 1) if index else 0.0
+            free_s = self._end_s(rank, index=index - 1) if index else 0.0
             if begin_s <= free_s:
                 index -= 1
                 continue
@@ -292,7 +292,7 @@ class Simulator(StepProgram):
 
     def run(self, costs: Costs) -> Prediction:
         seconds = [
-            [sum(self.parts_s(costs, rank, op=op)) for op in ops] * self.num_steps
+            [sum(self.parts_s(costs, rank=rank, op=op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
         sizes = [costs.direction(message).num_bytes for message in self.transfers]

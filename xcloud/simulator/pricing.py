@@ -54,15 +54,16 @@ class Pricer:
         self._work = lru_cache(maxsize=65536)(self._work_of)
         self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
-            name: lines_of(found.layout, profile.lines, bandwidth=self.bandwidth)
+            name: lines_of(found.layout, given=profile.lines, bandwidth=self.bandwidth)
             for name, found in self.arranged.items()
         }
         # Of replicas that do not differ the first stands for all: none has more micro-batches.
         self._alike = {
-            name: alike(layouts, self._lines[name]) for name, layouts in self._replicas.items()
+            name: alike(layouts, lines=self._lines[name])
+            for name, layouts in self._replicas.items()
         }
         self._stages = {
-            name: {n: _stages(self._replicas[name][n], self._lines[name]) for n in firsts}
+            name: {n: _stages(self._replicas[name][n], lines=self._lines[name]) for n in firsts}
             for name, firsts in self._alike.items()
         }
         self._exchange_of = lru_cache(maxsize=None)(self._new_exchange)
@@ -93,7 +94,7 @@ class Pricer:
         by_count: dict[tuple[int, int], Prediction] = {}
         for first, numbers in self._alike[plan.strategy].items():
             for number in numbers:
-                key = first, self._num_own(plan, number)
+                key = first, self._num_own(plan, replica=number)
                 by_count[key] = by_count.get(key) or self.predict(plan, number)
                 parts.append((by_count[key], replicas[number]))
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
@@ -134,7 +135,7 @@ class Pricer:
         longest_s = 0.0
         call_s = sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
-            m = self.passes * self._num_own(plan, first)
+            m = self.passes * self._num_own(plan, replica=first)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), (slowdown, num_ranks, ways) in zip(plan.spans, stages, strict=True):
@@ -160,7 +161,7 @@ class Pricer:
         """Return the boundaries over which no gradient returns: the stages before them."""
         ends = enumerate(plan.ends[:-1])
         return frozenset(
-            stage for stage, end in ends if self._codec(plan.compression, end).backward is None
+            stage for stage, end in ends if self._codec(plan.compression, end=end).backward is None
         )
 
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
@@ -169,7 +170,7 @@ class Pricer:
         layout = replicas[replica]
         silent = self.silent_boundaries(plan)
         num_lanes = self.arranged[plan.strategy].layout.num_lanes
-        schedule = plan.schedule_in(replica, len(replicas), num_lanes=num_lanes)
+        schedule = plan.schedule_in(replica, num_replicas=len(replicas), num_lanes=num_lanes)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
@@ -197,7 +198,7 @@ class Pricer:
             work = self._work(*span, b)
             forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
             own_s = calls_s[1] + work.backward_s
-            if _splits(schedule, stage, num_stages=num_stages):
+            if _splits(schedule, stage=stage, num_stages=num_stages):
                 own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
             weights_s.append(min(own_s, work.weights_s))  # differences of long sums
@@ -206,9 +207,11 @@ class Pricer:
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
             fetch_s /= len(layout.placement(first).stages)  # once for all that a rank holds
             average_s = self._ring_s(
-                layout.stage_cloud(stage), num_ranks, num_bytes=work.trained_bytes
+                layout.stage_cloud(stage), num_ranks=num_ranks, num_bytes=work.trained_bytes
             )
-            updates.append(Update(fetch_s, average_s=average_s, optimizer_s=work.optimizer_s))
+            updates.append(
+                Update(fetch_s=fetch_s, average_s=average_s, optimizer_s=work.optimizer_s)
+            )
         slowdown = {
             rank: cloud.slowdown
             for name, cloud in layout.clouds.items()
@@ -231,7 +234,7 @@ class Pricer:
         return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
 
     def _num_own(self, plan: Plan, replica: int) -> int:
-        return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
+        return plan.micro_batches_of(replica, num_replicas=len(self._replicas[plan.strategy]))
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
         """Return the seconds of a sum over ranks of one cloud.
@@ -265,7 +268,12 @@ class Pricer:
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
         around_s = profile.around_changes_s if trains_locally else profile.around_gradients_s
         return exchange_of(
-            arranged.layout, averaging, costs=costs, shares=shares, lines=lines, around_s=around_s
+            arranged.layout,
+            averaging=averaging,
+            costs=costs,
+            shares=shares,
+            lines=lines,
+            around_s=around_s,
         )
 
     # What crosses.
@@ -292,7 +300,7 @@ class Pricer:
         return forward, backward
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
-        codec = self._codec(compression, end)
+        codec = self._codec(compression, end=end)
         back = Direction() if codec.backward is None else codec.backward.at(b)
         return codec.forward.at(b), back
 
@@ -315,7 +323,9 @@ class Pricer:
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
             returned = None if stage in silent else round(back.num_bytes)
             messages[stage] = round(out.num_bytes), returned
-        return memory_of(plan, arranged, works=works, messages=messages, num_passes=self.passes)
+        return memory_of(
+            plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes
+        )
 
     def _work_of(self, start: int, end: int, b: float) -> Work:
         before = self._before(b)
@@ -324,7 +334,7 @@ class Pricer:
 
 @lru_cache(maxsize=4096)
 def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
-    return bool(split_backwards(schedule.actions(stage, num_stages)))
+    return bool(split_backwards(schedule.actions(stage, num_stages=num_stages)))
 
 
 def _stages(

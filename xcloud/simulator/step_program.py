@@ -92,12 +92,12 @@ class StepProgram:
             if op.what in MARKS:
                 return 0.0, 0.0, 0.0
             what = "norm" if op.what == "clip" else op.what
-            return 0.0, costs.update_s(what, rank, stages=self.placements[rank].stages), 0.0
+            return 0.0, costs.update_s(what, rank=rank, stages=self.placements[rank].stages), 0.0
         before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
         behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
-        own_s = costs.action_s(rank, op.action)
+        own_s = costs.action_s(rank, action=op.action)
         if op.what == "backward" and op.action.stage in self._deferred:
-            own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
+            own_s -= costs.action_s(rank, action=op.action._replace(kind="weights"))
         return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
@@ -107,13 +107,13 @@ class StepProgram:
 
     def _orders(self) -> list[list[Action]]:
         """Return the actions of every rank in one pass."""
-        schedule = self.schedule.for_lanes(self.num_stages, self.layout.num_lanes)
+        schedule = self.schedule.for_lanes(self.num_stages, num_lanes=self.layout.num_lanes)
         orders: list[list[Action]] = [[] for _ in self.placements]
         for stages in dict.fromkeys(placement.stages for placement in self.placements):
             # In one go for all ranks that hold the same stages: what each takes is dealt out.
             alone = {stage: (0, 1) for stage in stages}
             order = rank_actions(
-                schedule, sorted(stages), num_stages=self.num_stages, turn_of=alone
+                schedule, stages=sorted(stages), num_stages=self.num_stages, turn_of=alone
             )
             for action in order:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
@@ -143,8 +143,10 @@ class StepProgram:
                 for action in actions:
                     kind = action.kind
                     stage = action.stage
-                    received = self._transfer(stage - (kind == "forward"), action, first=first)
-                    sent = self._transfer(stage - (kind == "backward"), action, first=first)
+                    received = self._transfer(
+                        stage - (kind == "forward"), action=action, first=first
+                    )
+                    sent = self._transfer(stage - (kind == "backward"), action=action, first=first)
                     need = -1 if received is None else tokens[received]
                     posts = () if sent is None else (self._post(sent, tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
@@ -213,7 +215,7 @@ class StepProgram:
         shared = (here, there) if here != there else both
         if shared not in self._route_of:
             self._route_of[shared] = self._one.route()
-            self.routes.append(Route(here, there))
+            self.routes.append(Route(here=here, there=there))
         self.transfers.append(transfer)
         return self._one.parcel(*both, self._route_of[shared], token)
 

@@ -105,7 +105,7 @@ def mismatches(claim: str, rows: Sequence[ResultRow], note: str, folder: Path) -
             continue
         summary = json.loads(files["summary.json"])
         own = OF_THE_STUDY.get(claim, set())
-        for key, value in _came_to(summary, row).items():
+        for key, value in _came_to(summary, row=row).items():
             if key in row and key not in own and row[key] != value:
                 wrong.append(f"{name}: {key} is {row[key]}, its summary has {value}")
     wrong += [f"{name} is the run of no row" for name in runs if name not in note]

@@ -89,13 +89,17 @@ class Figure:
             return Estimate.of(values, repeats) if values else None
         sides = [side for side in (self.row, self.minus) if side]
         column = f"{self.column}_error"
-        errors = [e for s in sides for e in Figure(s, column, where=self.where).values(rows)]
+        errors = [
+            e for s in sides for e in Figure(row=s, column=column, where=self.where).values(rows)
+        ]
         error = math.hypot(*errors) if len(errors) == len(sides) else None
-        return Estimate(values[0], error, num=1, repeats=repeats)
+        return Estimate(mean=values[0], error=error, num=1, repeats=repeats)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """Return the figure of each seed, in their order."""
-        own, other = (self._by_seed(rows, name) for name in (self.row, self.minus or self.over))
+        own, other = (
+            self._by_seed(rows, name=name) for name in (self.row, self.minus or self.over)
+        )
         if self.minus or self.over:
             own, other = own.align(other, join="inner")
         paired = own - other if self.minus else own / other if self.over else own
@@ -258,7 +262,7 @@ def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     for rule in claim.rules:
         found = rule.figure.of(rows)
         met = "not run" if found is None else rule.judge(found)
-        judged.append(Judged(rule.says, found, met=met))
+        judged.append(Judged(says=rule.says, found=found, met=met))
     return judged
 
 
@@ -271,7 +275,7 @@ def read_claims(path: Path) -> dict[str, Claim]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    return {name: _claim(name, entry) for name, entry in data.items()}
+    return {name: _claim(name, entry=entry) for name, entry in data.items()}
 
 
 def _each(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -294,5 +298,5 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
         return TypeAdapter(Claim).validate_json(json.dumps({"name": name, **entry}))
     except ValidationError as error:
         raise ConfigError(
-            f"{FILE}: claim {name!r}: {worded(error, Claim, path='claim')}"
+            f"{FILE}: claim {name!r}: {worded(error, cls=Claim, path='claim')}"
         ) from None

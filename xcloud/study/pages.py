@@ -60,7 +60,7 @@ def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
     """Return the text of docs/paper.md: the cells for which a source prints a figure."""
     tables = {}
-    for table, lines in _cells(claims, records).items():
+    for table, lines in _cells(claims, records=records).items():
         printed = [line for line in lines if line[1].published != UNKNOWN]
         formulas = [claim for claim, cell, _ in printed if isinstance(cell.published, Figure)]
         rows = [
@@ -100,14 +100,16 @@ def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
 def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
     """Return the same as a page of the site, whose first column links to the studies."""
     columns = ["cell", "published", "ours", "made better"]
-    tables = [
-        Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
-              links=[f"{claim.name}.html" for claim, *_ in lines])
-        for name, lines in _cells(claims, records).items()
-    ]  # fmt: skip
+    tables = []
+    for name, lines in _cells(claims, records=records).items():
+        cells = pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object)
+        links = [f"{claim.name}.html" for claim, *_ in lines]
+        tables.append(Table(title=name, cells=cells, links=links))
     unlike = dict.fromkeys(text for texts in _unlike(claims).values() for text in texts)
     facts = [("What is compared", COMPARED), *(("Unlike", text) for text in unlike)]
-    return Page("paper", "The paper, cell by cell", facts=facts, tables=tables, up="All claims")
+    return Page(
+        name="paper", title="The paper, cell by cell", facts=facts, tables=tables, up="All claims"
+    )
 
 
 def _cells(
@@ -118,13 +120,15 @@ def _cells(
     tables: dict[str, list[tuple[Claim, Cell, tuple[str, ...]]]] = {}
     for claim in claims.values():
         for cell in claim.cells:
-            line = claim, cell, _line(cell, records.get(claim.name))
+            line = claim, cell, _line(cell, record=records.get(claim.name))
             tables.setdefault(cell.table, []).append(line)
     return tables
 
 
 def _line(cell: Cell, record: Record | None) -> tuple[str, ...]:
-    ours, better = (_shown(figure, record, cell.cell) for figure in (cell.ours, cell.better))
+    ours, better = (
+        _shown(figure, record=record, cell=cell.cell) for figure in (cell.ours, cell.better)
+    )
     published = cell.published
     if isinstance(published, Figure):
         found = published.of(record.rows) if record else None
@@ -155,7 +159,7 @@ def main(words: Sequence[str] | None = None) -> int:
     records = read_records(claims)
     paper = project_root() / PAPER
     if given.paper:
-        paper.write_text(paper_page(claims, records), encoding="utf-8")
+        paper.write_text(paper_page(claims, records=records), encoding="utf-8")
         for name, record in records.items():
             record.write(project_root() / FOLDER / name, claims[name])
         say(paper)
@@ -166,7 +170,7 @@ def main(words: Sequence[str] | None = None) -> int:
         listed = [
             {
                 "name": name,
-                "verdict": _verdict(claim, records.get(name)),
+                "verdict": _verdict(claim, record=records.get(name)),
                 "human_minutes": claim.human_minutes,
                 "machine_minutes": claim.machine_minutes,
                 "claim": claim.title,
@@ -178,7 +182,9 @@ def main(words: Sequence[str] | None = None) -> int:
     say(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        say(f"{name:<16} {_state(claim, records.get(name)):<28} {minutes:<16} {claim.title}")
+        say(
+            f"{name:<16} {_state(claim, record=records.get(name)):<28} {minutes:<16} {claim.title}"
+        )
     return 0
 
 
@@ -189,7 +195,7 @@ def _check(records: Mapping[str, Record]) -> int:
         folder = project_root() / FOLDER / name
         wrong += [
             f"{name}: {line}"
-            for line in mismatches(name, record.rows, note=record.note, folder=folder)
+            for line in mismatches(name, rows=record.rows, note=record.note, folder=folder)
         ]
     num_rows = sum(len(record.rows) for record in records.values())
     say("\n".join(wrong) or f"all {num_rows} rows are what their runs came to")
@@ -197,7 +203,7 @@ def _check(records: Mapping[str, Record]) -> int:
 
 
 def _state(claim: Claim, record: Record | None) -> str:
-    return _verdict(claim, record).split(":")[0]
+    return _verdict(claim, record=record).split(":")[0]
 
 
 def _verdict(claim: Claim, record: Record | None) -> str:
@@ -208,26 +214,26 @@ def _verdict(claim: Claim, record: Record | None) -> str:
 
 def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Page:
     rows = record.rows if record else ()
-    rules = pd.DataFrame(judge(claim, rows), columns=["rule", "came to", "met"], dtype=object)
+    rules = pd.DataFrame(judge(claim, rows=rows), columns=["rule", "came to", "met"], dtype=object)
     facts = [
         ("Question", claim.means), ("Source", claim.source),
-        ("Verdict", _verdict(claim, record)),
+        ("Verdict", _verdict(claim, record=record)),
         ("Missing", claim.missing or "nothing that we know of"),
         ("Minutes", f"{claim.human_minutes} of yours, {claim.machine_minutes} of the machine"),
     ]  # fmt: skip
-    tables = [Table("Rules", rules)]
+    tables = [Table(title="Rules", cells=rules)]
     if record:
         facts.append(("Record", f"{FOLDER}/{claim.name}, made {record.made_at}, "
                                 f"commit {record.commit}; {record.where}"))  # fmt: skip
         facts += [("Note", record.note)] * bool(record.note)
-        tables.append(Table("Every run", pd.DataFrame(rows, dtype=object)))
+        tables.append(Table(title="Every run", cells=pd.DataFrame(rows, dtype=object)))
         if record.data:
             files = pd.DataFrame(record.data.items(), columns=["file", "sha256"])
-            tables.append(Table("Data", files))
-    pictures = [Picture(picture, claim.title)] if picture else []
+            tables.append(Table(title="Data", cells=files))
+    pictures = [Picture(file=picture, text=claim.title)] if picture else []
     return Page(
-        claim.name,
-        claim.title,
+        name=claim.name,
+        title=claim.title,
         facts=facts,
         command=claim.command,
         pictures=pictures,
@@ -237,26 +243,28 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
 
 
 def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str, Path]) -> Page:
-    states = {name: _state(claim, records.get(name)) for name, claim in claims.items()}
+    states = {name: _state(claim, record=records.get(name)) for name, claim in claims.items()}
     rows = [(claim.title, states[name], claim.source, claim.machine_minutes)
             for name, claim in claims.items()]  # fmt: skip
     cells = pd.DataFrame(rows, columns=["claim", "state", "source", "machine minutes"])
     pictures = [
-        Picture(path, claims[name].title, link=f"{name}.html")
+        Picture(file=path, text=claims[name].title, link=f"{name}.html")
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
-    table = Table("Claims", cells, links=[f"{name}.html" for name in claims])
+    table = Table(title="Claims", cells=cells, links=[f"{name}.html" for name in claims])
     counts = Counter(states.values())
     others = [f"{num} {state}" for state, num in counts.items() if state != "reproduced"]
     listed = f": {', '.join(others)}" * bool(others)
     met = f"{counts['reproduced']} of {len(claims)} claims are reproduced"
     facts = [("State", f"{met} by the rule on their page, claims taken back among them{listed}")]
     paper = Table(
-        "The paper", pd.DataFrame({"page": ["every cell, and ours"]}), links=["paper.html"]
+        title="The paper",
+        cells=pd.DataFrame({"page": ["every cell, and ours"]}),
+        links=["paper.html"],
     )
     title = "xcloud: what is claimed and measured"
     tables = [paper, table]
-    return Page("index", title, facts=facts, pictures=pictures, tables=tables)
+    return Page(name="index", title=title, facts=facts, pictures=pictures, tables=tables)
 
 
 def site(words: Sequence[str] | None = None) -> int:
@@ -268,12 +276,19 @@ def site(words: Sequence[str] | None = None) -> int:
     records = read_records(claims)
     given.out.mkdir(parents=True, exist_ok=True)
     pictures = {name: given.out / f"{name}.png" for name in records}
-    drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path=path)}
+    drawn = {
+        n: path for n, path in pictures.items() if draw(claims[n], record=records[n], path=path)
+    }
     pages = [
-        study_page(one, records.get(name), picture=drawn.get(name)) for name, one in claims.items()
+        study_page(one, record=records.get(name), picture=drawn.get(name))
+        for name, one in claims.items()
     ]
-    pages.append(paper_of_site(claims, records))
-    say(write_site(front_page(claims, records, drawn=drawn), pages, folder=given.out).absolute())
+    pages.append(paper_of_site(claims, records=records))
+    say(
+        write_site(
+            front_page(claims, records=records, drawn=drawn), studies=pages, folder=given.out
+        ).absolute()
+    )
     return 0
 
 
@@ -282,9 +297,9 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     rows in the rules. Return False if no row has them."""
     drawn: dict[str, Drawn] = {}
     for figure in (rule.figure for rule in claim.rules):
-        drawn.setdefault(str(figure.where), Drawn(figure.column, where=figure.where))
+        drawn.setdefault(str(figure.where), Drawn(y=figure.column, where=figure.where))
     shown = [claim.picture] if claim.picture else drawn.values()
-    panels = [(one, points) for one in shown if (points := _points(one, record))]
+    panels = [(one, points) for one in shown if (points := _points(one, record=record))]
     if not panels:
         return False
     wide = min(len(panels), 2)
@@ -295,8 +310,8 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     for axes in places[len(panels) :]:
         axes.remove()
     for axes, (one, points) in zip(places, panels, strict=False):
-        _panel(axes, one, points=points)
-    save(picture, path)
+        _panel(axes, shown=one, points=points)
+    save(picture, path=path)
     return True
 
 
@@ -304,7 +319,10 @@ def _points(shown: Drawn, record: Record) -> dict[str, tuple[Estimate, Estimate]
     points = {}
     for name in dict.fromkeys(row["row"] for row in record.rows):
         columns = (shown.x or shown.y, shown.y)
-        x, y = (Figure(name, column, where=shown.where).of(record.rows) for column in columns)
+        x, y = (
+            Figure(row=name, column=column, where=shown.where).of(record.rows)
+            for column in columns
+        )
         if x and y:
             points[name] = x, y
     return points
@@ -314,11 +332,11 @@ def _panel(axes: Axes, shown: Drawn, points: Mapping[str, tuple[Estimate, Estima
     axes.set_title(", ".join(shown.where.values()), fontsize=TITLE_POINTS)
     label = AXES.get(shown.y, shown.y)
     if shown.x:
-        _scatter(axes, points)
+        _scatter(axes, points=points)
         scale = "log" if shown.log else "linear"
         axes.set(xlabel=AXES.get(shown.x, shown.x), ylabel=label, xscale=scale)
     elif any(map(NUMBERED.fullmatch, points)):
-        _lines(axes, {name: y for name, (_, y) in points.items()})
+        _lines(axes, points={name: y for name, (_, y) in points.items()})
         axes.set_ylabel(label)
     else:
         means, errors = zip(*((y.mean, y.error or 0.0) for _, y in points.values()), strict=True)
@@ -326,7 +344,7 @@ def _panel(axes: Axes, shown: Drawn, points: Mapping[str, tuple[Estimate, Estima
         axes.margins(y=0.25)
         axes.invert_yaxis()
         axes.set_xlabel(label)
-    plain(axes, "both")
+    plain(axes, grid="both")
 
 
 def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> None:

@@ -55,15 +55,17 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     """Draw what there is to draw of costs; returns the files."""
     written = []
     for cost, (name, what, label) in SCATTERS.items():
-        if len(marks := marks_of(results, cost)):
-            figure = canvas(f"{title}: quality and {what}", 8, height_in=5.5 + 0.1 * len(marks))
+        if len(marks := marks_of(results, cost=cost)):
+            figure = canvas(
+                f"{title}: quality and {what}", width_in=8, height_in=5.5 + 0.1 * len(marks)
+            )
             axes = figure.subplots()
-            draw_scatter(axes, marks, cost=cost, score=results.scores[0])
+            draw_scatter(axes, marks=marks, cost=cost, score=results.scores[0])
             axes.set_xlabel(label)
             figure.legend(ncols=3, **_LEGEND)
-            written.append(save(figure, folder / name))
+            written.append(save(figure, path=folder / name))
     if _clouds(results.rows):
-        written.append(_write_step_time(folder / STEP_TIME, results, title=title))
+        written.append(_write_step_time(folder / STEP_TIME, results=results, title=title))
     return written
 
 
@@ -87,8 +89,8 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
     return marks.assign(
         label=labels,
-        colour=_nth(LINES, marks.sweep.map(results.sweeps.index) if several else places),
-        shape=_nth(MARKERS, places if several else places // len(LINES)),
+        colour=_nth(LINES, numbers=marks.sweep.map(results.sweeps.index) if several else places),
+        shape=_nth(MARKERS, numbers=places if several else places // len(LINES)),
     )
 
 
@@ -98,7 +100,7 @@ def _nth(names: Sequence[str], numbers: Any) -> list[str]:
 
 
 def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:
-    spread = plus_minus(marks, score)
+    spread = plus_minus(marks, score=score)
     for number, mark in marks.iterrows():
         axes.errorbar(
             mark[cost], mark[score], xerr=mark[f"{cost}_std"], yerr=spread[number],
@@ -113,7 +115,7 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
     if cost == "step_time_s":
         # As a step line from its first point to its last; a single point is no trade-off.
         sign = -1 if score in LESS_IS_BETTER else 1
-        best = front(marks.step_time_s, sign * marks[score])
+        best = front(marks.step_time_s, qualities=sign * marks[score])
         if marks.share_left_out.notna().any():
             axes.plot(
                 [], [], " ", label="(!) computed at another speed: no trade-off front"
@@ -141,19 +143,21 @@ def _write_step_time(path: Path, results: Results, title: str) -> Path:
     rows = results.rows.assign(label=results.labels).sort_values("step_time_s", kind="stable")
     bars = [(row, cloud) for _, row in rows.iterrows() for cloud in _clouds(rows)
             if pd.notna(row[f"compute_s_{cloud}"])]  # fmt: skip
-    figure = canvas(f"{title}: where a step's time goes", 8, height_in=1.7 + 0.3 * len(bars))
+    figure = canvas(
+        f"{title}: where a step's time goes", width_in=8, height_in=1.7 + 0.3 * len(bars)
+    )
     axes = figure.subplots()
     parts = [
         (name, np.nan_to_num([row.get(f"{kind}_{cloud}", 0.0) for row, cloud in bars]), colour)
         for kind, (name, colour) in PARTS.items()
     ]
-    stacked(axes, [f"{row.label}  {cloud}" for row, cloud in bars], parts=parts)
+    stacked(axes, labels=[f"{row.label}  {cloud}" for row, cloud in bars], parts=parts)
     medians = [row.step_time_s for row, _ in bars]
     axes.plot(medians, range(len(bars)), "|", color=INK, ms=14, label="step time, median")
     axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(ncols=5, **_LEGEND)
-    return save(figure, path)
+    return save(figure, path=path)
 
 
 def curves_of(results: Results) -> tuple[str, Curves]:
@@ -190,30 +194,32 @@ def _losses(runs: Sequence[Result]) -> pd.DataFrame:
 
 
 def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
-    figure = canvas(f"{title}: training loss", 8, height_in=6.2 if reference else 4.6)
-    panels = column(figure, [2, 1] if reference else [1])
+    figure = canvas(f"{title}: training loss", width_in=8, height_in=6.2 if reference else 4.6)
+    panels = column(figure, heights=[2, 1] if reference else [1])
     others = {label: losses for label, losses in curves.items() if label != reference}
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
         pale = {"color": "#B5B5B5", "linewidth": 4.5}
-        _draw_losses(panels[0], curves[reference], style=pale, label=reference)
+        _draw_losses(panels[0], losses=curves[reference], style=pale, label=reference)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference},\nsame seed")
     for index, (label, losses) in enumerate(others.items()):
         style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
                  "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
         if reference and (differences := losses - curves[reference]).notna().any(axis=None):
-            _draw_losses(panels[1], differences.dropna(axis="columns", how="all"), style=style)
+            _draw_losses(
+                panels[1], losses=differences.dropna(axis="columns", how="all"), style=style
+            )
             largest = differences.abs().max(axis=None)
             label += f": differs by ≤ {largest:.2g}" if largest else ": equal at every step"
-        _draw_losses(panels[0], losses, style=style, label=label)
+        _draw_losses(panels[0], losses=losses, style=style, label=label)
     seeds = max(len(losses.columns) for losses in others.values())
     panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
     panels[0].legend(frameon=False, fontsize=8.5)
     panels[-1].set_xlabel("step")
     for axes in panels:
         over_steps(axes)
-    return save(figure, folder / LOSSES)
+    return save(figure, path=folder / LOSSES)
 
 
 def _draw_losses(
@@ -235,25 +241,25 @@ def _draw_losses(
 def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     """Quality over the setting; the rows without it are bands."""
     figure = canvas(
-        f"{title}: quality by {swept.name}", 8, height_in=1.3 + 3.9 * len(swept.scores)
+        f"{title}: quality by {swept.name}", width_in=8, height_in=1.3 + 3.9 * len(swept.scores)
     )
-    panels = column(figure, [1] * len(swept.scores))
+    panels = column(figure, heights=[1] * len(swept.scores))
     for axes, score in zip(panels, swept.scores, strict=True):
-        _draw_swept(axes, swept, score=score)
+        _draw_swept(axes, swept=swept, score=score)
     panels[-1].set_xlabel(swept.setting)
     handles = [Line2D([], [], label=line, **_style(n)) for n, line in enumerate(swept.lines)]
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
-        label = f"{row.setting}: {spread_text(row, swept.scores[0])}"
+        label = f"{row.setting}: {spread_text(row, score=swept.scores[0])}"
         handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
     longest = max(len(str(handle.get_label())) for handle in handles)
     num_columns = max(1, min(4, len(handles), 115 // (longest + 8)))  # 115 characters fit a row
     figure.legend(handles=handles, ncols=num_columns, **_LEGEND)
-    return save(figure, folder / SWEPT_PICTURE)
+    return save(figure, path=folder / SWEPT_PICTURE)
 
 
 def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
     beside = swept.beside.dropna(subset=score)
-    ends = plus_minus(beside, score).fillna(0.0)
+    ends = plus_minus(beside, score=score).fillna(0.0)
     for (number, row), colour in zip(beside.iterrows(), BANDS, strict=False):
         low = row[score] - ends[number]
         high = row[score] + ends[number]
@@ -271,14 +277,14 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
         shift = apart * (index - (len(swept.lines) - 1) / 2)
         rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
         axes.errorbar(
-            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score=score).fillna(0.0),
             elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
         )  # fmt: skip
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     counts = pd.concat([swept.rows, swept.beside]).finished
     num_seeds = " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
     seeds = "" if num_seeds == "1" else f"\n(mean ± std over {num_seeds} seeds)"
-    if not seeds and plus_minus(swept.rows, score).notna().any():
+    if not seeds and plus_minus(swept.rows, score=score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")

@@ -88,7 +88,7 @@ class Point:
     @cached_property
     def inputs(self) -> dict[str, str]:
         """Digests of the files that it reads here, by setting."""
-        return inputs_of(self.settings, self.experiment.cache_path)
+        return inputs_of(self.settings, cache_dir=self.experiment.cache_path)
 
     @property
     def name(self) -> str:
@@ -106,7 +106,9 @@ class Point:
 def identity(settings: Settings, *without: str) -> str:
     """A short hash of the settings that decide the result, except `without` and keys below: equal
     without "seed" for points that differ only in their seed."""
-    kept = {key: value for key, value in deciding(settings).items() if not _below(key, without)}
+    kept = {
+        key: value for key, value in deciding(settings).items() if not _below(key, heads=without)
+    }
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -138,9 +140,9 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
     """
     covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
-    added = tuple(_word(key, value) for key, value in also.items())
+    added = tuple(_word(key, value=value) for key, value in also.items())
     again = [
-        (*(o for o in overrides if not _below(_dotted(_key(o)), covered)), *added)
+        (*(o for o in overrides if not _below(_dotted(_key(o)), heads=covered)), *added)
         for overrides in asked
     ]
     return list(dict.fromkeys([*asked, *again]))
@@ -161,12 +163,12 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
     shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
     for point in points:
-        point.label = _label(point, keys, shorts=shorts)
+        point.label = _label(point, keys=keys, shorts=shorts)
     labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
     for point in points:
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)
-            own = [key for key in keys if key in given and _below(key, ["compression"])]
+            own = [key for key in keys if key in given and _below(key, heads=["compression"])]
             point.label = " ".join([point.label, *(f"{shorts[k]}={given[k]}" for k in own)])
 
 
@@ -182,9 +184,9 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
     for key in keys:
         dotted = _dotted(key)
         is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
-        if _below(dotted, ["compression"]):
+        if _below(dotted, heads=["compression"]):
             parts.append(point.experiment.labels.compression)
-        elif _below(dotted, [SPLIT]) and is_unsplit(settings):
+        elif _below(dotted, heads=[SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
         elif key in given:
             is_named = is_value and key != "exp"
@@ -210,7 +212,7 @@ def _word(key: str, value: object) -> str:
     """Return the value as an override: key=null, key=true, key=0.5, key="a text (of any
     characters)"."""
     if isinstance(value, str):
-        return as_override(key, value)
+        return as_override(key, text=value)
     return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
 
 
@@ -220,9 +222,9 @@ def deciding(settings: Settings) -> Settings:
     return {
         key: value
         for key, value in settings.items()
-        if not _below(key, BESIDE)
+        if not _below(key, heads=BESIDE)
         and not key.endswith("cache_dir")
-        and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
+        and (key in (SPLIT, CUT_LAYER) or not _below(key, heads=silent))
     }
 
 
@@ -262,7 +264,7 @@ class SweepState:
     def lock(self) -> Iterator[None]:
         """Own the folder of the study. Raises ConfigError if another process does."""
         advice = "another process runs it; wait for that one, or choose another name or folder"
-        with owned(self.folder, advice):
+        with owned(self.folder, advice=advice):
             yield
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
@@ -279,18 +281,20 @@ class SweepState:
         for point in points:
             alike = (name for name, entry in self.points.items()
                      if name not in wanted
-                     and same_overrides(entry["overrides"], point.overrides))  # fmt: skip
+                     and same_overrides(entry["overrides"], other=point.overrides))  # fmt: skip
             folder = by_identity.get(point.identity) or next(alike, None)
             if point.row:
                 folder = point.row if point.row in self.points else None
             if folder is None:
-                folder = _free_name(point.folder, taken)
+                folder = _free_name(point.folder, taken=taken)
                 taken.add(folder)
-                decisions.append(Decision(point, "run", folder=folder))
+                decisions.append(Decision(point=point, verdict="run", folder=folder))
             else:
-                changed = differences(ran.get(folder) or point.settings, point.settings)
+                changed = differences(ran.get(folder) or point.settings, other=point.settings)
                 decisions.append(
-                    self._judge(point, folder, changed=changed, accept_changes=accept_changes)
+                    self._judge(
+                        point, folder=folder, changed=changed, accept_changes=accept_changes
+                    )
                 )
         return decisions
 
@@ -299,7 +303,7 @@ class SweepState:
         to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
         run_dir = self.folder / decision.folder
         with owned(run_dir):  # else it is a point that somebody has resumed by hand
-            return self._emptied(run_dir, decision, parallel=parallel)
+            return self._emptied(run_dir, decision=decision, parallel=parallel)
 
     def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
         if decision.verdict == "resume":
@@ -307,7 +311,7 @@ class SweepState:
         if {*os.listdir(run_dir)} - {LOCK_FILE}:
             earlier = self.folder / EARLIER_DIR
             earlier.mkdir(exist_ok=True)
-            left = run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))
+            left = run_dir.rename(earlier / _free_name(run_dir.name, taken=os.listdir(earlier)))
             run_dir.mkdir()
             if (left / TRACKED_FILE).exists():
                 shutil.copyfile(left / TRACKED_FILE, run_dir / REPLACED_FILE)
@@ -322,7 +326,9 @@ class SweepState:
             "at_once": parallel,
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
+        write_summary(
+            self.folder / STATE_FILE, summary={"name": self.folder.name, "points": self.points}
+        )
         return run_dir
 
     def _judge(
@@ -333,17 +339,22 @@ class SweepState:
         changes = [f"config changed since: {_describe(changed)}"] if changed else []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
-        if other := _other_inputs(entry.get("inputs", {}), point.inputs):
+        if other := _other_inputs(entry.get("inputs", {}), now=point.inputs):
             changes.append(f"other contents since: {', '.join(other)}")
         status = summary.get("status", "unfinished")
         if status != "finished":
             why = ": ".join(filter(None, (status, summary.get("cause"))))
             if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
-                return Decision(point, "again", folder=folder, why=why)
-            return Decision(point, "resume", folder=folder, why=f"from step {steps[0]}; {why}")
+                return Decision(point=point, verdict="again", folder=folder, why=why)
+            return Decision(
+                point=point, verdict="resume", folder=folder, why=f"from step {steps[0]}; {why}"
+            )
         is_kept = accept_changes or not changes
         return Decision(
-            point, "skip" if is_kept else "again", folder=folder, why="; ".join(changes)
+            point=point,
+            verdict="skip" if is_kept else "again",
+            folder=folder,
+            why="; ".join(changes),
         )
 
 

@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.sweep:
         say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
-    check_no_password("--uri", given.uri)
-    store = Store(project_root() / given.root, given.experiment, uri=given.uri)
-    opened = dict(open_sweep(name, store) for name in given.sweep)
+    check_no_password("--uri", uri=given.uri)
+    store = Store(root=project_root() / given.root, experiment=given.experiment, uri=given.uri)
+    opened = dict(open_sweep(name, store=store) for name in given.sweep)
     names = [folder.name for folder in opened]
     if len({*names}) < len(names):
         raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
@@ -109,9 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         say(results.rows.to_json(orient="records", indent=1, default_handler=str))
         return 0
-    written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title=title)
+    written = report(
+        results, folder=given.to or next(iter(opened)).parent / "+".join(names), title=title
+    )
     if given.site:
-        say(write_sweep_site(results, written, title=f"Sweep {title}", folder=given.site))
+        say(write_sweep_site(results, files=written, title=f"Sweep {title}", folder=given.site))
     if len(opened) > 1:
         _compare(results)
     return 0
@@ -122,15 +124,17 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     from xcloud.study import pictures
 
     print_sweep(results)
-    written = write_csv(folder, results)
-    written += pictures.write_pictures(folder, results, title=title)
+    written = write_csv(folder, results=results)
+    written += pictures.write_pictures(folder, results=results, title=title)
     if swept := swept_of(results):
         print_swept(swept)
-        written.append(write_swept(folder, swept))
-        written.append(pictures.write_swept_picture(folder, swept, title=title))
+        written.append(write_swept(folder, swept=swept))
+        written.append(pictures.write_swept_picture(folder, swept=swept, title=title))
     reference, curves = pictures.curves_of(results)
     if curves:
-        written.append(pictures.write_losses(folder, reference, curves=curves, title=title))
+        written.append(
+            pictures.write_losses(folder, reference=reference, curves=curves, title=title)
+        )
     say(f"in {folder}: {', '.join(path.name for path in written)}")
     return written
 
@@ -139,11 +143,11 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = Results(from_folder(folder))
     if results.runs:
-        written = report(results, folder, title=f"sweep {folder.name}")
+        written = report(results, folder=folder, title=f"sweep {folder.name}")
         score = [*results.scores, "bleu"][0]
         all_settings = [run.settings for run in results.runs]
         for line in page_in_mlflow(
-            results.sweeps[0], tracker, settings=all_settings, score=score, files=written
+            results.sweeps[0], tracker=tracker, settings=all_settings, score=score, files=written
         ):
             say(line)
 
@@ -154,9 +158,12 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 def print_sweep(results: Results, console: Console | None = None) -> None:
     console = console or console_of()
     cells = cells_of(results)
-    heads = [Column(h, i > 0, wraps=i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
+    heads = [
+        Column(heading=h, right=i > 0, wraps=i == 0, dim=h.startswith(PAPER))
+        for i, h in enumerate(cells)
+    ]
     console.print()
-    print_table(console, heads, rows=cells.itertuples(index=False))
+    print_table(console, columns=heads, rows=cells.itertuples(index=False))
     for line in remarks_of(results):
         text = printable(line)
         console.print(text, style="dim", markup=False, highlight=False)
@@ -178,20 +185,20 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
     counts = [f"{row.finished} of " * (row.finished != row.runs) + str(row.runs) for row in rows]
     yield "runs", counts
     for index, name in enumerate(shown_scores(results.scores)):
-        yield score_name(name), [spread_text(row, name) for row in rows]
+        yield score_name(name), [spread_text(row, score=name) for row in rows]
         if index == 0:
             yield f"{PAPER}{score_name(name)}", paper["quality"]
-    yield "step time", [spread(row, "step_time_s", text=human_seconds) for row in rows]
+    yield "step time", [spread(row, name="step_time_s", text=human_seconds) for row in rows]
     if _compares(results):
-        yield "share", [spread(row, "share", text=human_percent) for row in rows]
+        yield "share", [spread(row, name="share", text=human_percent) for row in rows]
     yield f"{PAPER}share", paper["share"]
     if rate := _rate(results):
         heading = rate.replace("_per_s", "/s")
-        yield heading, [spread(row, rate, text="{:,.0f}".format) for row in rows]
-        alone = [known(row, f"{rate}_share_of_one_cloud") for row in rows]
-        yield "of one cloud", [human_percent(share, 1) for share in alone]
+        yield heading, [spread(row, name=rate, text="{:,.0f}".format) for row in rows]
+        alone = [known(row, name=f"{rate}_share_of_one_cloud") for row in rows]
+        yield "of one cloud", [human_percent(share, digits=1) for share in alone]
         yield f"{PAPER}of one cloud", paper["of_one_cloud"]
-    ratios = [known(row, "compression_ratio") for row in rows]
+    ratios = [known(row, name="compression_ratio") for row in rows]
     yield "ratio", [UNKNOWN if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
     yield f"{PAPER}ratio", paper["ratio"]
 
@@ -215,7 +222,9 @@ def _drift_remarks(results: Results) -> Iterator[str]:
     keys = ["sweep", "reference"]
     plain = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
     for _, base in plain.merge(drifted[keys].drop_duplicates(), on=keys).iterrows():
-        use = {kind: known(base, f"link_utilisation_{kind}") for kind in (*TENSORS, AVERAGING)}
+        use = {
+            kind: known(base, name=f"link_utilisation_{kind}") for kind in (*TENSORS, AVERAGING)
+        }
         busy = {kind: share for kind, share in use.items() if share is not None}
         if busy:
             each = ", ".join(f"{kind} {human_percent(share)}" for kind, share in busy.items())
@@ -239,7 +248,9 @@ def remarks_of(results: Results) -> Iterator[str]:
     rows = results.rows
     if (rows.finished > 1).any():
         yield "± is the standard deviation over seeds."
-    if any(plus_minus(rows[rows[f"{s}_std"].isna()], s).notna().any() for s in results.scores):
+    if any(
+        plus_minus(rows[rows[f"{s}_std"].isna()], score=s).notna().any() for s in results.scores
+    ):
         yield "± of a score of a single run is its standard error over the test samples."
     crowd = max((run.at_once for run in results.runs), default=1)
     if crowd > 1:
@@ -299,10 +310,10 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
         wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
         wide = wide[swept.lines].fillna("-")
         cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
-        cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
+        cells += [(row.setting, *[spread_text(row, score=score)] * len(swept.lines))
                   for _, row in swept.beside.iterrows()]  # fmt: skip
         title = f"{score_name(score)} by {swept.setting}"
-        print_table(console, [swept.name, *swept.lines], rows=cells, title=title)
+        print_table(console, columns=[swept.name, *swept.lines], rows=cells, title=title)
 
 
 def write_swept(folder: Path, swept: Swept) -> Path:
@@ -327,7 +338,7 @@ def _compare(results: Results) -> None:
         own = [run.settings for run in results.runs if run.sweep == sweep]
         shared[sweep] = {key: own[0][key] for key in own[0].keys() - set(varying(own))}
     for sweep in others:
-        found = differences(shared[first], shared[sweep]).items()
+        found = differences(shared[first], other=shared[sweep]).items()
         both = [f"  {key}: {old} | {new}" for key, (old, new) in found
                 if key in shared[first] and key in shared[sweep]]  # fmt: skip
         heading = "settings that differ" if both else "no common setting differs"
@@ -337,12 +348,12 @@ def _compare(results: Results) -> None:
     others_scored = scored[scored.sweep != first]
     for _, row in others_scored[others_scored.setting.isin(bases.index)].iterrows():
         base = bases.loc[row.setting]
-        more = score_text(row.score, row[row.score] - base[row.score])
+        more = score_text(row.score, value=row[row.score] - base[row.score])
         sign = "" if more.startswith("-") else "+"
         line = f"{row.setting}: {row.sweep} against {first}: {sign}{more}"
         if pd.notna(slower := row.step_time_s / base.step_time_s):
             line += f", step time x{slower:.2f}"
-            if drift := drift_of(row, base):
+            if drift := drift_of(row, other=base):
                 line += f", but {drift}"
         say(line)
 
@@ -358,16 +369,20 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
         f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
         for number, setting in enumerate(cells.setting)
     ]
-    settings = Table("Settings, best first", cells, links=[f"{link}.html" for link in links])
-    shown = [Picture(p, p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
+    settings = Table(
+        title="Settings, best first", cells=cells, links=[f"{link}.html" for link in links]
+    )
+    shown = [Picture(file=p, text=p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
     facts = [("Note", line) for line in remarks_of(results)]
     pages = [
-        _setting_page(link, results, runs=results.of_row[number])
+        _setting_page(link, results=results, runs=results.of_row[number])
         for link, number in zip(links, results.rows.index, strict=True)
     ]
     return write_site(
-        Page("index", title, facts=facts, command="", pictures=shown, tables=[settings]),
-        pages,
+        Page(
+            name="index", title=title, facts=facts, command="", pictures=shown, tables=[settings]
+        ),
+        studies=pages,
         folder=folder,
     )
 
@@ -384,10 +399,12 @@ def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
     points = points[[*first, *points.columns.difference(first, sort=False)]]
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
     command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
-    tables = [Table("What differs", what)] * bool(differing) + [Table("Runs", points)]
+    tables = [Table(title="What differs", cells=what)] * bool(differing) + [
+        Table(title="Runs", cells=points)
+    ]
     return Page(
-        name,
-        runs[0].label,
+        name=name,
+        title=runs[0].label,
         facts=(),
         command=command,
         pictures=(),
@@ -423,7 +440,7 @@ def page_in_mlflow(
         prepare_environment()
         metrics = (score, *COSTS)
         params = columns_of(settings)
-        return list(tracker.store.show_sweep(sweep, metrics, params, files))
+        return list(tracker.store.show_sweep(sweep, metrics=metrics, params=params, files=files))
     except Exception as error:  # MLflow may be down or refuse; the sweep continues.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [f"MLflow: no page could be prepared: {reason}"]

@@ -86,11 +86,11 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     claims = read_claims(checkout("it runs the commands that claims.toml names") / FILE)
     if given.claim not in claims:
-        there = f"{meant(given.claim, [*claims])} There are: {', '.join(claims)}"
+        there = f"{meant(given.claim, known=[*claims])} There are: {', '.join(claims)}"
         raise ConfigError(f"no claim {given.claim!r} in {FILE}{there}")
     claim = claims[given.claim]
     folder = given.data and given.data.resolve()  # runs begin in the project's folder
-    data = _data(claim, folder)
+    data = _data(claim, folder=folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
     before = len(Rows(out).read())
@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def write() -> Record:
         now = datetime.now(UTC).isoformat(timespec="minutes")
         rows = Rows(out).read()
-        record = made(claim, rows, data=data, at=now, quick=given.quick, note=note)
+        record = made(claim, rows=rows, data=data, at=now, quick=given.quick, note=note)
         if rows or not earlier:
             record.write(out, claim)
         return record
@@ -115,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
     say(f"{claim.title}: {minutes} on two idle cores")
     try:
         with chdir(project_root()):  # which commands and relative paths of claims.toml are below
-            _run(claim, folder, out=out, quick=given.quick)
+            _run(claim, data=folder, out=out, quick=given.quick)
     except SystemExit:
         say("\ninterrupted; the same command goes on with what is missing", error=True)
         raise
@@ -140,7 +140,7 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
 
 def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     more = claim.quick if quick else ()
-    rows = Rows(out, data)
+    rows = Rows(out=out, data=data)
     if claim.module:
         given = {"DATA": str(data), "OUT": str(out)}
         words = [*(given.get(word, word) for word in claim.module), *more]
@@ -214,7 +214,7 @@ class Rows:
         Raises ConfigError for words that make no experiment, RunFailed if the run fails, and
         SystemExit at Ctrl+C, once the run has saved the step under way.
         """
-        self.add_all([(about, words)], figures)
+        self.add_all([(about, words)], figures=figures)
 
     def add_all(
         self,
@@ -228,7 +228,7 @@ class Rows:
         def keep_row(point: Point, folder: Path) -> None:
             about = rows[point.row]
             found = figures_of(read_summary(folder))
-            self.keep_files(about, folder)
+            self.keep_files(about, folder=folder)
             wanted = {name: found[name] for name in figures or found if name in found}
             self.write({**about, **wanted})
 
@@ -251,14 +251,21 @@ class Rows:
         if not asked:
             return
         words = [(*map(readable, given), "tracker=none") for given in asked.values()]
-        points, wrong = composed_points(words, lambda given: composed(given, conf_dir()))
+        points, wrong = composed_points(
+            words, compose=lambda given: composed(given, conf_dir=conf_dir())
+        )
         if wrong:
-            raise ConfigError("\n".join(reasons_of(wrong, words)))
+            raise ConfigError("\n".join(reasons_of(wrong, asked=words)))
         for point, name in zip(points, asked, strict=True):
             point.row = name
         state = SweepState(self.work)
         with state.lock():
-            runner = Runner(state, LauncherSettings(), Processes(1), on_finished=on_finished)
+            runner = Runner(
+                state=state,
+                settings=LauncherSettings(),
+                processes=Processes(1),
+                on_finished=on_finished,
+            )
             say_verdicts(runner.decide(points))
             try:
                 with signals_as_ctrl_c():
@@ -319,14 +326,14 @@ class Record:
         text = json.dumps({**vars(self), "rows": []}, indent=1, ensure_ascii=False)
         text = text.replace('"rows": []', f'"rows": [\n{rows}\n ]')  # a line for each run
         (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(page(claim, self), encoding="utf-8")
+        (folder / "README.md").write_text(page(claim, record=self), encoding="utf-8")
 
 
 def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> str:
     """Say "reproduced" only if every rule is met by a whole run of every seed."""
     if is_quick:
         return "quick run: judges nothing"
-    judged = judge(claim, rows)
+    judged = judge(claim, rows=rows)
     kinds = {"not reproduced": "no", "undecided": "undecided", "not run": "not run"}
     found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
@@ -339,7 +346,7 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
 def page(claim: Claim, record: Record) -> str:
     """Return the README of a record, with a column for each figure that any of its rows has."""
     cells = pd.DataFrame(record.rows, dtype=object).map(cell_text)
-    judged = judge(claim, record.rows)
+    judged = judge(claim, rows=record.rows)
     return rendered(README, claim=claim, record=record, judged=judged, cells=cells)
 
 
@@ -369,12 +376,12 @@ def made(
     claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool,
     note: str = "",
 ) -> Record:  # fmt: skip
-    verdict = verdict_of(claim, rows, is_quick=quick)
+    verdict = verdict_of(claim, rows=rows, is_quick=quick)
     commits = {row["commit"] for row in rows}
     of = commits.pop() if len(commits) == 1 else "of each row: below"
     return Record(
-        claim.name,
-        at,
+        claim=claim.name,
+        made_at=at,
         commit=of,
         is_quick=quick,
         verdict=verdict,

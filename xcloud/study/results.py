@@ -114,7 +114,7 @@ class Results:
                 "commit": run.summary.get("commit"),
                 "identity": identity(run.settings),
                 **{key: run.settings.get(key) for key in keys},
-                **final_metrics(run.summary, FIGURES),
+                **final_metrics(run.summary, figures=FIGURES),
                 "cause": run.summary.get("cause"),
                 "folder": str(run.run_dir),
             }
@@ -135,7 +135,7 @@ class Results:
         rows = pd.DataFrame([_row(runs) for runs in self.of_row])
         _tell_apart(rows)
         figures = pd.DataFrame(
-            {**final_metrics(run.summary, FIGURES), "row": number}
+            {**final_metrics(run.summary, figures=FIGURES), "row": number}
             for number, runs in enumerate(self.of_row)
             for run in runs
             if run.status == "finished"
@@ -168,15 +168,15 @@ def known(row: Any, name: str) -> float | None:
 
 def spread_text(row: Any, score: str) -> str:
     """Write a score as 41.92 ± 0.31."""
-    return spread(row, score, text=partial(score_text, score))
+    return spread(row, name=score, text=partial(score_text, score))
 
 
 def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
     """Write mean ± standard deviation, of a single run's score its error; the unit once:
     450 ± 71 ms."""
-    mean = known(row, name)
-    std = known(row, f"{name}_std")
-    std = known(row, f"{name}_error") if std is None else std
+    mean = known(row, name=name)
+    std = known(row, name=f"{name}_std")
+    std = known(row, name=f"{name}_error") if std is None else std
     if mean is None or std is None:
         return UNKNOWN if mean is None else text(mean)
     number, _, unit = text(mean).partition(" ")
@@ -210,7 +210,7 @@ def _row(runs: Sequence[Result]) -> dict[str, Any]:
         # Equal where step times compare, and where the same work is done, on any cluster.
         "reference": identity(settings, "seed", "compression"),
         "workload": identity(settings, "seed", "compression", "cluster"),
-        "published": published_for(settings, compression),
+        "published": published_for(settings, compression=compression),
     }
 
 
@@ -221,7 +221,7 @@ def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:
     base = base.drop_duplicates(keys, keep="last").set_index(keys)
     there = rows[keys].join(base.drop(columns=keys, errors="ignore"), on=keys)
     share = rows.step_time_s / there.step_time_s
-    reasons = [drift_of(rows.loc[number], there.loc[number]) for number in rows.index]
+    reasons = [drift_of(rows.loc[number], other=there.loc[number]) for number in rows.index]
     left_out = pd.Series(reasons, rows.index, dtype=object)
     share = share.where(left_out.isna())
     own, others = (one.step_time_s_std / one.step_time_s for one in (rows, there))
@@ -235,14 +235,14 @@ def drift_of(row: Any, other: Any) -> str | None:
     """Say by how much the machine computed faster or slower for `row` than for `other`, which
     differs in nothing that is computed; None where that is too little to spoil a comparison of
     their step times."""
-    step_s = known(other, "step_time_s")
+    step_s = known(other, name="step_time_s")
     worst = LARGEST_DRIFT
     said = None
     for name in row.index:
         if not name.startswith(COMPUTE) or name.endswith("_std"):
             continue
-        here_s = known(row, name)
-        there_s = known(other, name)
+        here_s = known(row, name=name)
+        there_s = known(other, name=name)
         if step_s is None or here_s is None or not there_s:
             continue
         drift = here_s / there_s - 1
@@ -318,11 +318,13 @@ def swept_of(results: Results) -> Swept | None:
     shown = scored[values[setting].map(is_number)]
     others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
     several = shown.sweep.nunique() > 1
-    lines = [_line(row, setting, others=others, several=several) for _, row in shown.iterrows()]
+    lines = [
+        _line(row, setting=setting, others=others, several=several) for _, row in shown.iterrows()
+    ]
     shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
     shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
     names = shown_scores(name for name in results.scores if shown[name].notna().any())
-    return Swept(setting, names, rows=shown, beside=scored.drop(shown.index))
+    return Swept(setting=setting, scores=names, rows=shown, beside=scored.drop(shown.index))
 
 
 def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
@@ -349,7 +351,7 @@ def from_folder(folder: Path) -> list[Result]:
     return [
         _result(
             folder.name,
-            path.parent,
+            run_dir=path.parent,
             at_once=int(recorded.get(path.parent.name, {}).get("at_once", 1)),
         )
         for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))
@@ -359,7 +361,7 @@ def from_folder(folder: Path) -> list[Result]:
 def from_store(store: Store, sweep: str) -> list[Result]:
     """Return the runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
     found = [
-        _result(sweep, folder, at_once=1)
+        _result(sweep, run_dir=folder, at_once=1)
         for folder in store.artifacts_of_sweep(sweep)
         if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists()
     ]
@@ -369,7 +371,11 @@ def from_store(store: Store, sweep: str) -> list[Result]:
 def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
     settings = settings_of(run_dir / EXPERIMENT_FILE)
     return Result(
-        sweep, run_dir, settings=settings, summary=read_summary(run_dir), at_once=at_once
+        sweep=sweep,
+        run_dir=run_dir,
+        settings=settings,
+        summary=read_summary(run_dir),
+        at_once=at_once,
     )
 
 
@@ -395,7 +401,7 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
         refuse_links(folder)  # into which the tables are written
     results = from_folder(folder)
     if not results and store is not None:
-        results = from_store(store, folder.name)
+        results = from_store(store, sweep=folder.name)
     if not results:
         newest = known_sweeps()[-10:]
         hint = f"known sweeps: {'; '.join(newest)}" if newest else "there are none yet"

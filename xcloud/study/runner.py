@@ -74,7 +74,7 @@ class LauncherSettings:
 def check_name(name: object) -> None:
     """Raise ConfigError for what is no name of a sweep. None: it gets one."""
     if name is not None:
-        wording.check_name("sweep", name)
+        wording.check_name("sweep", name=name)
 
 
 class Processes:
@@ -90,7 +90,7 @@ class Processes:
         """Raises RunFailed with the last line that the point said."""
         point.config.write(run_dir / EXPERIMENT_FILE)
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
-        process = start_point(run_dir, threads)
+        process = start_point(run_dir, threads=threads)
         self._running.append(process)
         if self._is_ending:  # it began while `end` went through the others
             process.terminate()
@@ -256,10 +256,10 @@ class Sweep:
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = composed_points(asked, compose)
+        points, wrong = composed_points(asked, compose=compose)
         if wrong:
             self._forget_folder()
-            reasons = reasons_of(wrong, asked)
+            reasons = reasons_of(wrong, asked=asked)
             return refuse("the sweep is refused, nothing was started; " + reasons[0], *reasons[1:])
         unique = {point.identity: point for point in reversed(points)}  # the first of equal ones
         try:
@@ -275,15 +275,17 @@ class Sweep:
         earlier = [
             tuple(entry["overrides"])
             for entry in state.points.values()
-            if not any(same_overrides(entry["overrides"], point.overrides) for point in points)
+            if not any(
+                same_overrides(entry["overrides"], other=point.overrides) for point in points
+            )
         ]
-        name_points(points, earlier)
+        name_points(points, earlier=earlier)
         for point in points:
             point.config = point.config.changed({"sweep": self.name, "label": point.label})
-        runner = Runner(state, self.settings, processes=self.processes)
+        runner = Runner(state=state, settings=self.settings, processes=self.processes)
         self.causes = runner.causes
         decisions = runner.decide(points)
-        self._announce(decisions, runner.todo, num_others=len(earlier))
+        self._announce(decisions, todo=runner.todo, num_others=len(earlier))
         tracker = points[0].experiment.tracker
         page = self.name, tracker, [point.settings for point in points]
         Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
@@ -295,7 +297,7 @@ class Sweep:
             say(f"continue it:    {self.command}")
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
-        close_sweep(self.folder, tracker)
+        close_sweep(self.folder, tracker=tracker)
         if not self.causes:
             return FINISHED
         failed = f"{len(self.causes)} of {len(runner.todo)} points failed"
@@ -379,10 +381,10 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    known = final_metrics(summary, FIGURES)
+    known = final_metrics(summary, figures=FIGURES)
     score = next(iter(summary.get("quality", ())), "")
     texts: dict[str, Callable[[float], str]] = {
-        score: lambda value: f"{score_name(score)} {score_text(score, value)}",
+        score: lambda value: f"{score_name(score)} {score_text(score, value=value)}",
         "step_time_s": lambda value: f"{human_seconds(value)} a step",
         "compression_ratio": lambda value: f"ratio {value:.2f}x",
     }
@@ -421,7 +423,7 @@ def main() -> int:
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE
-        run(Settings.load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
+        run(Settings.load(file), run_dir=arguments.run_dir, resumes=check_can_go_on)  # a point may
     except XcloudError as error:
         say(f"xcloud: {error}")
         return 1

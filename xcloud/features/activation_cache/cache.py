@@ -99,9 +99,9 @@ class CachingChannel(ReceiveChannel):
         missing = self.kept.missing(samples["ids"])
         came: dict[int, Message] = {}
         if len(missing):
-            part = samples_at(samples, missing)
+            part = samples_at(samples, positions=missing)
             message = super().recv(key, part, known)
-            each = by_sample(message, self.fields, samples=part)
+            each = by_sample(message, fields=self.fields, samples=part)
             for n in self.kept.note(part["ids"], each):
                 own = {name: value.to("cpu", copy=True) for name, value in each[n].items()}
                 self._messages[int(part["ids"][n])] = own
@@ -111,7 +111,7 @@ class CachingChannel(ReceiveChannel):
         with self.clock.during("decompress"):
             ids = enumerate(samples["ids"].tolist())
             each = [came[n] if n in came else self._messages[sample] for n, sample in ids]
-            return joined(each, self.device)
+            return joined(each, device=self.device)
 
 
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
@@ -143,9 +143,9 @@ def activation_caches(
     for stage, boundary in boundaries.items():
         if not max_bytes or not boundary.is_constant:
             continue
-        pairs = rank_pairs(layout, stage, replica=replica)
+        pairs = rank_pairs(layout, stage=stage, replica=replica)
         for sender, receiver in pairs:
-            if rank not in (sender, receiver) or layout.wan_between(sender, receiver) is None:
+            if rank not in (sender, receiver) or layout.wan_between(sender, peer=receiver) is None:
                 continue
             share = max_bytes // sum(other == receiver for _, other in pairs)
             peer = receiver if rank == sender else sender
@@ -177,15 +177,16 @@ class CachingPipeline(Pipeline):
             return super()._forward(action, batch, received, now, weights)
         missing = kept.missing(batch["ids"])
         if not len(missing):
-            return InFlight(batch, None, send=None, loss=None, weights=weights)
+            return InFlight(batch=batch, received=None, send=None, loss=None, weights=weights)
         if received is not None:
             fields = self.ports[stage - 1].boundary.fields
-            received = message_at(received, fields, samples=batch, positions=missing)
-        batch = samples_at(batch, missing)
+            received = message_at(received, fields=fields, samples=batch, positions=missing)
+        batch = samples_at(batch, positions=missing)
         work = super()._forward(action, batch, received, now, weights)
         assert work.send is not None
         kept.note(
-            batch["ids"], by_sample(work.send, self.ports[stage].boundary.fields, samples=batch)
+            batch["ids"],
+            by_sample(work.send, fields=self.ports[stage].boundary.fields, samples=batch),
         )
         return work
 
@@ -212,7 +213,7 @@ def by_sample(
     """Return the boundary's fields of each sample, as views."""
     counts = message.get("counts")
     parts = [
-        torch.split(message[field.name], list(field.sample_rows(samples, counts).counts))
+        torch.split(message[field.name], list(field.sample_rows(samples, counts=counts).counts))
         for field in fields
     ]
     names = [field.name for field in fields]
@@ -228,6 +229,6 @@ def message_at(
     message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
 ) -> Message:
     """Return what the message says of the samples at these positions, at least one."""
-    each = by_sample(message, fields, samples=samples)
+    each = by_sample(message, fields=fields, samples=samples)
     chosen = [each[n] for n in positions.tolist()]
-    return joined(chosen, next(iter(message.values())).device)
+    return joined(chosen, device=next(iter(message.values())).device)

@@ -30,7 +30,7 @@ from xcloud.simulator.pricing import OverEpochs, Pricer
 
 rows_may_be_kept = plain(
     lambda job: not job.security.may_keep_rows,
-    "security.may_keep_rows=false forbids it",
+    setting="security.may_keep_rows=false forbids it",
     remedy="set security.may_keep_rows=true",
 )
 
@@ -48,9 +48,9 @@ def constant_boundary(job: PipelineJob) -> Lack | None:
     setting = f"no boundary between clouds has those ({reasons or none_leaves})"
     if not hasattr(job.model, "split"):
         more = ", and no setting of this model freezes all that lies before one"
-        return Lack(setting + more, "")
+        return Lack(setting=setting + more, remedy="")
     remedy = "freeze what lies before one (model.split.layer and model.split.freeze_bottom)"
-    return Lack(setting, remedy)
+    return Lack(setting=setting, remedy=remedy)
 
 
 def kept_stages_whole(job: PipelineJob) -> Lack | None:
@@ -62,7 +62,7 @@ def kept_stages_whole(job: PipelineJob) -> Lack | None:
     for name in sharding_clouds(job):
         if min(job.cluster.clouds[name].stages or ()) <= last:
             what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
-            return Lack(what, "leave shard out")
+            return Lack(setting=what, remedy="leave shard out")
     return None
 
 
@@ -71,26 +71,28 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
     boundaries = job.boundaries
     for stage in job.cached_boundaries:
         for replica in range(job.cluster.num_replicas):
-            if (defence := job.defences_at(stage, replica).get("forward")) is not None:
+            if (defence := job.defences_at(stage, replica=replica).get("forward")) is not None:
                 what = f"security.defences.forward={defence.label} adds new noise in every epoch"
-                return Lack(f"{what}, which would no longer protect", "leave it out")
+                return Lack(
+                    setting=f"{what}, which would no longer protect", remedy="leave it out"
+                )
         compression = job.compression.at_boundary(stage)
         if not isinstance(compression, Compression):
             what = f"compression changes during the run ({compression.label})"
-            return Lack(what, "take one compression for all of it")
+            return Lack(setting=what, remedy="take one compression for all of it")
         if not isinstance(compression.forward_memory, NoMemory):
             memory = compression.forward_memory.label
             what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
-            return Lack(what, "leave it out")
+            return Lack(setting=what, remedy="leave it out")
         for field in boundaries[stage].fields:
             width = math.prod(field.features)
             floats = field.dtype.is_floating_point
-            if floats and not decodes_rows_alone(compression.forward, width):
+            if floats and not decodes_rows_alone(compression.forward, num_features=width):
                 return Lack(
-                    f"compression.forward={compression.forward.label} makes of the same row "
-                    "another one in each message (it draws, remembers, or looks at several rows "
+                    setting=f"compression.forward={compression.forward.label} makes of the same "
+                    "row another one in each message (it draws, remembers, or looks at several rows "
                     "at once)",
-                    f"take none, fp16, bf16 or integers whose block divides {width}",
+                    remedy=f"take none, fp16, bf16 or integers whose block divides {width}",
                 )
     return None
 
@@ -100,7 +102,7 @@ class ActivationCaching(Feature):
 
     uses = (
         Use(
-            "training.activation_cache_mb={}",
+            setting="training.activation_cache_mb={}",
             asked=lambda job: job.training.activation_cache_mb,
             why={
                 rows_may_be_kept: "keeps rows of another cloud",
@@ -131,7 +133,7 @@ class ActivationCaching(Feature):
             return None
         return over_epochs(
             pricer,
-            plan,
+            plan=plan,
             max_bytes=training.activation_cache_mb * MEGABYTE,
             num_samples=num_samples,
             num_steps=training.max_steps,
@@ -149,7 +151,7 @@ class CachingAtRank(FeatureAtRank):
         self._has_boundary = bool(job.cached_boundaries)
         self._caches = activation_caches(
             job.cluster,
-            job.boundaries,
+            boundaries=job.boundaries,
             rank=context.rank,
             max_bytes=round(job.training.activation_cache_mb * MEGABYTE),
         )
@@ -164,7 +166,7 @@ class CachingAtRank(FeatureAtRank):
         if not self._has_boundary:
             return None
         channels = built.wiring.boundaries.channels.values()
-        return CacheReport(channels, built.context.reporter)
+        return CacheReport(channels=channels, reporter=built.context.reporter)
 
     def resume(self) -> str:
         if not self._has_boundary:

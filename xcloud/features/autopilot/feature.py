@@ -22,11 +22,11 @@ def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
     layout = job.cluster
     for stage in range(layout.num_stages - 1):
         ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
-        wan = layout.wan_between(ends[0][0], ends[1][0])
+        wan = layout.wan_between(ends[0][0], peer=ends[1][0])
         most = max(map(len, ends))
         if wan is not None and wan.is_metered and most > 1:
             what = f"after stage {stage} {most} ranks share it (cluster/wan=real)"
-            return Lack(what, "give the clouds on both sides one rank each")
+            return Lack(setting=what, remedy="give the clouds on both sides one rank each")
     return None
 
 
@@ -35,7 +35,7 @@ class AutopilotFeature(Feature):
 
     uses = (
         Use(
-            "autopilot",
+            setting="autopilot",
             asked=lambda job: job.autopilot is not None,
             why={
                 no_plan: "changes the compression",
@@ -63,7 +63,7 @@ class AutopilotAtRank(FeatureAtRank):
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
         return pilot_of(
-            built.context, trainer, wiring=built.wiring, program_bytes=built.program_bytes
+            built.context, trainer=trainer, wiring=built.wiring, program_bytes=built.program_bytes
         )
 
 

@@ -62,7 +62,7 @@ def pilot_of(
         return TourPilot(
             job=job, wiring=wiring, trainer=trainer, file=file, program_bytes=program_bytes
         )
-    forecast = forecast_of(job, context.device) if context.rank == 0 else None
+    forecast = forecast_of(job, device=context.device) if context.rank == 0 else None
     return RunPilot(
         job=job, wiring=wiring, trainer=trainer, reporter=context.reporter, forecast=forecast
     )
@@ -154,7 +154,7 @@ class RunPilot(Switching):
 
     def after_exchange(self, step: int) -> None:
         sums = self._sums
-        key = MessageKey(Kind.CHOICE, step)
+        key = MessageKey(kind=Kind.CHOICE, step=step)
         if not self._is_look(step) or sums.rank not in sums.leader_of:
             return
         mine = self.measured()
@@ -163,7 +163,9 @@ class RunPilot(Switching):
             sums.out[first].send(key, (mine,), _MEASURED)
             return
         told = {leader: sums.incoming[leader].recv(key, sums.overdue_s) for leader in others}
-        measured = {leader: like(mine, parts, sender=leader) for leader, parts in told.items()}
+        measured = {
+            leader: like(mine, parts=parts, sender=leader) for leader, parts in told.items()
+        }
         self._next = self.decide(step, {first: mine, **measured})
 
     def after_update(self, step: int, report: StepReport) -> None:
@@ -171,7 +173,7 @@ class RunPilot(Switching):
         if not self._is_look(step):
             return
         sums = self._sums
-        key = MessageKey(Kind.CHOICE, step)
+        key = MessageKey(kind=Kind.CHOICE, step=step)
         in_force = self._in_force.choice
         (first, *others) = sums.leaders
         choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)
@@ -179,14 +181,16 @@ class RunPilot(Switching):
             for leader in others:
                 sums.out[leader].send(key, (choice,), _CHOSEN)
         elif sums.rank in others:
-            choice = like(choice, sums.incoming[first].recv(key, sums.overdue_s), sender=first)
+            choice = like(
+                choice, parts=sums.incoming[first].recv(key, sums.overdue_s), sender=first
+            )
         for stage in self._trainer.stages.values():
             choice = stage.group.from_leader(choice)
         if int(choice) != in_force:
             self.switch(step, int(choice))
         # Lines are idle: each has delivered all that it had of this step.
         for channel in self._wiring.boundaries.wan_sends:
-            wan = self._layout.wan_between(channel.identity.sender, channel.identity.receiver)
+            wan = self._layout.wan_between(channel.identity.sender, peer=channel.identity.receiver)
             if wan is not None and wan.is_metered:
                 channel.link.say_alive()  # a probe, see LineMeter
 
@@ -327,7 +331,7 @@ def forecast_of(job: PipelineJob, device: torch.device) -> Forecast:
     codecs = []
     for choice in job.compression.choices.values():
         each = (
-            (n, codec_costs(boundary, choice, num_samples=rows, device=device))
+            (n, codec_costs(boundary, choice=choice, num_samples=rows, device=device))
             for n, boundary in crossed
         )
         codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
@@ -354,7 +358,7 @@ def codec_costs(
         if floating:
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
             specs = [field.spec(min(MAX_ROWS, most)) for field in floating]
-            yield direction, time_codec(compressor, specs, device=device)
+            yield direction, time_codec(compressor, specs=specs, device=device)
 
 
 class TourPilot(Switching):
@@ -394,7 +398,7 @@ class TourPilot(Switching):
             "events": [
                 head | part
                 for step in self._clock.recorded
-                for part in timeline_events(step, self._messages)
+                for part in timeline_events(step, messages=self._messages)
             ],
             "stages": {number: meter.facts for number, meter in self._stages.items()},
             "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()

@@ -66,7 +66,9 @@ class Forecast:
         num_passes: int,
         codecs: Sequence[_Codec],
     ) -> None:
-        self._programs = [Simulator(s, layout=layout, num_passes=num_passes) for s in schedules]
+        self._programs = [
+            Simulator(schedule=s, layout=layout, num_passes=num_passes) for s in schedules
+        ]
         self.codecs = codecs
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
@@ -103,7 +105,7 @@ class Forecast:
         stages = range(program.num_stages)
         ranks = [len(program.layout.ranks_of(stage)) for stage in stages]
         each_s = [
-            self._computing_s(s, now, then=then) * ranks[s] / program.num_passes / then / 3
+            self._computing_s(s, now=now, then=then) * ranks[s] / program.num_passes / then / 3
             for s in stages
         ]
         ways = {
@@ -127,7 +129,7 @@ class Forecast:
         return {"compute_s": torch.tensor(rows, dtype=torch.float64)}
 
     def load_state_dict(self, state: State) -> None:
-        rows = numbers(state, "compute_s").tolist()
+        rows = numbers(state, name="compute_s").tolist()
         self._compute_s = {int(m): of_stages for m, *of_stages in rows}
 
 
@@ -191,5 +193,5 @@ class Rule:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._gained = numbers(state, "gained").tolist()
-        self._before, self._dwell = map(int, numbers(state, "last").tolist())
+        self._gained = numbers(state, name="gained").tolist()
+        self._before, self._dwell = map(int, numbers(state, name="last").tolist())

@@ -56,7 +56,7 @@ class Autopilot:
         choices = {own.label: own}
         for choice in self.choices.values():
             choices.setdefault(choice.label, choice)
-        return Selectable(choices, chosen_by="autopilot")
+        return Selectable(choices=choices, chosen_by="autopilot")
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         """Return the run's own schedule and those with the other numbers.
@@ -75,13 +75,17 @@ class Autopilot:
             )
 
         def order(schedule: Schedule, stage: int) -> list[Action]:
-            return schedule.for_lanes(num_stages, num_lanes).actions(stage, num_stages)
+            return schedule.for_lanes(num_stages, num_lanes=num_lanes).actions(
+                stage, num_stages=num_stages
+            )
 
         def share(schedule: Schedule) -> float:
             """Return the share of a pass's samples whose activations the fullest stage keeps."""
             m = schedule.num_micro_batches
             orders = [order(schedule, stage) for stage in range(num_stages)]
-            return max(max_kept(order, 1, activations=1 / m, waiting=1 / m) for order in orders)
+            return max(
+                max_kept(order, num_ranks=1, activations=1 / m, waiting=1 / m) for order in orders
+            )
 
         given: Any = own
         flights = [own, *(replace(given, num_in_flight=number) for number in self.in_flight)]
@@ -116,7 +120,7 @@ class Tour(Autopilot):
     def __post_init__(self) -> None: ...
 
     def around(self, own: object) -> Selectable:
-        return Selectable(self.choices, chosen_by="autopilot")
+        return Selectable(choices=self.choices, chosen_by="autopilot")
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         return list(self.schedules_tried)

@@ -183,12 +183,12 @@ class Checkpointer(Hook):
         try:
             state = self.writer.copy(self._parts)
         except (RuntimeError, MemoryError) as error:  # there is no room for the copy
-            return self._lack(step, error)
+            return self._lack(step, why=error)
         pause_s = time.monotonic() - started_s
 
         def written(outcome: int | Exception, write_s: float) -> None:
             if isinstance(outcome, Exception):
-                return self._lack(step, outcome)
+                return self._lack(step, why=outcome)
             self._notes.later(
                 partial(
                     self._notes.reporter.event,
@@ -207,7 +207,7 @@ class Checkpointer(Hook):
         """Report, in place of `save`, that this rank cannot."""
         self.timing.saved(step, is_complete=False)
         self._begin(step, {0})
-        self._lack(step, reason)
+        self._lack(step, why=reason)
 
     def finish(self) -> None:
         """Save the state after the last update, however short the run."""
@@ -240,7 +240,7 @@ class Checkpointer(Hook):
         self._notes.flush()
         if is_finished:
             with contextlib.suppress(OSError):
-                self.writer.folder.prune(self.rank, 1, self.writer.places)
+                self.writer.folder.prune(self.rank, keep=1, places=self.writer.places)
 
     @property
     def _others(self) -> frozenset[int]:
@@ -250,7 +250,7 @@ class Checkpointer(Hook):
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
         if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
             told = torch.tensor([message], dtype=torch.uint8)
-            out.send(MessageKey(Kind.CHECKPOINT, step), (told,), CHECKPOINT_CARRIES)
+            out.send(MessageKey(kind=Kind.CHECKPOINT, step=step), (told,), CHECKPOINT_CARRIES)
 
     def _report(self, step: int, message: CheckpointMessage) -> None:
         if self.rank == 0:
@@ -267,7 +267,7 @@ class Checkpointer(Hook):
         self.writer.later(lambda: self._report(step, CheckpointMessage.FAILED))
 
     def _hear(self, peer: int, frame: Frame) -> None:
-        self._take(peer, frame.key.step, code_of(frame, peer))
+        self._take(peer, frame.key.step, code_of(frame, peer=peer))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """Act on a message. Called in a link's thread, or in the one that writes."""
@@ -300,7 +300,7 @@ class Checkpointer(Hook):
                     self._tell(other, step, verdict)
 
     def _delete_lost(self, step: int) -> None:
-        self.writer.folder.delete_lost(step, self.rank)
+        self.writer.folder.delete_lost(step, rank=self.rank)
 
     def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
         folder = self.writer.folder
@@ -308,11 +308,11 @@ class Checkpointer(Hook):
         if self.rank not in folder.ranks(step):  # or what is there would be pruned for nothing
             return later(partial(self._notes.lost, step, "agreed on, but its part is not here"))
         try:
-            folder.mark_agreed(step, self.rank, {"held_by": sorted(held_by)})
+            folder.mark_agreed(step, rank=self.rank, facts={"held_by": sorted(held_by)})
         except OSError as error:
             return later(partial(self._notes.lost, step, error))
         try:
-            folder.prune(self.rank, self.timing.settings.keep, self.writer.places)
+            folder.prune(self.rank, keep=self.timing.settings.keep, places=self.writer.places)
         except OSError as error:
             text = f"old checkpoints cannot be deleted ({error}) and fill the disk"
             later(partial(self._notes.once, text, "prune"))
@@ -323,7 +323,7 @@ class Checkpointer(Hook):
                 f"at step {step} a checkpoint is due, and that of step {begun} is still being "
                 f"written by rank {', '.join(map(str, sorted(ranks)))}; they are made as often "
                 "as the disk allows",
-                "slow",
+                what="slow",
             )
 
 
@@ -348,7 +348,7 @@ class Notes:
         """Report that a checkpoint could not be written."""
         reason = f"{_short(why):.200}"
         text = f"the checkpoint of step {step} could not be written ({reason}); "
-        self.once(text + "the run goes on, older checkpoints stay", "lost")
+        self.once(text + "the run goes on, older checkpoints stay", what="lost")
         self.reporter.event("lost_checkpoint", step=step, reason=reason)
 
     def once(self, text: str, what: str) -> None:

@@ -25,10 +25,10 @@ def check_facts(context: RankContext[Any], facts: Facts) -> None:
     if step and context.rank in context.job.roster.saving:
         folder = CheckpointFolder(context.run_dir)
         holder = RankCheckpoints(
-            folder, context.rank, places=context.job.places, settings=context.settings
+            folder=folder, rank=context.rank, places=context.job.places, settings=context.settings
         )
         if own := holder.own_step(step):
-            holder.check_facts(own, facts)
+            holder.check_facts(own, facts=facts)
 
 
 def restored(
@@ -51,29 +51,37 @@ def restored(
     folder = CheckpointFolder(context.run_dir)
     if rank not in job.roster.saving:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        writer = CheckpointWriter(folder, rank, about={})
-        return Checkpointer(Timing(never), writer, control=None, parts={}, reporter=reporter)
-    holder = RankCheckpoints(folder, rank, places=job.places, settings=context.settings)
+        writer = CheckpointWriter(folder=folder, rank=rank, about={})
+        return Checkpointer(
+            timing=Timing(never), writer=writer, control=None, parts={}, reporter=reporter
+        )
+    holder = RankCheckpoints(
+        folder=folder, rank=rank, places=job.places, settings=context.settings
+    )
     own = holder.own_step(step) if step else 0
     if own < step:
         since = f"goes on from its own of step {own}" if own else "restarts"
         reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
     forgets = False
     if own:
-        state, forgets = holder.restore(own, states_of(states), facts=facts)
-        load_states(states, state, owner=f"rank {rank}")
+        state, forgets = holder.restore(own, fresh=states_of(states), facts=facts)
+        load_states(states, state=state, owner=f"rank {rank}")
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(states))  # digests are made here, not between updates
-    folder.delete_after(step, rank, attempt=context.verdict.attempt, roll_back=context.roll_back)
+    folder.delete_after(
+        step, rank=rank, attempt=context.verdict.attempt, roll_back=context.roll_back
+    )
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)
         if changed.said:
             reporter.note(changed.price(forgets))
-    about = about_part(job.places, context.settings, attempt=context.verdict.attempt, facts=facts)
+    about = about_part(
+        job.places, settings=context.settings, attempt=context.verdict.attempt, facts=facts
+    )
     return Checkpointer(
-        Timing(job.checkpoint, step, last_step=job.max_steps),
-        CheckpointWriter(folder, rank, about=about),
+        timing=Timing(settings=job.checkpoint, from_step=step, last_step=job.max_steps),
+        writer=CheckpointWriter(folder=folder, rank=rank, about=about),
         control=control,
         parts=states,
         reporter=reporter,

@@ -147,7 +147,7 @@ class CheckpointWriter:
         with contextlib.suppress(RuntimeError, MemoryError):  # the copy itself will say so
             num_bytes = bytes_to_copy(lambda: states_of(parts))
             self._is_needed_now.clear()
-            self.later(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
+            self.later(lambda: self._buffer.enlarge(num_bytes, stop=self._is_needed_now))
 
     def copy(self, parts: StateTree) -> State:
         """Copy the state. Raises RuntimeError or MemoryError where there is no room for it."""

@@ -49,10 +49,10 @@ class LeakMeterAtRank(FeatureAtRank):
     _observers: LeakObservers
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
-        self._observers = leak_observers(built.context, built.data, stages=built.stages)
+        self._observers = leak_observers(built.context, data=built.data, stages=built.stages)
         if self._observers.averaged is not None:
             self.watch = self._observers.averaged.received
-        return observed(ports, self._observers.observer, ends=built.wiring.ends)
+        return observed(ports, observer=self._observers.observer, ends=built.wiring.ends)
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> LeakObservers:
         return self._observers

@@ -215,10 +215,10 @@ def _labels(notes: Observations) -> Found:
     truth = notes.truth[LABEL]
     texts = notes.truth.keys() - {LABEL}
     results: Found = {}
-    for cloud, stream, samples in _hidden(notes, LABEL):
+    for cloud, stream, samples in _hidden(notes, field=LABEL):
         if stream.direction == "forward" and notes.holds[cloud] & texts:
             continue
-        if (aucs := _attack_labels(samples, truth)) is not None:
+        if (aucs := _attack_labels(samples, truth=truth)) is not None:
             results.setdefault(cloud, {})[str(stream)] = aucs
     return results
 
@@ -226,7 +226,7 @@ def _labels(notes: Observations) -> Found:
 def _attack_labels(
     samples: dict[int, Tensor], truth: dict[int, Tensor]
 ) -> dict[str, float] | None:
-    ids = _chosen([i for i in samples if i in truth], MAX_SAMPLES)
+    ids = _chosen([i for i in samples if i in truth], max_ids=MAX_SAMPLES)
     if len(ids) < MIN_SAMPLES:
         return None
     labels = torch.cat([truth[i] for i in ids])
@@ -242,13 +242,17 @@ def _attack_labels(
              "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
     features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
     is_known = torch.arange(len(ids)) % 2 == 0
-    scores = probe(features, classes, is_known_N=is_known, num_classes=len(values))
+    scores = probe(features, classes_N=classes, is_known_N=is_known, num_classes=len(values))
     aucs_of: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
     for number in range(1 if len(values) == 2 else 0, len(values)):
         positive = classes == number
-        aucs_of["norm"].append(norm_attack(norms, positive))
-        aucs_of["direction"].append(max(direction_attack(v, positive) for v in views.values()))
-        aucs_of["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
+        aucs_of["norm"].append(norm_attack(norms, is_positive_N=positive))
+        aucs_of["direction"].append(
+            max(direction_attack(v, is_positive_N=positive) for v in views.values())
+        )
+        aucs_of["spectral"].append(
+            max(spectral_attack(v, is_positive_N=positive) for v in views.values())
+        )
         margin = scores[:, number] - scores.logsumexp(1)
         aucs_of["probe"].append(auc(margin, positive[~is_known]))
     kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in aucs_of.items()}
@@ -261,10 +265,10 @@ def _texts(notes: Observations) -> Found:
     results: Found = {}
     for text in sorted(notes.truth.keys() - {LABEL}):
         truth = notes.truth[text]
-        for cloud, stream, samples in _hidden(notes, text):
+        for cloud, stream, samples in _hidden(notes, field=text):
             if (stream.direction, stream.how) != ("forward", "received"):
                 continue
-            shares = _invert(samples, truth, special_ids=notes.special_ids.get(text, []))
+            shares = _invert(samples, truth=truth, special_ids=notes.special_ids.get(text, []))
             if shares is not None:
                 results.setdefault(cloud, {})[f"{text} from {stream}"] = shares
     return results
@@ -280,7 +284,7 @@ def _invert(
     ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
     if len(ids) < MIN_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
         return None
-    ids = _chosen(ids, MAX_SAMPLES)
+    ids = _chosen(ids, max_ids=MAX_SAMPLES)
     tokens = torch.cat([truth[i] for i in ids])
     rows = torch.cat([samples[i] for i in ids])
     is_known = torch.cat([torch.full((len(truth[i]),), k % 2 == 0) for k, i in enumerate(ids)])
@@ -294,8 +298,8 @@ def _invert(
         return round(float((unknown == guessed).double().mean()), 4)
 
     return {
-        "linear": share(linear_inverter(rows, tokens, is_known_N=is_known)),
-        "network": share(network_inverter(rows, tokens, is_known_N=is_known)),
+        "linear": share(linear_inverter(rows, tokens_N=tokens, is_known_N=is_known)),
+        "network": share(network_inverter(rows, tokens_N=tokens, is_known_N=is_known)),
         "baseline": share(torch.bincount(tokens[is_known]).argmax()),  # who sees nothing
         "num_rows": len(unknown),
     }

@@ -95,7 +95,7 @@ class Observer:
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
-        messages.append(Rows(ids.clone(), counts=wide, rows=rows))
+        messages.append(Rows(ids=ids.clone(), counts=wide, rows=rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
             messages.popleft()
 
@@ -193,7 +193,7 @@ class ObservedEnd:
                 )
                 counts = field.counts(message.get("counts"))
                 self._observer.message(
-                    stream, samples["ids"], counts=counts, rows=message[field.name]
+                    stream, ids=samples["ids"], counts=counts, rows=message[field.name]
                 )
         return message
 
@@ -205,7 +205,7 @@ def observed(
 
     def of(side: Mapping[int, Any]) -> Any:
         return {
-            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
+            peer: ObservedEnd(observer=observer, end=end) if ends.leaves_cloud(peer) else end
             for peer, end in side.items()
         }
 

@@ -50,12 +50,20 @@ class ConsumerRun(StatefulTree):
         self._names = job.cluster.producers
         batches = job.training.batches_per_step
         self.plan = ConsumptionPlan(
-            job.cluster, batches, feed=job.feed, num_batches=job.max_steps * batches
+            layout=job.cluster,
+            batches_per_step=batches,
+            feed=job.feed,
+            num_batches=job.max_steps * batches,
         )
         self._clock = StepClock()
         own = rank.place.group_rank
         self._intake = Intake(
-            job, rank.reporter, plan=self.plan, inbox=rank.inbox, group_rank=own, clock=self._clock
+            job=job,
+            reporter=rank.reporter,
+            plan=self.plan,
+            inbox=rank.inbox,
+            group_rank=own,
+            clock=self._clock,
         )
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
@@ -74,8 +82,8 @@ class ConsumerRun(StatefulTree):
         return {"step": self.num_updates, "taken": packed(taken)}
 
     def take(self, own: Saved) -> None:
-        self._intake.taken = Counter(dict(enumerate(unpacked(own, "taken"))))
-        self.num_updates = whole_number(own, "step")
+        self._intake.taken = Counter(dict(enumerate(unpacked(own, name="taken"))))
+        self.num_updates = whole_number(own, name="step")
 
     def load_state_dict(self, state: Saved) -> None:
         """Take over a state, before anything arrives. Producers that were lost are there again."""
@@ -97,11 +105,11 @@ class ConsumerRun(StatefulTree):
         for step in range(self.num_updates + 1, last + 1):
             self.num_updates = step
             self._clock.begin_step(step)
-            signal = self._update(step, checkpoints)
+            signal = self._update(step, checkpoints=checkpoints)
             if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
                 signal = Signal.CHECKPOINT
             with self._clock.paused():
-                if self._save(checkpoints, signal):
+                if self._save(checkpoints, signal=signal):
                     return True
         return False
 
@@ -116,8 +124,8 @@ class ConsumerRun(StatefulTree):
         note = ""
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"
-            note = self._guard.skip_update(step, what)
-        with self._rank.computing_in(self._clock, "optimizer"):
+            note = self._guard.skip_update(step, what=what)
+        with self._rank.computing_in(self._clock, what="optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
         self._intake.end_step(step, self._rank.other_bytes, sums=sums, is_skipped=not is_finite)
         if note and self._leads:
@@ -138,19 +146,19 @@ class ConsumerRun(StatefulTree):
             with self._clock.during("fetch"):
                 rank.send_orders(orders)
         mine = self.plan.round(len(SUMS))
-        arrived = self._intake.collect(step, mine)
+        arrived = self._intake.collect(step, mine=mine)
         self._buffer.zero()
         if arrived:
-            with rank.computing_in(self._clock, "forward"), rank.memory.first_step():
+            with rank.computing_in(self._clock, what="forward"), rank.memory.first_step():
                 sums = self._part.consume([(one.producer, one.payload) for one in arrived])
             for name, value in sums.items():
                 mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
         mine.signal[:] = checkpoints.signal(step) if self._leads else Signal.GO_ON
         with self._clock.during("average"):
-            self._buffer.sum_over(rank.group, torch.zeros(()))
+            self._buffer.sum_over(rank.group, loss=torch.zeros(()))
             rank.group.sum(mine.packed)
-        self._move_on(step, mine, checkpoints=checkpoints)
+        self._move_on(step, agreed=mine, checkpoints=checkpoints)
         return mine
 
     def _move_on(self, step: int, agreed: Round, checkpoints: Saver) -> None:
@@ -208,7 +216,7 @@ class ConsumerRun(StatefulTree):
             return checkpoints.after(self.num_updates, signal)
         if self._leads:
             self._rank.send_orders(self.plan.levelling_orders())
-            self._rank.send_save(self.num_updates, signal is Signal.STOP)
+            self._rank.send_save(self.num_updates, is_last=signal is Signal.STOP)
         if missing := self._intake.await_ordered():
             names = ", ".join(self._names[p] for p in missing)
             checkpoints.fail(self.num_updates, f"batches of {names} are missing")
@@ -231,8 +239,8 @@ class ConsumerRank(OneWayRank):
         super().__init__(context)
         layout = self.job.cluster
         self.inbox = Inbox(
-            layout,
-            self.job.model.max_payload_bytes,
+            layout=layout,
+            max_payload_bytes=self.job.model.max_payload_bytes,
             peers=self.peers,
             max_waiting=self.max_waiting,
         )
@@ -250,7 +258,7 @@ class ConsumerRank(OneWayRank):
             # It takes no part from the start, and the others suffice (feed.min_producers).
             self.inbox.set_ready(rank - layout.num_consumers)
             why = f"refused before the start: {context.verdict.text}"
-            self.inbox.set_ended(rank - layout.num_consumers, why)
+            self.inbox.set_ended(rank - layout.num_consumers, reason=why)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Return whether this rank cannot go on without any of these.
@@ -272,7 +280,7 @@ class ConsumerRank(OneWayRank):
     def why_gone(self, p: int) -> str:
         """Return why a producer is gone, in its own words where it left them on this machine."""
         ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
-        failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
+        failures = (failure_of(self.context.run_dir, rank=rank) for rank in ranks)
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
 
@@ -306,9 +314,9 @@ class ConsumerRank(OneWayRank):
         if self.inbox.end_of(self.job.cluster.producer_of[source]):
             return
         try:
-            self._outs[source].send(MessageKey(kind, step), parts, CARRIES[kind])
+            self._outs[source].send(MessageKey(kind=kind, step=step), parts, CARRIES[kind])
         except (LinkClosed, LinkTimeout) as error:
-            self.inbox.set_ended(source, error)
+            self.inbox.set_ended(source, reason=error)
 
     def run(self) -> None:
         self._phase("loading")
@@ -318,24 +326,24 @@ class ConsumerRank(OneWayRank):
             self.reporter.event("data", name=job.model.data, digest=digest, rows={})
         with self.computing:
             part = job.model.consumer(self.building(job.max_steps))
-        run = ConsumerRun(self, part)
+        run = ConsumerRun(rank=self, part=part)
         checkpoints = self.restored({"consumer": run}, part.own_digests())
         self.group.barrier()
         self._phase("training")
         self.context.asked.is_armed = job.checkpoint.are_made
         self.is_stopped = run.train(checkpoints)
         self.context.asked.is_armed = False
-        self._await_checkpoint(checkpoints, run.plan)  # a stop would drop what it waits for
+        self._await_checkpoint(checkpoints, plan=run.plan)  # a stop would drop what it waits for
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()
         self.export(part.export)
-        self.report_memory(part.module, part)
+        self.report_memory(part.module, part=part)
         self._part_from_producers()
         if self.is_stopped:
             self.reporter.event("stop")
         else:
             if self.group.leads:
-                self._evaluate(part, run.num_updates)
+                self._evaluate(part, step=run.num_updates)
             self.reporter.event("finish", num_steps=run.num_updates)
         self.leave(checkpoints)
 
@@ -360,7 +368,9 @@ class ConsumerRank(OneWayRank):
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
         feeding = range(layout.num_consumers, layout.num_ranks)
-        unheard = self.ends.part_from(feeding, patience_s, refused=self.context.verdict.refused)
+        unheard = self.ends.part_from(
+            feeding, patience_s=patience_s, refused=self.context.verdict.refused
+        )
         for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
             if not unheard.isdisjoint(layout.ranks_in(cloud)):
                 self.reporter.note(
@@ -375,7 +385,12 @@ class ConsumerRank(OneWayRank):
             scores = part.evaluate()
         if scores.values:
             report_scores(
-                self.reporter, "test", step=step, scores=scores, signature={}, started_s=started
+                self.reporter,
+                split="test",
+                step=step,
+                scores=scores,
+                signature={},
+                started_s=started,
             )
 
     def _phase(self, name: str) -> None:

@@ -184,7 +184,7 @@ class ConsumptionPlan(StatefulTree):
 
     def round(self, num_sums: int = 0) -> Round:
         """Return a round in which nothing has happened."""
-        return Round(len(self.state), self.ordered.shape, num_sums=num_sums)
+        return Round(num_producers=len(self.state), pairs=self.ordered.shape, num_sums=num_sums)
 
     def step_slots(self, consumer: int) -> list[int]:
         """Return, with order=fixed, the sources of this rank's next batches, in order.
@@ -266,10 +266,10 @@ class ConsumptionPlan(StatefulTree):
         self.ordered[source, consumer] += 1
         self.numbers[source] += 1
         number = int(self.numbers[source])
-        num_planned = self._promise(p, number)
+        num_planned = self._promise(p, number=number)
         if self.numbers[self._sources[p]].min() >= number:
             del self.promised[p, number]
-        return Order(source, number, consumer=consumer, num_planned=num_planned)
+        return Order(source=source, number=number, consumer=consumer, num_planned=num_planned)
 
     def _promise(self, p: int, number: int) -> int:
         """Return the batches that each rank of an active producer will have made at the end: what
@@ -295,7 +295,12 @@ class ConsumptionPlan(StatefulTree):
         They average their gradients, and must be level to save or to end.
         """
         return [
-            Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number))
+            Order(
+                source=source,
+                number=number,
+                consumer=NOBODY,
+                num_planned=self._promise(p, number=number),
+            )
             for p, state in enumerate(self.state)
             if state is not State.DEAD
             for source in self._sources[p]
@@ -319,7 +324,7 @@ class ConsumptionPlan(StatefulTree):
             self.surplus += skipped
         changes = {}
         for p, before in enumerate(self.state):
-            now = self._next_state(p, agreed)
+            now = self._next_state(p, agreed=agreed)
             if now is not before:
                 self.state[p] = now
                 self.turns[p] = 0.0
@@ -367,7 +372,7 @@ class ConsumptionPlan(StatefulTree):
         return {"plan": packed(plan), "turns": turns, "promised": packed(promised)}
 
     def take(self, own: Saved) -> None:
-        plan = unpacked(own, "plan")
+        plan = unpacked(own, name="plan")
         if np.shape(plan["counts"]) != self._counts.shape:
             raise ValueError("the plan was saved with other producers or ranks of the consumer")
         for name in _KEPT:
@@ -377,7 +382,9 @@ class ConsumptionPlan(StatefulTree):
         self.numbers = self.ordered.sum(1)
         self.turns = torch.as_tensor(own["turns"]).tolist()
         self.slots = [deque(slots) for slots in plan["slots"]]
-        self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
+        self.promised = {
+            (p, number): planned for p, number, planned in unpacked(own, name="promised")
+        }
 
 
 def packed(value: object) -> Tensor:

@@ -91,7 +91,7 @@ class Inbox(StatefulTree):
             rank = layout.num_consumers + source
             place = layout.placement(rank)
             name = f"producer {place.cloud!r} (its rank {place.group_rank})"
-            self._boxes.append(_Box(p, name, peer=peers[rank]))
+            self._boxes.append(_Box(producer=p, name=name, peer=peers[rank]))
         self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # from the links
@@ -125,8 +125,8 @@ class Inbox(StatefulTree):
             box.heard_at_s = time.monotonic()
             box.waiting.append(
                 Arrived(
-                    box.producer,
-                    source,
+                    producer=box.producer,
+                    source=source,
                     number=number,
                     payload=parts[0],
                     num_bytes=frame.num_bytes,
@@ -236,7 +236,7 @@ class Inbox(StatefulTree):
 
     def take(self, own: Saved) -> None:
         """Take over a state before anything arrives. Raises ValueError for other sources."""
-        last_numbers, rows = unpacked(own, "batches")
+        last_numbers, rows = unpacked(own, name="batches")
         pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, _, size, _ in rows])
         for box, last_number in zip(self._boxes, last_numbers, strict=True):
             box.last_number = last_number
@@ -245,8 +245,8 @@ class Inbox(StatefulTree):
             box = self._boxes[source]
             box.waiting.append(
                 Arrived(
-                    box.producer,
-                    source,
+                    producer=box.producer,
+                    source=source,
                     number=number,
                     payload=payload.clone(),
                     num_bytes=num_bytes,
@@ -287,7 +287,7 @@ class Intake:
         with self.clock.during("wait"):
             if self.plan.feed.order == "fixed":
                 for source in self.plan.step_slots(self.group_rank):
-                    if (one := self._await(step, source)) is None:
+                    if (one := self._await(step, source=source)) is None:
                         late[source] += 1
                     else:
                         arrived.append(one)
@@ -431,8 +431,8 @@ class Intake:
         for arrived in self.used if layout.crosses_clouds else ():
             name = self._names[arrived.producer]
             fed_bytes[name] += arrived.num_bytes
-            if (profile := layout.wan_of(name, layout.consumer).profile) is not None:
-                add_to(line_s, {name: profile.line_s(arrived.num_bytes)})
+            if (profile := layout.wan_of(name, there=layout.consumer).profile) is not None:
+                add_to(line_s, more={name: profile.line_s(arrived.num_bytes)})
         event: dict[str, Any] = {
             "step": step,
             "step_s": round(self.clock.end_step(), 6),

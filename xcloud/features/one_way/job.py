@@ -78,7 +78,7 @@ class OneWayExperiment(Job):
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
                 "OneWayModel (xcloud/contracts/one_way.py)"
             )
-        fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
+        fitted = self.feed.fitted(self.cluster, batches_per_step=self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
 
     @property
@@ -93,8 +93,8 @@ class OneWayExperiment(Job):
         """The names of the job. Nothing is compressed: only packed integers cross."""
         schedule = f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
         return Labels(
-            self.feed.order,
-            "ids" if self.cluster.crosses_clouds else "off",
+            variant=self.feed.order,
+            compression="ids" if self.cluster.crosses_clouds else "off",
             schedule=schedule,
             described=(self.model.describe(), self.cluster.describe(), schedule),
         )
@@ -110,8 +110,8 @@ class OneWayExperiment(Job):
         nobody = frozenset[int]()
         essential = frozenset(layout.ranks_in(layout.consumer))
         return Roster(
-            everyone if self.feed.on_dead == "stop" else essential,
-            everyone,
+            essential=everyone if self.feed.on_dead == "stop" else essential,
+            saving=everyone,
             may_report={
                 "loss": nobody,
                 "quality": nobody,
@@ -126,9 +126,23 @@ class OneWayExperiment(Job):
         most = self.model.max_payload_bytes
         for cloud in self.cluster.producers:
             text = "token ids and labels, packed: text that anyone with the tokenizer can read"
-            yield Leaving(cloud, consumer, "batch", text, often, max_bytes=most)
-            yield Leaving(cloud, consumer, "report", REPORTS, "in every step and between steps")
-            yield Leaving(consumer, cloud, "order", "how many batches to send", "once a step")
+            yield Leaving(
+                sender=cloud, to=consumer, kind="batch", what=text, how_often=often, max_bytes=most
+            )
+            yield Leaving(
+                sender=cloud,
+                to=consumer,
+                kind="report",
+                what=REPORTS,
+                how_often="in every step and between steps",
+            )
+            yield Leaving(
+                sender=consumer,
+                to=cloud,
+                kind="order",
+                what="how many batches to send",
+                how_often="once a step",
+            )
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Return whole producers, where feed.min_producers says that the others suffice."""
@@ -165,7 +179,7 @@ class FeedCollector(StepCollector):
         totals = super().feed(event)
         if totals is not None:
             for name, size in self.group_sizes.items():
-                add_to(totals.numbers, {("num_ranks", name): size})
+                add_to(totals.numbers, more={("num_ranks", name): size})
                 # Every producer in every step: all means and curves have the same length.
                 totals.numbers |= {(kind, name): self.pending[kind, name] for kind in TIMES}
             self.pending.clear()
@@ -193,7 +207,7 @@ class OneWayStatistics(RunStatistics):
     def seconds(self, kind: str, first: int) -> dict[str, float]:
         sums = super().seconds(kind, first)
         if self.num_steps:  # what was reported after the last step counts, too
-            add_to(sums, {name: self._feed.pending[kind, name] for name in self._shares})
+            add_to(sums, more={name: self._feed.pending[kind, name] for name in self._shares})
         return sums
 
     def num_skipped(self) -> int:
@@ -205,20 +219,20 @@ class OneWayStatistics(RunStatistics):
         steps = self.steps
         line_s = steps.sums("line_s")
         elapsed_s = sum(steps["step_s"])
-        use = {name: ratio(line_s.get(name) or None, elapsed_s) for name in self._shares}
+        use = {name: ratio(line_s.get(name) or None, below=elapsed_s) for name in self._shares}
         busiest = max((u for u in use.values() if u is not None), default=None)
         summary["link_utilisation"] = {"forward": busiest, "backward": None}
         taken = Counter(steps.sums("taken"))
         skipped = Counter(steps.sums("skipped"))
         num_bytes = sum(steps.sums("fed_bytes").values())
         summary["feed"] = {
-            "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), digits=4),
+            "bytes_per_token": ratio(num_bytes or None, below=steps.sum("tokens"), digits=4),
             "num_batches": int(taken.total()),
             "num_skipped": int(skipped.total()),
             "producers": {
                 name: {
                     "share": round(share, 4),
-                    "share_taken": ratio(taken[name] or None, taken.total(), digits=4),
+                    "share_taken": ratio(taken[name] or None, below=taken.total(), digits=4),
                     "num_batches": int(taken[name]),
                     "num_skipped": int(skipped[name]),
                     "link_utilisation": use[name],
@@ -239,7 +253,7 @@ class OneWayStatistics(RunStatistics):
             "num_skipped_updates": own["skipped_update"],
             "loss": self._loss.get(name),
             **{
-                f"{kind}_per_batch": ratio(self._made[kind, name] or None, made, digits=6)
+                f"{kind}_per_batch": ratio(self._made[kind, name] or None, below=made, digits=6)
                 for kind in ("compute_s", "waiting_s")
             },
             "state": states[-1] if states else "absent",

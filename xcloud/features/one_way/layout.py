@@ -123,7 +123,11 @@ class OneWayLayout(Layout):
         ranks = self.ranks_in(name)
         producer = None if source < 0 else self.producer_of[source]
         return OneWayPlacement(
-            rank, name, producer=producer, group_rank=ranks.index(rank), group_size=len(ranks)
+            rank=rank,
+            cloud=name,
+            producer=producer,
+            group_rank=ranks.index(rank),
+            group_size=len(ranks),
         )
 
     @property

@@ -115,7 +115,7 @@ class OrderBook:
 
     def take_save(self, frame: Frame) -> None:
         """Take a request to save after everything that was ordered so far."""
-        self._put(SaveNow(frame.key.step, code_of(frame, 0)))
+        self._put(SaveNow(step=frame.key.step, code=code_of(frame, peer=0)))
 
     def take_end(self, reason: LinkError) -> None:
         """Take the end of the link."""
@@ -199,11 +199,11 @@ class ProducerRun(StatefulTree):
         }
 
     def take(self, own: State) -> None:
-        self.number = whole_number(own, "number")
-        kept = unpacked(own, "kept")
+        self.number = whole_number(own, name="number")
+        kept = unpacked(own, name="kept")
         pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, size in kept])
         self.kept = {n: p.clone() for (n, _), p in zip(kept, pieces, strict=True)}
-        if num_planned := whole_number(own, "num_planned"):
+        if num_planned := whole_number(own, name="num_planned"):
             self._replan(num_planned)
 
     def _replan(self, num_planned: int) -> None:
@@ -226,7 +226,7 @@ class ProducerRun(StatefulTree):
     def _produce(self, number: int) -> Fed:
         if self._buffer is not None:
             self._buffer.zero()
-        with self._rank.computing_in(self._clock, "forward"), self._rank.memory.first_step():
+        with self._rank.computing_in(self._clock, what="forward"), self._rank.memory.first_step():
             fed = self.part.produce(number)
         assert fed.payload.dtype == torch.uint8 and fed.payload.dim() == 1, "not a vector of bytes"
         return fed
@@ -237,19 +237,19 @@ class ProducerRun(StatefulTree):
         is_finite = math.isfinite(loss)
         if self._buffer is not None:
             with self._clock.during("average"):
-                summed = self._buffer.sum_over(group, torch.tensor(fed.loss))
+                summed = self._buffer.sum_over(group, loss=torch.tensor(fed.loss))
                 self._buffer.scale(1.0 / group.group_size)
                 loss = float(summed) / group.group_size
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-            note = self._guard.skip_update(number, what)
+            note = self._guard.skip_update(number, what=what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
                 self._rank.reporter.note(note)
         else:
             if self._buffer is not None:
-                with self._rank.computing_in(self._clock, "optimizer"):
+                with self._rank.computing_in(self._clock, what="optimizer"):
                     self.part.update(number)
             self._losses.append(loss)
         self.number = number
@@ -281,8 +281,8 @@ class ProducerRank(OneWayRank):
         most = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
         source = self.rank - len(consumers)
         self.orders = OrderBook(
-            self.peers[0],
-            len(consumers),
+            consumer=self.peers[0],
+            num_consumers=len(consumers),
             max_waiting=self.max_waiting,
             max_number=most,
             source=source,
@@ -300,7 +300,7 @@ class ProducerRank(OneWayRank):
             out.send(MessageKey(Kind.READY), ())
 
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
-        key = MessageKey(Kind.BATCH, number)
+        key = MessageKey(kind=Kind.BATCH, step=number)
         self._outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
 
     def run(self) -> None:
@@ -312,17 +312,17 @@ class ProducerRank(OneWayRank):
         with self.computing:
             part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
         if place.group_rank == 0:  # the ranks of a cloud read the same texts
-            report_cuts(self.reporter, part.num_cut)
-        run = ProducerRun(self, part, name=place.cloud)
+            report_cuts(self.reporter, num_cut=part.num_cut)
+        run = ProducerRun(rank=self, part=part, name=place.cloud)
         checkpoints = self.restored({"producer": run}, part.own_digests())
-        self.orders.begin_after(run.number, run.kept)
-        ready_file(self.context.run_dir, self.rank).touch()
+        self.orders.begin_after(run.number, for_nobody=run.kept)
+        ready_file(self.context.run_dir, rank=self.rank).touch()
         self.say_ready()
         self.context.asked.is_armed = job.checkpoint.are_made
         self.is_stopped = run.feed(checkpoints)
         self.context.asked.is_armed = False
         checkpoints.settle()
-        self.report_memory(part.parameters_module, part)
+        self.report_memory(part.parameters_module, part=part)
         self.export(part.finish)
         self.reporter.event("stop" if self.is_stopped else "finish")
         self.leave(checkpoints)

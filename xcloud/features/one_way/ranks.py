@@ -69,12 +69,12 @@ class OneWayEnds(Ends):
         **named: Any,
     ) -> ReceivingEnd:
         if self._keeps_record and self.leaves_cloud(peer):
-            link = LinkName(CONTROL, peer, receiver=self.rank)
+            link = LinkName(boundary=CONTROL, sender=peer, receiver=self.rank)
             here = self.layout.placement(self.rank).cloud
-            record = self.received.setdefault(peer, LinkRecord(link, here))
+            record = self.received.setdefault(peer, LinkRecord(link=link, to=here))
             taken = handlers or {}
             handlers = {
-                kind: noting(record, CARRIES[kind], handler=t) for kind, t in taken.items()
+                kind: noting(record, carries=CARRIES[kind], handler=t) for kind, t in taken.items()
             }
         return super().incoming(line, peer, capacity_bytes, window, handlers, *rest, **named)
 
@@ -156,7 +156,7 @@ class OneWayRank(Role[OneWayExperiment]):
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
             capacity = num_bytes + FRAME_SLACK_BYTES
             self._lines[line] = capacity, ends.window(max_ahead + _MORE_AHEAD, capacity)
-        self.control: Control = join_control(ends, context.on_report)
+        self.control: Control = join_control(ends, on_report=context.on_report)
         self.peers = ends.detector.peers
         self.records = ends.records
         self.received = ends.received
@@ -172,7 +172,9 @@ class OneWayRank(Role[OneWayExperiment]):
 
     def divergence_guard(self) -> DivergenceGuard:
         training = self.job.training
-        return DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
+        return DivergenceGuard(
+            on_divergence=training.on_divergence, max_skips_in_a_row=training.max_skips_in_a_row
+        )
 
     def building(self, num_steps: int) -> OneWayContext:
         """Return the context in which the model builds this rank's part."""

@@ -35,7 +35,7 @@ class PrivacyAccount(Hook):
         made = self.trainer.num_updates
         guarantee = account(
             self.privacy,
-            self.trainer.feed.plan,
+            plan=self.trainer.feed.plan,
             num_updates=made,
             num_contributions=self.contributions(made),
         )
@@ -60,7 +60,7 @@ def account(
         rate = min(1.0, plan.batch_size / plan.num_samples)
         try:
             sampled = sampled_epsilon(
-                privacy.noise, rate, num_updates=num_updates, delta=privacy.delta
+                privacy.noise, rate=rate, num_updates=num_updates, delta=privacy.delta
             )
         except ImportError:
             pass
@@ -71,7 +71,7 @@ def account(
         "clip": privacy.clip,
         "noise": privacy.noise,
         "delta": privacy.delta,
-        "epsilon": gaussian_epsilon(privacy.noise, uses, delta=privacy.delta),
+        "epsilon": gaussian_epsilon(privacy.noise, squared_uses=uses, delta=privacy.delta),
         "epsilon_if_sampled": sampled,
         "sampling_rate": rate,
         "num_updates": num_updates,

@@ -17,14 +17,14 @@ from xcloud.security.defences import Privacy, private_contribution
 
 several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
-    "here is one replica",
+    setting="here is one replica",
     remedy="choose strategy=data_parallel or local_updates",
 )
 
 
 whole_replicas = plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
-    "this cluster cuts the model between clouds, which pass each sample's activations and "
+    setting="this cluster cuts the model between clouds, which pass each sample's activations and "
     "gradients on without that noise, so its epsilon would not hold there",
     remedy="keep each replica in one cloud (strategy=data_parallel), noise what crosses "
     "(security/defences)",
@@ -33,7 +33,7 @@ whole_replicas = plain(
 
 one_sample_each = plain(
     lambda job: job.training.batch_size != job.num_pieces,
-    "training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
+    setting="training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
     "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
     remedy="make them equal, most cheaply by training.accumulate_steps",
 )
@@ -42,11 +42,12 @@ one_sample_each = plain(
 def whole_backward(job: PipelineJob) -> Lack | None:
     num_stages = job.cluster.num_stages
     if not any(
-        split_backwards(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)
+        split_backwards(job.schedule.actions(stage, num_stages=num_stages))
+        for stage in range(num_stages)
     ):
         return None
     remedy = "choose schedule=one_forward_one_backward or gpipe"
-    return Lack(f"{job.schedule.label} puts off those of weights", remedy)
+    return Lack(setting=f"{job.schedule.label} puts off those of weights", remedy=remedy)
 
 
 def _protects(job: PipelineJob, unit: str) -> bool:
@@ -59,8 +60,8 @@ class DifferentialPrivacy(Feature):
 
     uses = (
         Use(
-            "security/privacy=cloud",
-            asked=lambda job: _protects(job, "cloud"),
+            setting="security/privacy=cloud",
+            asked=lambda job: _protects(job, unit="cloud"),
             why={
                 several_replicas: "noises what replicas in several clouds give to an averaging",
                 all_clouds_stay: "gives no bound if what one merge leaves out is sent with the "
@@ -69,8 +70,8 @@ class DifferentialPrivacy(Feature):
             without="choose security/privacy=sample",
         ),
         Use(
-            "security/privacy=sample",
-            asked=lambda job: _protects(job, "sample"),
+            setting="security/privacy=sample",
+            asked=lambda job: _protects(job, unit="sample"),
             why={
                 whole_stages: "clips each sample's gradient in one rank",
                 whole_replicas: "noises parameter gradients",
@@ -90,7 +91,7 @@ class DifferentialPrivacy(Feature):
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         privacy = context.job.security.privacy
         assert privacy is not None
-        return PrivacyAtRank(privacy, num_replicas=context.job.cluster.num_replicas)
+        return PrivacyAtRank(privacy=privacy, num_replicas=context.job.cluster.num_replicas)
 
 
 def guard_of(privacy: Privacy) -> Guard | None:
@@ -109,7 +110,11 @@ class PrivacyAtRank(FeatureAtRank):
         self.guard = guard_of(privacy)
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
-        return PrivateGradients(self._privacy, trainer) if self.changes_each_gradient else None
+        return (
+            PrivateGradients(privacy=self._privacy, trainer=trainer)
+            if self.changes_each_gradient
+            else None
+        )
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> PrivacyAccount | None:
         if built.context.rank != 0:

@@ -38,7 +38,7 @@ class PrivateGradients(Hook):
         """Move the sample's gradient, clipped, from the buffer to the sum."""
         buffer = self._stages[stage].buffer
         # Losses are divided by the weight of the whole update.
-        factor = clip_factor([buffer.gradients], self._limit / self._feed.work.num_samples)
+        factor = clip_factor([buffer.gradients], limit=self._limit / self._feed.work.num_samples)
         self._sums[stage].add_(buffer.flat, alpha=factor)
         buffer.zero()
 
@@ -49,4 +49,4 @@ class PrivateGradients(Hook):
                 stage.buffer.flat.copy_(self._sums[number])
                 if stage.group.leads and deviation:
                     gradients = stage.buffer.gradients
-                    gradients.add_(deviation * normal(gradients, self._chance))
+                    gradients.add_(deviation * normal(gradients, chance=self._chance))

@@ -31,7 +31,7 @@ from xcloud.job.strategy import everyone_merges
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.net.link import Tensors
 
-_WEIGHT = TensorSpec((1,), torch.float64)
+_WEIGHT = TensorSpec(shape=(1,), dtype=torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
 _RESULT = "handed_back"
 _HANDED_BACK = 1 << 16
@@ -101,7 +101,7 @@ class ReplicaLinks(ABC):
         carries: what each tensor is, in words, for the record of what left the cloud.
         raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
         """
-        self.post(replica, key, parts=parts, carries=carries, raw_bytes=raw_bytes)
+        self.post(replica, key=key, parts=parts, carries=carries, raw_bytes=raw_bytes)
         self._expected[replica].append(key)
 
     def recv(self, replica: int, key: MessageKey) -> Tensors:
@@ -191,7 +191,7 @@ class Terms:
                 f"its last message allows {max_weight}"
             )
         try:
-            contribution = Contribution(codec.decode(parts), weight)
+            contribution = Contribution(tensors=codec.decode(parts), weight=weight)
         except FrameError as error:
             raise FrameError(f"replica {replica}: {error}") from error
         if self.watch is not None:
@@ -284,7 +284,7 @@ class AllToAll(Averager):
         assert step not in self._steps, f"step {step} is under way"
         self.settle(was_used=True)
         sent, own = self._encode(self._terms.protect(tensors))
-        self._steps[step] = _UnderWay(weight, own, sent=sent)
+        self._steps[step] = _UnderWay(weight=weight, own=own, sent=sent)
         self._send(step)
 
     def finish(self, step: int) -> Merged:
@@ -324,7 +324,7 @@ class AllToAll(Averager):
             weight = float(messages.pop("weight")[0])
             sent = defaultdict[str, Tensors](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
-            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent=sent)
+            self._steps[number] = _UnderWay(weight=weight, own=self._own_of(sent), sent=sent)
             self._send(number)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
@@ -360,21 +360,23 @@ class AllToAll(Averager):
         self._links.send(replica, key, parts=message, carries=carries, raw_bytes=codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Tensors]:
-        return first_part(self._links.recv(replica, key), _WEIGHT, sender=f"replica {replica}")
+        return first_part(
+            self._links.recv(replica, key), spec=_WEIGHT, sender=f"replica {replica}"
+        )
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)
-        return self._terms.merge([self._contribution(replica, step) for replica in replicas])
+        return self._terms.merge([self._contribution(replica, step=step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
         if replica == self._links.replica:
-            return Contribution(under_way.own, under_way.weight)
+            return Contribution(tensors=under_way.own, weight=under_way.weight)
         codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
         most = self._terms.max_weight(replica)
         return self._terms.contribution(
-            step, replica, weight=float(weight), max_weight=most, codec=codec, parts=parts
+            step, replica=replica, weight=float(weight), max_weight=most, codec=codec, parts=parts
         )
 
     def _end(self, step: int) -> None:
@@ -384,7 +386,7 @@ class AllToAll(Averager):
         self._is_settled = False
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
-        return MessageKey(Kind.AVERAGING, step, micro_batch=self._terms.channel + more)
+        return MessageKey(kind=Kind.AVERAGING, step=step, micro_batch=self._terms.channel + more)
 
 
 class Aggregators(AllToAll):
@@ -406,7 +408,7 @@ class Aggregators(AllToAll):
         terms: Terms = SUM,
     ) -> None:
         self._count = len(shapes)
-        self._pieces = by_rows(shapes, links.num_replicas)
+        self._pieces = by_rows(shapes, num_shares=links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
         codecs[_RESULT] = new_codec(by_name[links.replica])
@@ -414,7 +416,7 @@ class Aggregators(AllToAll):
 
     def finish(self, step: int) -> Merged:
         self.settle(was_used=True)
-        key = self._key(step, _HANDED_BACK)
+        key = self._key(step, more=_HANDED_BACK)
         codec = self._codecs[_RESULT]
         parts, own = codec.encode(self._merged(step), is_final=False)
         for replica in self._links.others:
@@ -426,7 +428,7 @@ class Aggregators(AllToAll):
         tensors = [tensor for replica in sorted(results) for tensor in results[replica]]
         self._end(step)
         pieces = chain.from_iterable(self._pieces)
-        return Merged([joined(zip(pieces, tensors, strict=True), self._count)])
+        return Merged([joined(zip(pieces, tensors, strict=True), count=self._count)])
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
         sent: dict[str, Tensors] = {}
@@ -455,6 +457,6 @@ def averager_for(
     """Return the averager that sends least and lets no replica decide for others what the terms'
     merge would not let it."""
     is_robust = terms.merge not in (weighted_sum, weighted_mean)
-    if everyone_merges(links.num_replicas, is_robust):
-        return AllToAll(links, new_codec(shapes), terms=terms)
-    return Aggregators(links, shapes, new_codec=new_codec, terms=terms)
+    if everyone_merges(links.num_replicas, is_robust=is_robust):
+        return AllToAll(links=links, codec=new_codec(shapes), terms=terms)
+    return Aggregators(links=links, shapes=shapes, new_codec=new_codec, terms=terms)

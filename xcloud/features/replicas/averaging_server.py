@@ -42,7 +42,7 @@ _HEADS = (
 _VALUES = ("values agreed on last", "velocity of the outer optimizer")
 _MOST = 2.0**53  # steps and weights are below
 PeerState = Literal["present", "late", "left"]
-_SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
+_SPECS = (TensorSpec(shape=(3,), dtype=torch.float64), TensorSpec(shape=(4,), dtype=torch.float64))
 
 
 class _Kept(NamedTuple):
@@ -96,14 +96,14 @@ class Member(_End):
         """Take the server's values."""
         self.known = NEWCOMER
         self._number = 0
-        self._ask(0, 0.0, parts=())
+        self._ask(0, weight=0.0, parts=())
         return self._answer()
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Send this replica's change, unless the server has merged this step already."""
         if step > self.known:
             self._has_asked = True
-            self._ask(step, weight, parts=self.codec.encode(tensors, is_final=False)[0])
+            self._ask(step, weight=weight, parts=self.codec.encode(tensors, is_final=False)[0])
 
     def finish(self, step: int) -> Merged:
         if not self._has_asked:
@@ -117,23 +117,23 @@ class Member(_End):
         head = torch.tensor([step, self.known, weight], dtype=torch.float64)
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
-        key = MessageKey(Kind.AVERAGING, self._number, micro_batch=_ASKS)
-        self.links.post(SERVER, key, parts=(head, *parts), carries=carries, raw_bytes=raw)
+        key = MessageKey(kind=Kind.AVERAGING, step=self._number, micro_batch=_ASKS)
+        self.links.post(SERVER, key=key, parts=(head, *parts), carries=carries, raw_bytes=raw)
 
     def _answer(self) -> Merged:
-        key = MessageKey(Kind.AVERAGING, self._number, micro_batch=_ANSWERS)
+        key = MessageKey(kind=Kind.AVERAGING, step=self._number, micro_batch=_ANSWERS)
         self._number += 1
         # The server may have a long round before it: it is waited for as long as it lives.
         parts = self.links.next(SERVER, key, wait_s=math.inf)
-        (*numbers, has_values), rest = _read(parts, _SPECS[1], sender="the averaging server")
+        (*numbers, has_values), rest = _read(parts, head=_SPECS[1], sender="the averaging server")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
-            return Merged((), bool(is_counted), step=hub_step, values=rest)
+            return Merged(changes=(), is_counted=bool(is_counted), step=hub_step, values=rest)
         each = len(self.merged.wire_specs)
         changes = [
             self.merged.decode(rest[first : first + each]) for first in range(0, len(rest), each)
         ]
-        return Merged(changes, bool(is_counted), step=hub_step)
+        return Merged(changes=changes, is_counted=bool(is_counted), step=hub_step)
 
 
 @dataclass
@@ -174,7 +174,7 @@ class AveragingServer(_End):
         self._peers = {replica: _Peer() for replica in self.links.others}
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
-        self._taken = {SERVER: Contribution(list(tensors), weight)}
+        self._taken = {SERVER: Contribution(tensors=list(tensors), weight=weight)}
 
     def finish(self, step: int) -> Merged:
         """Merge what has come from now until `late.wait_s` seconds later at the latest.
@@ -196,10 +196,10 @@ class AveragingServer(_End):
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
-        self._kept.append(_Kept(step, self.known, parts=parts))
+        self._kept.append(_Kept(step=step, before=self.known, parts=parts))
         self.known = step
         self._report_merge(step)
-        return Merged(changes, bool(self._taken), step=step)
+        return Merged(changes=changes, is_counted=bool(self._taken), step=step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
@@ -212,7 +212,7 @@ class AveragingServer(_End):
         self._taken = {}
         late = self._come(step, self.late.wait_s, "late") if is_last else ()
         for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
-            self._set_state(replica, "present", step=step)
+            self._set_state(replica, state="present", step=step)
             self._answer(replica, known, step=step, is_counted=False)
 
     def resume(self, step: int) -> Merged:
@@ -237,7 +237,7 @@ class AveragingServer(_End):
 
     def _receive(self, replica: int, step: int, wait_s: float) -> Tensors | None:
         peer = self._peers[replica]
-        key = MessageKey(Kind.AVERAGING, peer.number, micro_batch=_ASKS)
+        key = MessageKey(kind=Kind.AVERAGING, step=peer.number, micro_batch=_ASKS)
         try:
             parts = self.links.next(replica, key, wait_s=max(0.0, wait_s))
         except LinkTimeout:
@@ -256,13 +256,18 @@ class AveragingServer(_End):
 
     def _read(self, replica: int, step: int, parts: Tensors) -> tuple[int, Contribution | None]:
         peer = self._peers[replica]
-        (asked_at, known, weight), rest = _read(parts, _SPECS[0], sender=f"replica {replica}")
+        (asked_at, known, weight), rest = _read(parts, head=_SPECS[0], sender=f"replica {replica}")
         if not rest:  # it begins, with the values of here
             peer.merged_at = step
             return int(known), None
         most = self.max_weight(replica, step - peer.merged_at)
         return int(known), self.terms.contribution(
-            int(asked_at), replica, weight=weight, max_weight=most, codec=self.codec, parts=rest
+            int(asked_at),
+            replica=replica,
+            weight=weight,
+            max_weight=most,
+            codec=self.codec,
+            parts=rest,
         )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
@@ -270,7 +275,7 @@ class AveragingServer(_End):
             raise type(error)(
                 f"{error}. To go on without a lost cloud add +strategy/averaging/late=go_on"
             ) from error
-        self._set_state(replica, "left", step=step, why=why)
+        self._set_state(replica, state="left", step=step, why=why)
 
     def _set_state(self, replica: int, state: PeerState, step: int, why: str = "") -> None:
         self._peers[replica].state = state
@@ -309,17 +314,21 @@ class AveragingServer(_End):
             parts = self.values()
             carries = _VALUES
             raw = sum(4 * part.numel() for part in parts)
-        key = MessageKey(Kind.AVERAGING, peer.number - 1, micro_batch=_ANSWERS)
+        key = MessageKey(kind=Kind.AVERAGING, step=peer.number - 1, micro_batch=_ANSWERS)
         try:
             self.links.post(
-                replica, key, parts=(head, *parts), carries=(_HEADS[1], *carries), raw_bytes=raw
+                replica,
+                key=key,
+                parts=(head, *parts),
+                carries=(_HEADS[1], *carries),
+                raw_bytes=raw,
             )
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step, str(error), error)
 
 
 def _read(parts: Tensors, head: TensorSpec, sender: str) -> tuple[list[float], Tensors]:
-    numbers, rest = first_part(parts, head, sender=sender)
+    numbers, rest = first_part(parts, spec=head, sender=sender)
     if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
         raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")
     return numbers.tolist(), rest

@@ -32,12 +32,13 @@ def self_correcting_compressor(job: PipelineJob) -> Lack | None:
     are checked by the ranks.
     """
     for shape in ((2,), (2, 2)):
-        chosen = job.compression.for_tensor("", shape)
+        chosen = job.compression.for_tensor("", shape=shape)
         if chosen.feedback == "needed":
             return Lack(
-                f"compression averages with {chosen.label}, which leaves out the same part again "
-                "and again",
-                "choose a compressor that needs no feedback (docs/strategies.md lists them)",
+                setting=f"compression averages with {chosen.label}, which leaves out the same "
+                "part again and again",
+                remedy="choose a compressor that needs no feedback "
+                "(docs/strategies.md lists them)",
             )
     return None
 
@@ -47,7 +48,7 @@ class ReplicaAveraging(Feature):
 
     uses = (
         Use(
-            "strategy.averaging.feedback=false",
+            setting="strategy.averaging.feedback=false",
             asked=_averages_without_feedback,
             why={
                 self_correcting_compressor: "adds nothing of what a message left out to the next "
@@ -62,7 +63,7 @@ class ReplicaAveraging(Feature):
 
     def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
         for stage in range(job.cluster.num_stages):
-            yield from _averaged_stage(job, stage)
+            yield from _averaged_stage(job, stage=stage)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return AveragingAtRank()
@@ -77,15 +78,15 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
     parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
     what = "weight changes" if traits.trains_locally else "gradients"
     what = f"{what} of all that is trained in {parts}, compressed by {label}"
-    first, *others = (layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
+    first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
     if not traits.is_elastic:
         for here, there in permutations([first, *others], 2):
-            yield Leaving(here, there, "averaging", what, often)
+            yield Leaving(sender=here, to=there, kind="averaging", what=what, how_often=often)
         return
     for cloud in others:  # the first cloud merges for all
-        yield Leaving(cloud, first, "averaging", what, often)
+        yield Leaving(sender=cloud, to=first, kind="averaging", what=what, how_often=often)
         merged = f"merged {what}; to a cloud that comes later the weights themselves"
-        yield Leaving(first, cloud, "averaging", merged, often)
+        yield Leaving(sender=first, to=cloud, kind="averaging", what=merged, how_often=often)
 
 
 class AveragingAtRank(FeatureAtRank):
@@ -95,12 +96,12 @@ class AveragingAtRank(FeatureAtRank):
         job = built.context.job
         wiring = built.wiring
         links = replica_links(
-            wiring.ends, job.cluster, device=built.context.device, rejoin=wiring.rejoin
+            wiring.ends, layout=job.cluster, device=built.context.device, rejoin=wiring.rejoin
         )
         wiring.averaging.append(links)
         return replicas_exchange(
             job,
-            links,
+            links=links,
             group=wiring.groups[min(built.stages)],  # all stages of a rank have the same ranks
             stages=built.stages,
             reporter=built.context.reporter,
@@ -131,13 +132,16 @@ def replicas_exchange(
         num_replicas=job.cluster.num_replicas,
     )
     replicas = Replicas(
-        links,
-        group,
+        links=links,
+        group=group,
         stages=stages,
         choose=job.compression.for_tensor,
         seed=job.seed,
         last_step=job.max_steps,
-        max_work=[Work(number, float(number * job.task.max_length)) for number in numbers],
+        max_work=[
+            Work(num_samples=number, weight=float(number * job.task.max_length))
+            for number in numbers
+        ],
         reporter=reporter,
         watch=watch,
         guard=guard,

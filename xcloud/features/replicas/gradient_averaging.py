@@ -79,7 +79,7 @@ class GradientAveraging(Averaging):
         return Traits(changes_results=self.delay > 0, hidden_steps=self.delay)
 
     def join(self, replicas: Replicas) -> Exchange:
-        return AveragedGradients(self, replicas)
+        return AveragedGradients(averaging=self, replicas=replicas)
 
 
 class AveragedGradients(Exchange):
@@ -103,8 +103,8 @@ class AveragedGradients(Exchange):
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
-        loss = Piece(LOSS, len(shapes), first=0, last=1, shape=torch.Size([1]))
-        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
+        loss = Piece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
+        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares=num_shares)]
         self._mine: list[Piece] = []
         self._averager = Averager()
         if self._alike.group_rank < num_shares:
@@ -112,7 +112,7 @@ class AveragedGradients(Exchange):
             own = self._mine
             terms = Terms()
             if averaging.merge is not None:
-                terms = Terms(averaging.merge, max_weight=samples.__getitem__)
+                terms = Terms(merge=averaging.merge, max_weight=samples.__getitem__)
             self._averager = replicas.averager(
                 {piece.name: piece.shape for piece in own},
                 terms,
@@ -130,7 +130,7 @@ class AveragedGradients(Exchange):
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        summed = {s: b.sum_over(self._group, losses[s]) for s, b in buffers.items()}
+        summed = {s: b.sum_over(self._group, loss=losses[s]) for s, b in buffers.items()}
         total = summed[max(buffers)]
         is_finite = all(buffer.is_finite() for buffer in buffers.values())
         self._send(step, total, is_finite)
@@ -145,7 +145,7 @@ class AveragedGradients(Exchange):
         self._under_way = step if self._delay else 0
         for buffer in buffers.values():
             if buffer.is_sharded:  # the norm of what other ranks hold is another one now
-                buffer.sum_over(self._group, total if self._group.leads else 0 * total)
+                buffer.sum_over(self._group, loss=total if self._group.leads else 0 * total)
             else:
                 buffer.flat[-1] = total
         return summed | {max(buffers): total}
@@ -166,7 +166,7 @@ class AveragedGradients(Exchange):
         return {_UNDER_WAY: self._under_way}
 
     def take(self, own: State) -> None:
-        self._under_way = whole_number(own, _UNDER_WAY)
+        self._under_way = whole_number(own, name=_UNDER_WAY)
 
     def children(self) -> dict[str, Stateful]:
         return {"averager": self._averager}
@@ -185,7 +185,7 @@ class AveragedGradients(Exchange):
     def _receive(self, step: int, like: Tensor) -> Tensor:
         """Write the merged gradients into the buffers, in all of the cloud. Return the loss."""
         merged = next(iter(self._averager.finish(step).changes), [])
-        everything = gather_shares(self._alike, self._shares, mine=merged, like=like)
+        everything = gather_shares(self._alike, shares=self._shares, mine=merged, like=like)
         gradients = self._gradients
         for piece, tensor in everything:
             if piece.name != LOSS:
@@ -250,8 +250,8 @@ class CompressedAveraging(StatefulTree):
         # One each: DistributedDataParallel puts them into other buckets after the first step.
         self.codecs = {
             p: TensorCodec(
-                {name: p.shape},
-                compressor.for_tensor,
+                shapes={name: p.shape},
+                choose=compressor.for_tensor,
                 identity=seed_from(seed, "ddp hook"),
                 feedback=feedback,
                 dtype=p.dtype,
@@ -339,13 +339,15 @@ def compressed_averaging(
         # Copies, as a view of another dtype must begin at a multiple of its size.
         parts = iter([p.clone().view(s.dtype) for p, s in zip(pieces, specs, strict=True)])
         tensors = [codec.decode(tuple(islice(parts, len(codec.wire_specs)))) for codec in codecs]
-        return Contribution([tensor for (tensor,) in tensors], 1.0)
+        return Contribution(tensors=[tensor for (tensor,) in tensors], weight=1.0)
 
     def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
         found = map(decoded, messages)
         num = state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
-        means = mean_of(found, num) if state.merge is weighted_mean else state.merge([*found])
+        means = (
+            mean_of(found, count=num) if state.merge is weighted_mean else state.merge([*found])
+        )
         state.note(means)
         for gradient, tensor in zip(gradients, means, strict=True):
             gradient.copy_(tensor)

@@ -54,7 +54,7 @@ class PeerLinks(ReplicaLinks):
         self._wait_s = wait_s
         self._ahead = under_way + _AHEAD
         if self._capacity >= LONG_BYTES:
-            return_freed_memory(self.device, LONG_BYTES)
+            return_freed_memory(self.device, num_bytes=LONG_BYTES)
         if self.peers:
             for replica in self.others:
                 self._open(replica)
@@ -63,7 +63,7 @@ class PeerLinks(ReplicaLinks):
         peer = self.peers[replica].rank
         self._out[replica], self._in[replica] = self.ends.both(
             self.line,
-            peer,
+            peer=peer,
             capacity_bytes=self._capacity,
             under_way=self._ahead,
             boundary=self.stage,
@@ -138,7 +138,7 @@ class ServerLinks(PeerLinks):
 def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[Peer]:
     """Return these ranks as peers, each with its cloud."""
     clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
-    return [Peer(rank, cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds]
+    return [Peer(rank=rank, cloud=cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds]
 
 
 def replica_links(
@@ -157,12 +157,12 @@ def replica_links(
     shares = {head: min(len(ranks) for ranks in layout.replicas_of(head)) for head in heads}
     own = layout.placement(ends.rank)
     stage = min(own.stages)
-    group_rank = layout.ranks_of(stage, own.replica).index(ends.rank)
+    group_rank = layout.ranks_of(stage, replica=own.replica).index(ends.rank)
     there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
     made = PeerLinks if rejoin is None else partial(ServerLinks, rejoin=rejoin)
     return made(
         replica=own.replica,
-        peers=peers_of(layout, [ranks[group_rank] for ranks in there]),
+        peers=peers_of(layout, ranks=[ranks[group_rank] for ranks in there]),
         num_replicas=layout.num_replicas,
         num_shares=shares[stage],
         num_parts=sum(shares.values()),
@@ -187,7 +187,7 @@ def links_between(
     """
     return PeerLinks(
         replica=pair.index(ends.rank),
-        peers=peers_of(layout, pair),
+        peers=peers_of(layout, ranks=pair),
         num_replicas=2,
         num_shares=1,
         num_parts=1,
@@ -208,9 +208,11 @@ def averager_of_ends(
 
     def join(pair: tuple[int, int], stage: int, codec: TensorCodec) -> AllToAll:
         ends = wiring.ends
-        links = links_between(ends, layout, pair=pair, device=device, line=line, stage=stage)
+        links = links_between(
+            ends, layout=layout, pair=pair, device=device, line=line, stage=stage
+        )
         wiring.averaging.append(links)
-        averager = AllToAll(links, codec)
+        averager = AllToAll(links=links, codec=codec)
         links.open(averager.max_bytes)
         return averager
 

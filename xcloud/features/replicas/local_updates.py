@@ -163,7 +163,7 @@ class LocalUpdates(Averaging):
                 )
 
     def join(self, replicas: Replicas) -> Exchange:
-        return LocalRounds(self, replicas)
+        return LocalRounds(averaging=self, replicas=replicas)
 
     def work_of(self, work: Work) -> float:
         """Return how much an update counts, before `weigh` makes it a weight."""
@@ -204,7 +204,7 @@ class _Fragment(StatefulTree):
         return {_UNDER_WAY: self.under_way, **state}
 
     def take(self, own: State) -> None:
-        self.under_way = whole_number(own, _UNDER_WAY)
+        self.under_way = whole_number(own, name=_UNDER_WAY)
         self.work = float(own["work"])
         replicas = range(len(self.max_work))
         self.max_work = [float(own[f"max_work.{replica}"]) for replica in replicas]
@@ -239,9 +239,9 @@ class LocalRounds(Exchange):
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
                 f"{len(names)} tensors; set it to at most {len(names)}"
             )
-        runs = contiguous(sizes, averaging.fragments) if names else []
+        runs = contiguous(sizes, count=averaging.fragments) if names else []
         self._fragments = [
-            self._fragment([names[position] for position in run], number)
+            self._fragment([names[position] for position in run], number=number)
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
@@ -258,7 +258,7 @@ class LocalRounds(Exchange):
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         group = self._replicas.group
-        return {stage: b.sum_over(group, losses[stage]) for stage, b in buffers.items()}
+        return {stage: b.sum_over(group, loss=losses[stage]) for stage, b in buffers.items()}
 
     def after_update(self, step: int, work: Work) -> None:
         averaging = self._settings
@@ -280,7 +280,7 @@ class LocalRounds(Exchange):
                     self._finish(fragment, 0.0 if is_last else averaging.mix)
         for fragment in self._fragments:
             fragment.averager.end_step(step, is_last)
-        self._end_step(step, work.weight)
+        self._end_step(step, num_tokens=work.weight)
         if is_last:
             self.compare(step)
 
@@ -290,7 +290,7 @@ class LocalRounds(Exchange):
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
-        return self._apply(fragment, fragment.averager.resume(step), mix=0.0)
+        return self._apply(fragment, merged=fragment.averager.resume(step), mix=0.0)
 
     def _fragment(self, names: list[str], number: int) -> _Fragment:
         replicas = self._replicas
@@ -298,16 +298,16 @@ class LocalRounds(Exchange):
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
         num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
-        shares = by_tensor(shapes, num_shares)
+        shares = by_tensor(shapes, num_shares=num_shares)
         values = OuterParameters(
-            parameters, shares, group=replicas.group, optimizer=averaging.outer
+            parameters=parameters, shares=shares, group=replicas.group, optimizer=averaging.outer
         )
         nothing = [0.0] * replicas.links.num_replicas
         fragment = _Fragment(
             values, averaging.offset(number), max_work=[*nothing], max_sent=[*nothing]
         )
         terms = Terms(
-            averaging.merge or weighted_mean,
+            merge=averaging.merge or weighted_mean,
             channel=number,
             # Where no replica has done anything, all count.
             max_weight=lambda replica: max(
@@ -316,7 +316,7 @@ class LocalRounds(Exchange):
         )
         averager = Averager()
         if averaging.is_elastic and replicas.group.leads:
-            averager = self._elastic_averager(shapes, values, terms=terms)
+            averager = self._elastic_averager(shapes, values=values, terms=terms)
         elif replicas.group.group_rank < num_shares:
             own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
             averager = replicas.averager(
@@ -343,7 +343,7 @@ class LocalRounds(Exchange):
             replicas.links,
             change,
             merged=merged,
-            terms=replicas.guarded(terms, shapes),
+            terms=replicas.guarded(terms, names=shapes),
             max_weight=self._max_weight,
             late=averaging.late,
             values=values.flat,
@@ -396,7 +396,7 @@ class LocalRounds(Exchange):
         fragment.under_way = step
 
     def _finish(self, fragment: _Fragment, mix: float) -> None:
-        self._apply(fragment, fragment.averager.finish(fragment.under_way), mix=mix)
+        self._apply(fragment, merged=fragment.averager.finish(fragment.under_way), mix=mix)
         fragment.under_way = 0
 
     def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
@@ -436,6 +436,6 @@ class LocalRounds(Exchange):
         return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
 
     def take(self, own: State) -> None:
-        self._idle_until = whole_number(own, "budget.idle_until")
+        self._idle_until = whole_number(own, name="budget.idle_until")
         self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
         self._started_s = self.clock() - elapsed_s if elapsed_s else None

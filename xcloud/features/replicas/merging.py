@@ -43,19 +43,19 @@ Merge = Callable[[Sequence[Contribution]], list[Tensor]]
 
 def weighted_sum(contributions: Sequence[Contribution]) -> list[Tensor]:
     """Return sum_r w_r x_r. A value that is not finite makes the sum so."""
-    return _sum(contributions, [c.weight for c in contributions])
+    return _sum(contributions, weights=[c.weight for c in contributions])
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
     """Return sum_r w_r x_r / sum_r w_r; NaN if all weights are zero."""
     weights = [c.weight for c in contributions]
     total = sum(weights) or math.nan
-    return _sum(contributions, [weight / total for weight in weights])
+    return _sum(contributions, weights=[weight / total for weight in weights])
 
 
 def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
     """Return weighted_mean of so many that count alike; one is made after the other."""
-    return _sum(contributions, [1.0 / count] * count)
+    return _sum(contributions, weights=[1.0 / count] * count)
 
 
 class Robust(ABC):
@@ -140,7 +140,7 @@ class NormBound(Robust):
         total = sum(c.weight for c in contributions)
         factors = [_rounded(min(1.0, bound / norm) if norm else 1.0) for norm in norms]
         weights = [c.weight / total * f for c, f in zip(contributions, factors, strict=True)]
-        return _sum(contributions, weights)
+        return _sum(contributions, weights=weights)
 
 
 def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
@@ -202,7 +202,7 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
 def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
     """Deal whole tensors into shares of about equal sum; a share may be empty."""
     whole = [
-        Piece(name, index, first=0, last=shape[0] if shape else 1, shape=shape)
+        Piece(name=name, index=index, first=0, last=shape[0] if shape else 1, shape=shape)
         for index, (name, shape) in enumerate(shapes.items())
     ]
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
@@ -237,7 +237,9 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
             rows = torch.Size((last - first, *shape[1:])) if shape else shape
             label = name if last - first == num_rows else f"{name}[{first}:{last}]"
-            shares[share].append(Piece(label, index, first=first, last=last, shape=rows))
+            shares[share].append(
+                Piece(name=label, index=index, first=first, last=last, shape=rows)
+            )
             seen += (last - first) * width
             if last == num_rows:
                 break

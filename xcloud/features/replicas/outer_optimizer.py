@@ -92,8 +92,8 @@ class Replicas:
         name, *number = stream
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
-            shapes,
-            lambda name, shape: Chain() if name in plain else self.choose(name, shape),
+            shapes=shapes,
+            choose=lambda name, shape: Chain() if name in plain else self.choose(name, shape),
             identity=identity,
             feedback=feedback,
             dtype=first.dtype,
@@ -114,8 +114,8 @@ class Replicas:
         `guarded`.
         """
         made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
-        guarded = self.guarded(terms, shapes, plain=plain, num_fragments=num_fragments)
-        return averager_for(self.links, shapes, new_codec=made, terms=guarded)
+        guarded = self.guarded(terms, names=shapes, plain=plain, num_fragments=num_fragments)
+        return averager_for(self.links, shapes=shapes, new_codec=made, terms=guarded)
 
     def guarded(
         self,
@@ -157,14 +157,16 @@ class Replicas:
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
         # The others are compared inside their cloud only.
         if self.group.group_rank < links.num_shares:
-            key = MessageKey(Kind.AVERAGING, step, micro_batch=_CHECK)
+            key = MessageKey(kind=Kind.AVERAGING, step=step, micro_batch=_CHECK)
             for replica in links.others:
                 links.send(
                     replica, key, parts=(mine,), carries=("digests of parameters",), raw_bytes=0
                 )
             for replica in links.others:
                 name = str(links.peers[replica])
-                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), sender=name)
+                found, _ = first_part(
+                    links.recv(replica, key), spec=TensorSpec.of(mine), sender=name
+                )
                 theirs[name] = found.cpu()
         for name, found in theirs.items():
             for stage, own, other in zip(stages, mine, found, strict=True):
@@ -306,7 +308,7 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        fill(self._places, state, owner="local updates")
+        fill(self._places, state=state, owner="local updates")
 
     @property
     def _places(self) -> dict[str, Tensor]:
@@ -323,5 +325,7 @@ class OuterParameters:
         of all others.
         """
         like = self._parameters[0]
-        for piece, value in gather_shares(self._group, self._shares, mine=values, like=like):
+        for piece, value in gather_shares(
+            self._group, shares=self._shares, mine=values, like=like
+        ):
             self._parameters[piece.index].copy_(value)

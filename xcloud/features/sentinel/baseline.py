@@ -38,12 +38,14 @@ class Statistic:
 
 STATISTICS = (
     # ln of the root mean square, which training itself moves, most in a warm-up
-    Statistic("norm", floor=0.08, slack=1.5),
-    Statistic("spread", floor=0.01),  # ln(mean magnitude / root mean square); a constant has 0
-    Statistic("row norms", floor=0.01),  # ln(mean norm of a row / root mean square of them)
+    Statistic(name="norm", floor=0.08, slack=1.5),
+    Statistic(
+        name="spread", floor=0.01
+    ),  # ln(mean magnitude / root mean square); a constant has 0
+    Statistic(name="row norms", floor=0.01),  # ln(mean norm of a row / root mean square of them)
     # cosines to running means: of the mean row, and of the mean row of signed squares
-    Statistic("direction", floor=0.12, slack=1.75),
-    Statistic("asymmetry", floor=0.12, slack=1.75),
+    Statistic(name="direction", floor=0.12, slack=1.75),
+    Statistic(name="asymmetry", floor=0.12, slack=1.75),
 )
 LOOKS_BACK = 25.0  # steps, of running means, which must follow what training moves
 VARIANCES_LOOK_BACK = 100.0  # steps
@@ -91,10 +93,10 @@ class Baseline(StatefulTree):
         }
 
     def take(self, own: State) -> None:
-        self.num_steps = whole_number(own, "num_steps")
+        self.num_steps = whole_number(own, name="num_steps")
         targets = {"usual": self._usual, "directions": self._directions}
         rest = {name: value for name, value in own.items() if name != "num_steps"}
-        fill(targets, rest, owner="a baseline of messages")
+        fill(targets, state=rest, owner="a baseline of messages")
 
     def judge(self, measured: Tensor) -> Departure | None:
         """Take in the mean of what `measure` found in a step's messages; return the statistic that
@@ -118,7 +120,9 @@ class Baseline(StatefulTree):
                 up = max(0.0, up + min(by, MOST) - one.slack)
                 down = max(0.0, down - max(by, -MOST) - one.slack)
                 if max(up, down) > ALARM:
-                    departure = Departure(one.name, values[number], mean, deviation)
+                    departure = Departure(
+                        statistic=one.name, value=values[number], usual=mean, deviation=deviation
+                    )
                     found.append((abs(by), departure))
                 by = max(-CLIP, min(by, CLIP))
             moved = by * deviation

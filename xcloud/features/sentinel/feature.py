@@ -27,7 +27,7 @@ class _AtRank(FeatureAtRank):
     _ends: Mapping[str, WatchedEnd]
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
-        seen, self._ends = watched(ports, built.wiring.ends)
+        seen, self._ends = watched(ports, ends=built.wiring.ends)
         if built.context.job.security.on_departure == "ignore":
             return ports  # the watch has a state, so that a run can go on with another setting
         return seen
@@ -35,8 +35,8 @@ class _AtRank(FeatureAtRank):
     def hook(self, built: BuiltRank, trainer: Trainer) -> Sentinel:
         job = built.context.job
         return Sentinel(
-            self._ends,
-            job.cluster,
+            ends=self._ends,
+            layout=job.cluster,
             reporter=built.context.reporter,
             on_departure=job.security.on_departure,
         )

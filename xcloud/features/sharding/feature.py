@@ -34,24 +34,29 @@ def equal_shards_in_step(job: PipelineJob) -> Lack | None:
     for name, cloud in layout.clouds.items():
         for stage in cloud.stages or () if cloud.shard else ():
             held = {
-                other_name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                other_name: (other.shard, len(layout.ranks_of(stage, replica=other.replica)))
                 for other_name, other in layout.clouds.items()
                 if stage in (other.stages or ())
             }
             if len(set(held.values())) > 1:
                 what = f"stage {stage} is held as (shard, ranks) {held}"
-                return Lack(what, "give these clouds the same num_ranks and shard")
+                return Lack(setting=what, remedy="give these clouds the same num_ranks and shard")
             if held[name][1] < 2:
                 what = f"stage {stage} is held by one rank"
-                return Lack(what, f"give the cloud more (cluster.clouds.{name}.num_ranks)")
+                return Lack(
+                    setting=what, remedy=f"give the cloud more (cluster.clouds.{name}.num_ranks)"
+                )
             turns = [
-                {s: layout.turn(s, rank) for s in layout.placement(rank).stages}
+                {s: layout.turn(s, rank=rank) for s in layout.placement(rank).stages}
                 for rank in layout.ranks_in(name)
             ]
             holders = [own for own in turns if stage in own]
-            schedule = job.schedule.for_lanes(layout.num_stages, layout.num_lanes)
+            schedule = job.schedule.for_lanes(layout.num_stages, num_lanes=layout.num_lanes)
             check_in_step(
-                schedule, layout.num_stages, turns=holders, what=f"cluster.clouds.{name}"
+                schedule,
+                num_stages=layout.num_stages,
+                turns=holders,
+                what=f"cluster.clouds.{name}",
             )
     return None
 
@@ -66,7 +71,7 @@ def check_in_step(
     what: the setting of their cloud, for the message.
     """
     orders = [
-        rank_actions(schedule, sorted(own), num_stages=num_stages, turn_of=dict(own))
+        rank_actions(schedule, stages=sorted(own), num_stages=num_stages, turn_of=dict(own))
         for own in turns
     ]
     if any(map(split_backwards, orders)):
@@ -88,7 +93,7 @@ class Sharding(Feature):
 
     uses = (
         Use(
-            "cluster.clouds.{0[0]}.shard",
+            setting="cluster.clouds.{0[0]}.shard",
             asked=sharding_clouds,
             why={
                 untied_ends: "shards gradients over ranks",
@@ -117,7 +122,7 @@ class ShardingAtRank(FeatureAtRank):
         prepare_memory(context.device)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
-        sharder = Sharder(group, self._device, note=self._note)
+        sharder = Sharder(group=group, device=self._device, note=self._note)
         self._sharders[stage] = sharder
         return replace(context, deal=sharder.block)
 

@@ -76,7 +76,7 @@ class Sharder:
 def prepare_memory(device: torch.device) -> None:
     """Let the process give back the memory of blocks that were whole. Called before any stage is
     built."""
-    return_freed_memory(device, _LARGE_BYTES)
+    return_freed_memory(device, num_bytes=_LARGE_BYTES)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -28,14 +28,14 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
     """
     layout = job.cluster
     for replica in range(layout.num_replicas):
-        first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+        first, last = (layout.stage_cloud(s, replica=replica) for s in (0, layout.num_stages - 1))
         for name, cloud in (("text", last), (LABEL, first)):
             holders = job.security.holders.get(name)
             if first != last and holders is not None and cloud not in holders:
                 return Lack(
-                    f"cloud {cloud!r} would get gradients that show which words are in {name!r}, "
-                    f"and security.holders.{name} keeps these in {', '.join(holders)}",
-                    "put both ends of the model into one cloud (cluster=u_shape)",
+                    setting=f"cloud {cloud!r} would get gradients that show which words are in "
+                    f"{name!r}, and security.holders.{name} keeps these in {', '.join(holders)}",
+                    remedy="put both ends of the model into one cloud (cluster=u_shape)",
                 )
     return None
 
@@ -55,7 +55,7 @@ class TiedEnds(Feature):
 
     uses = (
         Use(
-            "model.embeddings=tie",
+            setting="model.embeddings=tie",
             asked=ties_ends,
             why={
                 no_privacy: "hands the other end gradients as they are",
@@ -72,7 +72,9 @@ class TiedEnds(Feature):
         for here, there in permutations(ends, 2):
             if here != there:
                 words = "gradient of the embeddings that both ends train"
-                yield Leaving(here, there, "averaging", words, "once a step")
+                yield Leaving(
+                    sender=here, to=there, kind="averaging", what=words, how_often="once a step"
+                )
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return TiedEndsAtRank(self._join_ends)
@@ -88,7 +90,7 @@ class TiedEndsAtRank(FeatureAtRank):
         job = built.context.job
         return tied_gradients(
             trainer,
-            built.wiring.groups,
+            groups=built.wiring.groups,
             layout=job.cluster,
             choose=job.compression.for_tensor,
             seed=job.seed,

@@ -71,7 +71,7 @@ class TiedGradients(Hook):
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
         else:
-            self._sum_with_other_end(step, gradients[0])
+            self._sum_with_other_end(step, gradient=gradients[0])
         last = max(self.held)
         if last:
             own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
@@ -126,8 +126,8 @@ def tied_gradients(
         if layout.cloud_of(first) == layout.cloud_of(last):
             choose = _no_compressor
         codec = TensorCodec(
-            {TIED: parameter.shape},
-            choose,
+            shapes={TIED: parameter.shape},
+            choose=choose,
             identity=seed_from(seed, "tied"),
             feedback=True,
             dtype=parameter.dtype,
