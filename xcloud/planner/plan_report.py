@@ -262,7 +262,9 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
 def bandwidth_text(pays_below: float) -> str:
     if math.isinf(pays_below):
         return "any bandwidth"
-    return human_bandwidth(pays_below) if pays_below else "none: it never pays"
+    if pays_below:
+        return human_bandwidth(pays_below)
+    return "none: it never pays"
 
 
 # As a picture.

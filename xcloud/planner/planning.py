@@ -49,7 +49,9 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     say(planner.job.headline)
     report = planner.report(*planner.profile())
     print_plans(report)
-    chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
+    chosen = None
+    if planner.plan.mode == "apply":
+        chosen = report.ranked.best[0]
     write_plan(run_dir, report=report, chosen=chosen)
     say(run_dir / PLAN_FILE)
     is_drawn = write_plan_picture(run_dir / PICTURE, report=report)
@@ -60,7 +62,10 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     if len(chosen.plan.ends) > 1 and layout.num_replicas == 1:
         # The measured step that it is shown with is one of the last.
         epochs = report.over_epochs.get(chosen.plan)
-        last = report.pricer if epochs is None else epochs.at_the_end
+        if epochs is None:
+            last = report.pricer
+        else:
+            last = epochs.at_the_end
         write_predicted(
             run_dir, timeline=last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy
         )
@@ -258,7 +263,9 @@ class Planner:
     def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
         found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
         same = (name for name, other in found.items() if repr(other) == repr(own))
-        name = NO_COMPRESSION if own.is_identity else next(same, own.label)
+        name = NO_COMPRESSION
+        if not own.is_identity:
+            name = next(same, own.label)
         return {name: found.get(name, own)} | found
 
     def _schedules(self) -> list[Schedule]:
@@ -276,7 +283,10 @@ class Planner:
         """Return every strategy that the cluster, the task and who may see what allow."""
         own = self.job.strategy
         found = dict[str, Arranged]()
-        others = self.plan.strategies if "strategy" in self.plan.search else {}
+        if "strategy" in self.plan.search:
+            others = self.plan.strategies
+        else:
+            others = {}
         for name, strategy in {**others, own.name: own}.items():
             try:
                 layout = strategy.arrange(self.cluster)

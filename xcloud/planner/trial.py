@@ -423,7 +423,9 @@ def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
     nothing = BoundaryCodec(DirectionCurves(Curve()))
-    codec = nothing if stage is None else trial.directions(name, boundary=stage)
+    codec = nothing
+    if stage is not None:
+        codec = trial.directions(name, boundary=stage)
     return replace(codec, backward=(codec.backward or codec.forward) if returns else None)
 
 
@@ -432,7 +434,9 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
-    return table[list(made.phases)[-1]]["compression"] if isinstance(made, Phased) else table
+    if isinstance(made, Phased):
+        return table[list(made.phases)[-1]]["compression"]
+    return table
 
 
 def _spread(counts: Sequence[int]) -> list[int]:

@@ -163,7 +163,10 @@ class Costs:
     def direction(self, message: Transfer) -> Direction:
         if message.direction == NORM:
             return Direction(self.control_bytes)
-        table = self.forward if message.direction == "forward" else self.backward
+        if message.direction == "forward":
+            table = self.forward
+        else:
+            table = self.backward
         return table[message.boundary] if table else NOTHING
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
@@ -176,7 +179,9 @@ class Costs:
         """
         if not self.updates:
             return 0.0
-        factor = 1.0 if what == "average" else self.slowdown.get(rank, 1.0)
+        factor = 1.0
+        if what != "average":
+            factor = self.slowdown.get(rank, 1.0)
         each_s: list[float] = [getattr(self.updates[stage], f"{what}_s") for stage in stages]
         return factor * sum(each_s)
 
@@ -222,7 +227,9 @@ class Curve:
 
 def _curve(given: Any) -> Any:
     """Make a curve of a bare list of points, as a file has them; return anything else as it is."""
-    points = given.get("points") if isinstance(given, Mapping) else given
+    points = given
+    if isinstance(given, Mapping):
+        points = given.get("points")
     if not isinstance(points, list):
         return given
     return Curve([tuple(point) if isinstance(point, list) else point for point in points])

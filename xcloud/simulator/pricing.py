@@ -266,7 +266,10 @@ class Pricer:
         trains_locally = averaging.traits.trains_locally
         spans = pairwise((0, *ends))
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
-        around_s = profile.around_changes_s if trains_locally else profile.around_gradients_s
+        if trains_locally:
+            around_s = profile.around_changes_s
+        else:
+            around_s = profile.around_gradients_s
         return exchange_of(
             arranged.layout,
             averaging=averaging,
@@ -301,7 +304,10 @@ class Pricer:
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end=end)
-        back = Direction() if codec.backward is None else codec.backward.at(b)
+        if codec.backward is None:
+            back = Direction()
+        else:
+            back = codec.backward.at(b)
         return codec.forward.at(b), back
 
     def _codec(self, compression: str, end: int) -> BoundaryCodec:
@@ -321,7 +327,9 @@ class Pricer:
                 continue  # handed over inside a rank
             leaves = arranged.layout.leaves_cloud(stage)
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
-            returned = None if stage in silent else round(back.num_bytes)
+            returned = None
+            if stage not in silent:
+                returned = round(back.num_bytes)
             messages[stage] = round(out.num_bytes), returned
         return memory_of(
             plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes

@@ -93,8 +93,12 @@ class StepProgram:
                 return 0.0, 0.0, 0.0
             what = "norm" if op.what == "clip" else op.what
             return 0.0, costs.update_s(what, rank=rank, stages=self.placements[rank].stages), 0.0
-        before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
-        behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
+        before = 0.0
+        if op.received is not None:
+            before = costs.direction(op.received).decompress_s
+        behind = 0.0
+        if op.sent is not None:
+            behind = costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, action=op.action)
         if op.what == "backward" and op.action.stage in self._deferred:
             own_s -= costs.action_s(rank, action=op.action._replace(kind="weights"))
@@ -230,5 +234,8 @@ class StepProgram:
         behind = self.owner(boundary + 1, action.micro_batch)
         if before == behind:
             return None
-        both = (before, behind) if kind == "forward" else (behind, before)
+        if kind == "forward":
+            both = (before, behind)
+        else:
+            both = (behind, before)
         return Transfer(kind, boundary, first + action.micro_batch, *both)

@@ -47,14 +47,18 @@ class Estimate:
     def of(cls, values: Sequence[float], repeats: str = "seed") -> Estimate:
         if not all(map(math.isfinite, values)):
             return cls(math.nan, None, len(values), repeats)
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        error = None
+        if len(values) > 1:
+            error = statistics.stdev(values) / math.sqrt(len(values))
         return cls(statistics.fmean(values), error, len(values), repeats)
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "not finite"
         digits = 2 if abs(self.mean) >= 2 else 3
-        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
+        error = ""
+        if self.error is not None:
+            error = f" ± {self.error:.{digits}f}"
         return f"{self.mean:.{digits}f}{error}{self._counted}"
 
     @property
@@ -92,7 +96,9 @@ class Figure:
         errors = [
             e for s in sides for e in Figure(row=s, column=column, where=self.where).values(rows)
         ]
-        error = math.hypot(*errors) if len(errors) == len(sides) else None
+        error = None
+        if len(errors) == len(sides):
+            error = math.hypot(*errors)
         return Estimate(mean=values[0], error=error, num=1, repeats=repeats)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
@@ -102,7 +108,10 @@ class Figure:
         )
         if self.minus or self.over:
             own, other = own.align(other, join="inner")
-        paired = own - other if self.minus else own / other if self.over else own
+        if self.minus:
+            paired = own - other
+        else:
+            paired = own / other if self.over else own
         return list(paired.sort_index())
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
@@ -142,7 +151,9 @@ class Rule:
         distance = min(abs(found.mean - self.at_least), abs(found.mean - self.at_most))
         if found.error is not None and distance < found.error:
             return "undecided"
-        return "yes" if self.at_least <= found.mean <= self.at_most else "no"
+        if self.at_least <= found.mean <= self.at_most:
+            return "yes"
+        return "no"
 
 
 @settings("claim.cells")
@@ -176,7 +187,9 @@ class Quote:
         values = self.figure.values(rows)
         digits = f".{self.decimals}f"
         mean = statistics.fmean(values)
-        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        deviation = 0.0
+        if len(values) > 1:
+            deviation = statistics.stdev(values)
         shown = {
             "mean": f"{mean:{digits}}",
             "each": ", ".join(f"{value:{digits}}" for value in values),

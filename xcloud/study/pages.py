@@ -132,7 +132,9 @@ def _line(cell: Cell, record: Record | None) -> tuple[str, ...]:
     published = cell.published
     if isinstance(published, Figure):
         found = published.of(record.rows) if record else None
-        published = f"{found.mean:.5g} (the formula)" if found else UNKNOWN
+        published = UNKNOWN
+        if found:
+            published = f"{found.mean:.5g} (the formula)"
     return cell.cell, published, ours, better
 
 
@@ -143,7 +145,9 @@ def _shown(figure: Figure | None, record: Record | None, cell: str) -> str:
     found = figure.of(record.rows) if record else None
     if found is None:
         return "not run"
-    return str(found) if figure.row == cell else f"{found} ({figure.row})"
+    if figure.row == cell:
+        return str(found)
+    return f"{found} ({figure.row})"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -230,7 +234,10 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
         if record.data:
             files = pd.DataFrame(record.data.items(), columns=["file", "sha256"])
             tables.append(Table(title="Data", cells=files))
-    pictures = [Picture(file=picture, text=claim.title)] if picture else []
+    if picture:
+        pictures = [Picture(file=picture, text=claim.title)]
+    else:
+        pictures = []
     return Page(
         name=claim.name,
         title=claim.title,

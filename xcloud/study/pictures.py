@@ -110,7 +110,9 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
     plain(axes, "both")
     axes.margins(0.12)
     is_mean = marks[f"{score}_std"].notna().any()
-    shown = " (mean ± std over seeds)" if is_mean else " (± standard error)"
+    shown = " (± standard error)"
+    if is_mean:
+        shown = " (mean ± std over seeds)"
     axes.set_ylabel(f"{score_name(score)}, test set{shown * bool(spread.notna().any())}")
     if cost == "step_time_s":
         # As a step line from its first point to its last; a single point is no trade-off.
@@ -174,7 +176,10 @@ def curves_of(results: Results) -> tuple[str, Curves]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
             is_clear = row.cluster in row.setting or rows.cluster.nunique() == 1
-            label = row.setting if is_clear else f"{row.setting}, {row.cluster}"
+            if is_clear:
+                label = row.setting
+            else:
+                label = f"{row.setting}, {row.cluster}"
             curves[label] = losses
             reference = label if number in chosen else reference
         if len(curves) - bool(reference) == MAX_CURVES:
@@ -280,10 +285,14 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
             rows.value + shift, rows[score], yerr=plus_minus(rows, score=score).fillna(0.0),
             elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
         )  # fmt: skip
-    of = ", less is better" if score in LESS_IS_BETTER else ", test set"
+    of = ", test set"
+    if score in LESS_IS_BETTER:
+        of = ", less is better"
     counts = pd.concat([swept.rows, swept.beside]).finished
     num_seeds = " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
-    seeds = "" if num_seeds == "1" else f"\n(mean ± std over {num_seeds} seeds)"
+    seeds = ""
+    if num_seeds != "1":
+        seeds = f"\n(mean ± std over {num_seeds} seeds)"
     if not seeds and plus_minus(swept.rows, score=score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")

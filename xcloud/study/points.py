@@ -336,7 +336,10 @@ class SweepState:
     ) -> Decision:
         summary = read_summary(self.folder / folder)
         entry = self.points.get(folder, {})
-        changes = [f"config changed since: {_describe(changed)}"] if changed else []
+        if changed:
+            changes = [f"config changed since: {_describe(changed)}"]
+        else:
+            changes = []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
         if other := _other_inputs(entry.get("inputs", {}), now=point.inputs):

@@ -241,7 +241,9 @@ def _rate(results: Results) -> str:
     """Return the rate that most rows compare with one cloud; empty if none does."""
     names = [name for name in reversed(RATES) if f"{name}_share_of_one_cloud" in results.rows]
     shares = {name: results.rows[f"{name}_share_of_one_cloud"].count() for name in names}
-    return max(shares, key=lambda name: shares[name]) if any(shares.values()) else ""
+    if any(shares.values()):
+        return max(shares, key=lambda name: shares[name])
+    return ""
 
 
 def remarks_of(results: Results) -> Iterator[str]:
@@ -341,7 +343,9 @@ def _compare(results: Results) -> None:
         found = differences(shared[first], other=shared[sweep]).items()
         both = [f"  {key}: {old} | {new}" for key, (old, new) in found
                 if key in shared[first] and key in shared[sweep]]  # fmt: skip
-        heading = "settings that differ" if both else "no common setting differs"
+        heading = "no common setting differs"
+        if both:
+            heading = "settings that differ"
         say("\n".join([f"{first} | {sweep}: {heading}", *both[:MAX_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
     bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
@@ -398,7 +402,9 @@ def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
     first = [column for column in _FIRST_OF_A_RUN if column in points]
     points = points[[*first, *points.columns.difference(first, sort=False)]]
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
-    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
+    command = ""
+    if made:
+        command = shlex.join(["python", "run.py", *made["overrides"]])
     tables = [Table(title="What differs", cells=what)] * bool(differing) + [
         Table(title="Runs", cells=points)
     ]

@@ -111,7 +111,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return record
 
     write()  # so that whatever ends the run, its rows are known as those of a quick one
-    minutes = "minutes" if given.quick else f"about {claim.machine_minutes} minutes"
+    minutes = "minutes"
+    if not given.quick:
+        minutes = f"about {claim.machine_minutes} minutes"
     say(f"{claim.title}: {minutes} on two idle cores")
     try:
         with chdir(project_root()):  # which commands and relative paths of claims.toml are below
@@ -126,7 +128,9 @@ def main(words: Sequence[str] | None = None) -> int:
     say(f"record: {out}")
     if before:
         say(f"{before} rows were there before and did not run now (another --out: all do)")
-    return 0 if given.quick or record.verdict == "reproduced" else 1
+    if given.quick or record.verdict == "reproduced":
+        return 0
+    return 1
 
 
 def _data(claim: Claim, folder: Path | None) -> list[Path]:
@@ -193,7 +197,9 @@ class Rows:
         self.work = self._out / "made"
 
     def read(self) -> list[dict[str, Any]]:
-        text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
+        text = ""
+        if self._file.exists():
+            text = self._file.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
     def write(self, row: ResultRow) -> None:
@@ -339,7 +345,9 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
     fewest = min((one.found.num for one in judged if one.found), default=0)
     asked = len(claim.seeds)
-    few = f", by {fewest} of {asked} {repeats_of(rows)}s" if fewest < asked else ""
+    few = ""
+    if fewest < asked:
+        few = f", by {fewest} of {asked} {repeats_of(rows)}s"
     return "; ".join(said) or f"reproduced{few}"
 
 
@@ -378,7 +386,9 @@ def made(
 ) -> Record:  # fmt: skip
     verdict = verdict_of(claim, rows=rows, is_quick=quick)
     commits = {row["commit"] for row in rows}
-    of = commits.pop() if len(commits) == 1 else "of each row: below"
+    of = "of each row: below"
+    if len(commits) == 1:
+        of = commits.pop()
     return Record(
         claim=claim.name,
         made_at=at,

@@ -157,13 +157,17 @@ class Results:
     def labels(self) -> pd.Series:
         """Label the rows of a picture; with the sweep if there are several."""
         rows = self.rows
-        return rows.setting + " @" + rows.sweep if len(self.sweeps) > 1 else rows.setting
+        if len(self.sweeps) > 1:
+            return rows.setting + " @" + rows.sweep
+        return rows.setting
 
 
 def known(row: Any, name: str) -> float | None:
     """Return a figure of a row; None where there is none."""
     value = row.get(name)
-    return None if value is None or pd.isna(value) else float(value)
+    if value is None or pd.isna(value):
+        return None
+    return float(value)
 
 
 def spread_text(row: Any, score: str) -> str:
@@ -176,7 +180,8 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
     450 ± 71 ms."""
     mean = known(row, name=name)
     std = known(row, name=f"{name}_std")
-    std = known(row, name=f"{name}_error") if std is None else std
+    if std is None:
+        std = known(row, name=f"{name}_error")
     if mean is None or std is None:
         return UNKNOWN if mean is None else text(mean)
     number, _, unit = text(mean).partition(" ")
@@ -189,7 +194,9 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
     """Return what is shown after a score: its spread over seeds, its error if there is one run."""
     std = rows[f"{score}_std"]
-    return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
+    if f"{score}_error" in rows:
+        return std.fillna(rows[f"{score}_error"])
+    return std
 
 
 def _row(runs: Sequence[Result]) -> dict[str, Any]:
@@ -267,7 +274,9 @@ def _tell_apart(rows: pd.DataFrame) -> None:
 def _by_score(row: pd.Series) -> tuple[bool, float, float]:
     """Return the key to sort by: best first, then the fastest; without a score last."""
     sign = 1 if row.score in LESS_IS_BETTER else -1
-    score = sign * row[row.score] if isinstance(row.score, str) else 0.0
+    score = 0.0
+    if isinstance(row.score, str):
+        score = sign * row[row.score]
     return not isinstance(row.score, str), score, float(np.nan_to_num(row.step_time_s))
 
 
@@ -404,7 +413,9 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
         results = from_store(store, sweep=folder.name)
     if not results:
         newest = known_sweeps()[-10:]
-        hint = f"known sweeps: {'; '.join(newest)}" if newest else "there are none yet"
+        hint = "there are none yet"
+        if newest:
+            hint = f"known sweeps: {'; '.join(newest)}"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
 
@@ -422,7 +433,9 @@ def published_for(settings: Settings, compression: str) -> dict[str, Any]:
 @cache
 def _published() -> dict[str, Any]:
     path = project_root() / PUBLISHED
-    return tomllib.loads(path.read_text("utf-8")) if path.is_file() else {"published": []}
+    if path.is_file():
+        return tomllib.loads(path.read_text("utf-8"))
+    return {"published": []}
 
 
 def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:

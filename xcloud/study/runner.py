@@ -393,7 +393,9 @@ def _figures(run_dir: Path) -> str:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
+    if isinstance(error, XcloudError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def start_point(run_dir: Path, threads: str) -> subprocess.Popen[str]:

@@ -90,8 +90,8 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
             if floats and not decodes_rows_alone(compression.forward, num_features=width):
                 return Lack(
                     setting=f"compression.forward={compression.forward.label} makes of the same "
-                    "row another one in each message (it draws, remembers, or looks at several rows "
-                    "at once)",
+                    "row another one in each message (it draws, remembers, or looks at several "
+                    "rows at once)",
                     remedy=f"take none, fp16, bf16 or integers whose block divides {width}",
                 )
     return None
@@ -160,7 +160,9 @@ class CachingAtRank(FeatureAtRank):
         return partial(self._caches.receiver, make)
 
     def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        return partial(CachingPipeline, self._caches) if self._caches else make
+        if self._caches:
+            return partial(CachingPipeline, self._caches)
+        return make
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
         if not self._has_boundary:

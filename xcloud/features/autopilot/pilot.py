@@ -62,7 +62,9 @@ def pilot_of(
         return TourPilot(
             job=job, wiring=wiring, trainer=trainer, file=file, program_bytes=program_bytes
         )
-    forecast = forecast_of(job, device=context.device) if context.rank == 0 else None
+    forecast = None
+    if context.rank == 0:
+        forecast = forecast_of(job, device=context.device)
     return RunPilot(
         job=job, wiring=wiring, trainer=trainer, reporter=context.reporter, forecast=forecast
     )
@@ -264,7 +266,10 @@ class RunPilot(Switching):
         for (boundary, direction), row in self._rows.items():
             here = layout.stage_cloud(boundary)
             there = layout.stage_cloud(boundary + 1)
-            way = (here, there) if direction == "forward" else (there, here)
+            if direction == "forward":
+                way = (here, there)
+            else:
+                way = (there, here)
             if not told[row, 1]:
                 continue
             sent[boundary, direction] = float(told[row, 0] / told[row, 1])

@@ -58,5 +58,8 @@ def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]
         if not line.startswith("ok "):
             reasons.setdefault(line.split(maxsplit=2)[-1], []).append(name_of(rank))
     wrong = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
+    if not wrong:
+        attempts = {line.split()[2] for line in lines.values()}
+    else:
+        attempts = set()
     return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])

@@ -147,7 +147,9 @@ class Changes:
         has_memory: whether compression remembers anything.
         """
         lost = [what for what in self.lost if what != _REMEMBERED or has_memory]
-        return f"lost by this: {'; '.join(lost)}" if lost else "nothing is lost by this"
+        if lost:
+            return f"lost by this: {'; '.join(lost)}"
+        return "nothing is lost by this"
 
     def take(self, outcome: Outcome, what: str, back: str) -> None:
         """Add an outcome of a change. back: how to undo the change."""
@@ -172,14 +174,25 @@ def changes(
     for key in keys:
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
         if row is None and key.startswith("cluster."):
-            row = NOTHING if before.ranks else LANES  # what moves is looked at below
+            # what moves is looked at below
+            row = LANES
+            if before.ranks:
+                row = NOTHING
         old = saved.get(key)
-        back = f"leave {key} out" if old is None else f"set {key} back to {old}"
-        outcome = OTHER_RUN if row is None else outcome_of(row, after.column)
+        if old is None:
+            back = f"leave {key} out"
+        else:
+            back = f"set {key} back to {old}"
+        outcome = OTHER_RUN
+        if row is not None:
+            outcome = outcome_of(row, after.column)
         found.take(outcome, f"{key} is {now.get(key, 'not set')}", back=back)
     if found.moves:
-        moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
-        moved = moved if before.num_stages == after.num_stages else CUT
+        moved = SHARD
+        if before.sharded_parts == after.sharded_parts:
+            moved = LANES
+        if before.num_stages != after.num_stages:
+            moved = CUT
         found.take(outcome_of(moved, after.column), moved, back=f"undo {', '.join(found.said)}")
     return found
 
@@ -237,10 +250,15 @@ class RankCheckpoints:
         """
         lines = {}
         for step in self.folder.steps():
-            agreed = "agreed" if self.folder.is_agreed(step) else "written"
+            agreed = "written"
+            if self.folder.is_agreed(step):
+                agreed = "agreed"
             try:
                 attempt = self._check(step, is_thorough)
-                found = self.folder.agreed(step) if not self.places.ranks else {}
+                if not self.places.ranks:
+                    found = self.folder.agreed(step)
+                else:
+                    found = {}
                 held_by = map(str, found.get("held_by", ()))
                 lines[str(step)] = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
@@ -317,7 +335,10 @@ class RankCheckpoints:
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
             saved = self.folder.about(step, rank)["facts"].get(kind, {})
-            compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
+            if is_same_place:
+                compared = saved.keys() | now.keys()
+            else:
+                compared = saved.keys() & now.keys()
             differing = sorted(name for name in compared if saved.get(name) != now.get(name))
             if differing:
                 raise DataError(
@@ -366,7 +387,9 @@ class RankCheckpoints:
                 "one replica made it, so nothing was merged that others could take over"
             )
         if not before.is_merged(step):
-            when = f"every {before.merges_every} steps, and " if before.merges_every else ""
+            when = ""
+            if before.merges_every:
+                when = f"every {before.merges_every} steps, and "
             raise DataError(
                 "replicas differed then, and other ranks can take over after a merge of all "
                 f"parameters only ({when}the last step)"

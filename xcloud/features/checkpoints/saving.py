@@ -85,7 +85,9 @@ class Timing:
         every = max(1, round(60 * minutes * (step - self._first_step) / elapsed_s))
         every = min(every, self.settings.every_steps or every)
         # Each change may cost a checkpoint.
-        return None if 0.8 * self.every <= every <= 1.25 * self.every else every
+        if 0.8 * self.every <= every <= 1.25 * self.every:
+            return None
+        return every
 
     def is_half_way(self, step: int) -> bool:
         """Return whether this is half of the way to the next checkpoint. One by steps may come

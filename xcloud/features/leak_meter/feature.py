@@ -29,7 +29,9 @@ class LeakMeasurement(Feature):
         return job.security.meter is not None
 
     def describe(self, job: PipelineJob) -> str:
-        return "" if job.cluster.crosses_clouds else "leak meter: off (one cloud)"
+        if job.cluster.crosses_clouds:
+            return ""
+        return "leak meter: off (one cloud)"
 
     def measured(self, job: PipelineJob, run_dir: Path) -> Mapping[str, Any]:
         meter = meter_of(job)

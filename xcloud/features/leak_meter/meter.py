@@ -95,7 +95,9 @@ class Stream(NamedTuple):
         return cls(direction=direction, boundary=int(boundary), how=how, field=field)
 
     def __str__(self) -> str:
-        kind = "activation" if self.direction == "forward" else "gradient"
+        kind = "gradient"
+        if self.direction == "forward":
+            kind = "activation"
         return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
 
 
@@ -184,7 +186,9 @@ def read_observations(run_dir: Path) -> Observations:
             notes.special_ids |= about["special_ids"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
                 rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
-                whose = TRUTH if name.startswith(f"{TRUTH}.") else about["cloud"]
+                whose = TRUTH
+                if not name.startswith(f"{TRUTH}."):
+                    whose = about["cloud"]
                 parts.setdefault((whose, name), []).append(rows)
     for (cloud, name), some in parts.items():
         newest = dict(Rows.join(some).pieces())

@@ -93,7 +93,10 @@ class Observer:
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
-        wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
+        if counts is None:
+            wide = torch.ones_like(ids)
+        else:
+            wide = counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
         messages.append(Rows(ids=ids.clone(), counts=wide, rows=rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
@@ -218,7 +221,9 @@ def observed(
 
 def meter_of(job: PipelineJob) -> Meter | None:
     """Return the leak meter of a job; None where it has none, or nothing crosses."""
-    return job.security.meter if job.cluster.crosses_clouds else None
+    if job.cluster.crosses_clouds:
+        return job.security.meter
+    return None
 
 
 def leak_observers(

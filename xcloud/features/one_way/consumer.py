@@ -154,7 +154,10 @@ class ConsumerRun(StatefulTree):
             for name, value in sums.items():
                 mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
-        mine.signal[:] = checkpoints.signal(step) if self._leads else Signal.GO_ON
+        if self._leads:
+            mine.signal[:] = checkpoints.signal(step)
+        else:
+            mine.signal[:] = Signal.GO_ON
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, loss=torch.zeros(()))
             rank.group.sum(mine.packed)
@@ -167,7 +170,9 @@ class ConsumerRun(StatefulTree):
         if changes:
             self._intake.taken.clear()
         for p, (before, now) in changes.items():
-            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
+            why_gone = ""
+            if now is State.DEAD:
+                why_gone = self._rank.why_gone(p)
             self._intake.changed(step, p, before=before, now=now, why_gone=why_gone)
             if now is State.DEAD:
                 self._lose(p, before, why_gone, checkpoints)
@@ -299,7 +304,10 @@ class ConsumerRank(OneWayRank):
 
     def send_save(self, step: int, is_last: bool) -> None:
         """Ask the producers to save, after all that was ordered so far."""
-        code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
+        if is_last:
+            code = CheckpointMessage.SAVE_AND_STOP
+        else:
+            code = CheckpointMessage.SAVE
         for source in range(len(self._outs)):
             self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
 

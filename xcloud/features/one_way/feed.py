@@ -218,7 +218,9 @@ class ConsumptionPlan(StatefulTree):
             if not self.active or len(self.active) < min(wanted, alive):
                 return []
             self.has_started = True
-        return self._orders_in_turn() if self.feed.order == "fixed" else self._orders_by_need()
+        if self.feed.order == "fixed":
+            return self._orders_in_turn()
+        return self._orders_by_need()
 
     def _orders_in_turn(self) -> list[Order]:
         orders: list[Order] = []
@@ -230,7 +232,10 @@ class ConsumptionPlan(StatefulTree):
             chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
             late = [source for source in sources if self.surplus[source, consumer] > 0]
-            source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
+            if late:
+                source = late[0]
+            else:
+                source = sources[self.numbers[sources].sum() % len(sources)]
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.max_ahead:
                 break
@@ -280,9 +285,14 @@ class ConsumptionPlan(StatefulTree):
         learning rate.
         """
         is_whole = len(self.active) == len(self._shares)
-        together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
+        # a sum may be rounded
+        together = 1.0
+        if not is_whole:
+            together = self._together(self.active)
         num_left = max(0, self._num_batches - self._num_used)
-        to_come = num_left * self._shares[p] / together if together else 0.0
+        to_come = 0.0
+        if together:
+            to_come = num_left * self._shares[p] / together
         expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
         return self.promised.setdefault((p, number), max(1, expected))
 

@@ -206,7 +206,9 @@ class Inbox(StatefulTree):
     def next_of(self, sources: Iterable[int]) -> Arrived | None:
         """Return the unused batch with the lowest number of any of these; None: there is none."""
         heads = [self._boxes[source].waiting for source in sources if source in self.filled]
-        return min(heads, key=lambda waiting: waiting[0].number).popleft() if heads else None
+        if heads:
+            return min(heads, key=lambda waiting: waiting[0].number).popleft()
+        return None
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Block until something has changed such that `until()` holds, or the time is over."""
@@ -409,8 +411,12 @@ class Intake:
         why_gone: of a dead one.
         """
         others = [self._names[q] for q in self.plan.active if q != p]
-        over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
-        what = "is ready" if before is State.ABSENT else "has caught up"
+        over = "; nobody else feeds"
+        if others:
+            over = f"; {', '.join(others)} take over its share"
+        what = "has caught up"
+        if before is State.ABSENT:
+            what = "is ready"
         if now is State.SLOW:
             what = self._silent + over
         elif now is State.DEAD:

@@ -135,7 +135,9 @@ class OneWayLayout(Layout):
         return self.form == "clouds"
 
     def describe(self) -> str:
-        return f"one process ({self._described})" if self.form == "local" else super().describe()
+        if self.form == "local":
+            return f"one process ({self._described})"
+        return super().describe()
 
     @property
     def _described(self) -> str:

@@ -97,7 +97,9 @@ class DifferentialPrivacy(Feature):
 def guard_of(privacy: Privacy) -> Guard | None:
     """Return what clips and noises the contributions of a cloud; None where samples are protected
     and not clouds."""
-    return partial(private_contribution, privacy=privacy) if privacy.unit == "cloud" else None
+    if privacy.unit == "cloud":
+        return partial(private_contribution, privacy=privacy)
+    return None
 
 
 class PrivacyAtRank(FeatureAtRank):
@@ -110,11 +112,9 @@ class PrivacyAtRank(FeatureAtRank):
         self.guard = guard_of(privacy)
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
-        return (
-            PrivateGradients(privacy=self._privacy, trainer=trainer)
-            if self.changes_each_gradient
-            else None
-        )
+        if self.changes_each_gradient:
+            return PrivateGradients(privacy=self._privacy, trainer=trainer)
+        return None
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> PrivacyAccount | None:
         if built.context.rank != 0:

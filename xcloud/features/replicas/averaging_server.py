@@ -290,7 +290,9 @@ class AveragingServer(_End):
     def _report_merge(self, step: int) -> None:
         counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
         weights = {peer.cloud: counted.get(r, 0.0) for r, peer in enumerate(self.links.peers)}
-        kind = "merge" if all(weights.values()) else "partial_merge"
+        kind = "partial_merge"
+        if all(weights.values()):
+            kind = "merge"
         self.reporter.event(kind, step=step, weights=weights)
         was_left_out = self._is_left_out
         self._is_left_out = not any(weights.values())

@@ -93,7 +93,10 @@ class AveragedGradients(Exchange):
         samples = [float(work.num_samples) for work in replicas.max_work]
         self._per_share = sum(samples) / samples[replicas.links.replica]
         self._is_robust = averaging.merge is not None
-        self._weight = samples[replicas.links.replica] if self._is_robust else 1.0
+        if self._is_robust:
+            self._weight = samples[replicas.links.replica]
+        else:
+            self._weight = 1.0
         # Who has the same values in this cloud: of sharded stages nobody.
         self._alike = replicas.group
         num_shares = replicas.links.num_shares
@@ -291,7 +294,9 @@ class CompressedAveraging(StatefulTree):
 
     @property
     def _scale_now(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if self._scaler is None:
+            return 1.0
+        return float(self._scaler.get_scale())
 
     def own(self) -> State:
         self.settle()
@@ -345,9 +350,10 @@ def compressed_averaging(
         found = map(decoded, messages)
         num = state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
-        means = (
-            mean_of(found, count=num) if state.merge is weighted_mean else state.merge([*found])
-        )
+        if state.merge is weighted_mean:
+            means = mean_of(found, count=num)
+        else:
+            means = state.merge([*found])
         state.note(means)
         for gradient, tensor in zip(gradients, means, strict=True):
             gradient.copy_(tensor)

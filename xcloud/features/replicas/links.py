@@ -158,7 +158,10 @@ def replica_links(
     own = layout.placement(ends.rank)
     stage = min(own.stages)
     group_rank = layout.ranks_of(stage, replica=own.replica).index(ends.rank)
-    there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
+    if group_rank < shares[stage]:
+        there = layout.replicas_of(stage)
+    else:
+        there = ()
     made = PeerLinks if rejoin is None else partial(ServerLinks, rejoin=rejoin)
     return made(
         replica=own.replica,

@@ -167,7 +167,9 @@ class LocalUpdates(Averaging):
 
     def work_of(self, work: Work) -> float:
         """Return how much an update counts, before `weigh` makes it a weight."""
-        return float(work.num_samples) if self.weigh == "samples" else work.weight
+        if self.weigh == "samples":
+            return float(work.num_samples)
+        return work.weight
 
     def weight_of(self, work: float) -> float:
         """Return the weight of so much work in a merge."""
@@ -239,7 +241,10 @@ class LocalRounds(Exchange):
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
                 f"{len(names)} tensors; set it to at most {len(names)}"
             )
-        runs = contiguous(sizes, count=averaging.fragments) if names else []
+        if names:
+            runs = contiguous(sizes, count=averaging.fragments)
+        else:
+            runs = []
         self._fragments = [
             self._fragment([names[position] for position in run], number=number)
             for number, run in enumerate(runs)
@@ -297,7 +302,9 @@ class LocalRounds(Exchange):
         averaging = self._settings
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
-        num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
+        num_shares = 1
+        if not averaging.is_elastic:
+            num_shares = replicas.links.num_shares
         shares = by_tensor(shapes, num_shares=num_shares)
         values = OuterParameters(
             parameters=parameters, shares=shares, group=replicas.group, optimizer=averaging.outer
@@ -431,11 +438,16 @@ class LocalRounds(Exchange):
     own_names = ("budget",)
 
     def own(self) -> State:
-        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
+        elapsed_s = 0.0
+        if self._started_s is not None:
+            elapsed_s = self.clock() - self._started_s
         numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
         return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
 
     def take(self, own: State) -> None:
         self._idle_until = whole_number(own, name="budget.idle_until")
         self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
-        self._started_s = self.clock() - elapsed_s if elapsed_s else None
+        if elapsed_s:
+            self._started_s = self.clock() - elapsed_s
+        else:
+            self._started_s = None

@@ -179,7 +179,9 @@ class Piece:
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a view of these rows."""
         tensor = tensors[self.index]
-        return tensor[self.first : self.last] if tensor.dim() else tensor
+        if tensor.dim():
+            return tensor[self.first : self.last]
+        return tensor
 
 
 def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -235,8 +237,12 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
             if width and share < num_shares - 1:
                 ends_at = total * (share + 1) / num_shares
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
-            rows = torch.Size((last - first, *shape[1:])) if shape else shape
-            label = name if last - first == num_rows else f"{name}[{first}:{last}]"
+            rows = shape
+            if shape:
+                rows = torch.Size((last - first, *shape[1:]))
+            label = name
+            if last - first != num_rows:
+                label = f"{name}[{first}:{last}]"
             shares[share].append(
                 Piece(name=label, index=index, first=first, last=last, shape=rows)
             )
@@ -271,7 +277,10 @@ def gather_shares(
     if mine:
         flat = torch.cat([tensor.reshape(-1) for tensor in mine])
         row[: len(flat)] = flat
-    rows = [group.from_leader(row)] if len(shares) == 1 else group.gather(row)
+    if len(shares) == 1:
+        rows = [group.from_leader(row)]
+    else:
+        rows = group.gather(row)
     return [
         (piece, tensor.view(piece.shape))
         for share, own, row in zip(shares, sizes, rows, strict=False)

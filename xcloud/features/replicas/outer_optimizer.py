@@ -171,7 +171,9 @@ class Replicas:
         for name, found in theirs.items():
             for stage, own, other in zip(stages, mine, found, strict=True):
                 if not torch.equal(own, other):
-                    when = f"after update {step}" if step else "before the first update"
+                    when = "before the first update"
+                    if step:
+                        when = f"after update {step}"
                     raise ReplicasDiffer(
                         f"{when} the parameters of stage {stage} differ between rank "
                         f"{alike.rank} and {name}; all clouds need the same seed, checkpoint "
@@ -208,7 +210,9 @@ class OuterOptimizer:
     def label(self) -> str:
         """The optimizer in a few words."""
         if not self.momentum:
-            return "mean" if self.learning_rate == 1 else f"sgd({self.learning_rate:g})"
+            if self.learning_rate == 1:
+                return "mean"
+            return f"sgd({self.learning_rate:g})"
         name = "nesterov" if self.nesterov else "momentum"
         return f"{name}({self.learning_rate:g}, {self.momentum:g})"
 
@@ -222,7 +226,9 @@ class OuterOptimizer:
             update = gradient
             if self.momentum:
                 velocity.mul_(self.momentum).add_(gradient)
-                update = gradient + velocity * self.momentum if self.nesterov else velocity
+                update = velocity
+                if self.nesterov:
+                    update = gradient + velocity * self.momentum
             parameter.sub_(update * self.learning_rate)
 
 
@@ -244,7 +250,10 @@ class OuterParameters:
     ) -> None:
         self._parameters = list(parameters.values())
         self._shares = shares
-        self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
+        if group.group_rank < len(shares):
+            self._mine = shares[group.group_rank]
+        else:
+            self._mine = ()
         self._own = [self._parameters[piece.index] for piece in self._mine]
         self._group = group
         self._optimizer = optimizer

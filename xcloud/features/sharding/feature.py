@@ -109,7 +109,9 @@ class Sharding(Feature):
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         cloud = context.job.cluster.cloud_of(context.rank)
-        return ShardingAtRank(context) if cloud in sharding_clouds(context.job) else None
+        if cloud in sharding_clouds(context.job):
+            return ShardingAtRank(context)
+        return None
 
 
 class ShardingAtRank(FeatureAtRank):
