@@ -41,7 +41,7 @@ from xcloud.simulator.costs import (
     Costs,
     Curve,
     DirectionCurves,
-    Piece,
+    ModelPiece,
     Profile,
 )
 from xcloud.simulator.measured import measured_costs
@@ -162,7 +162,7 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     """Of all plans of a model of so many blocks in four clouds, with 0.03 s a block and sample,
     and 1 MB a sample and boundary, or an eighth of it in INT4. rate: bits per second of each line;
     of 1e9 computing bounds a step, of 3e7 the line, where INT4 is not used."""
-    piece = Piece(
+    piece = ModelPiece(
         "block", Curve([(1, 0.01)]), Curve([(1, 0.02)]), 0, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1
     )
     way = DirectionCurves(Curve([(1, 1e6)]))

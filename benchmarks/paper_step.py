@@ -11,7 +11,7 @@ from typing import Any
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.schedule import Action, Schedule
-from xcloud.simulator.costs import FREE, NORM, Costs, Direction, Transfer
+from xcloud.simulator.costs import FREE, NORM, Costs, Direction, TransferCost
 from xcloud.simulator.engine import NEVER, Lines, Moments, Program
 from xcloud.simulator.prediction import Prediction, Simulator
 
@@ -42,7 +42,7 @@ class UniformCosts(Costs):
     def action_s(self, rank: int, action: Action) -> float:
         return super().action_s(rank, action._replace(stage=0))
 
-    def direction(self, message: Transfer) -> Direction:
+    def direction(self, message: TransferCost) -> Direction:
         return super().direction(message) if message.direction == NORM else Direction(NUM_BYTES)
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:

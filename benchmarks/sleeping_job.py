@@ -24,7 +24,7 @@ from xcloud.simulator.costs import (
     CompressorCosts,
     Curve,
     DirectionCurves,
-    Piece,
+    ModelPiece,
     Profile,
 )
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
@@ -104,7 +104,7 @@ def profile_of(num_stages: int, sample_s: float) -> Profile:
     num_bytes = Curve([(1, SAMPLE_BYTES)])
     deferred = Curve([(1, 2 * SAMPLE_BYTES)])
     pieces = [
-        Piece(
+        ModelPiece(
             f"stage {i}", forward, backward, 0 if i < num_stages - 1 else None, STAGE_BYTES,
             STAGE_BYTES, num_bytes, weights_s=forward, deferred_bytes=deferred,
         )

@@ -21,7 +21,7 @@ from xcloud.simulator.costs import (
     Curve,
     Direction,
     DirectionCurves,
-    Piece,
+    ModelPiece,
     Profile,
 )
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
@@ -30,11 +30,11 @@ from xcloud.simulator.pricing import Pricer
 
 def piece(
     name: str, forward_s: float = 0.01, boundary: int | None = 0, fixed_s: float = 0.0
-) -> Piece:
+) -> ModelPiece:
     """Seconds of a sample, and of each micro-batch besides."""
     forward = Curve([(1, fixed_s + forward_s), (2, fixed_s + 2 * forward_s)])
     backward = Curve([(1, fixed_s + 2 * forward_s), (2, fixed_s + 4 * forward_s)])
-    return Piece(
+    return ModelPiece(
         name, forward, backward, boundary, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1,
         weights_s=Curve([(1, forward_s)]), deferred_bytes=Curve([(1, 6e5)]),
     )  # fmt: skip

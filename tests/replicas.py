@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.features.replicas.averaging import Averager, Peer, ReplicaLinks
+from xcloud.features.replicas.averaging import Averager, ReplicaLinks, ReplicaPeer
 from xcloud.net.frame import MessageKey, TensorSpec
 from xcloud.net.link import Tensors
 
@@ -30,7 +30,7 @@ class Post:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def links(self, replica: int, num_shares: int = 1) -> PostLinks:
-        peers = [Peer(r, f"c{r}", (r,)) for r in range(self.num_replicas)]
+        peers = [ReplicaPeer(r, f"c{r}", (r,)) for r in range(self.num_replicas)]
         return PostLinks(replica, peers, self.num_replicas, num_shares, 1, self)
 
     def end(self, replica: int) -> None:

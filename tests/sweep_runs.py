@@ -20,7 +20,7 @@ from xcloud.base.project import file_digest
 from xcloud.job import config as configs
 from xcloud.record.summary import write_summary
 from xcloud.study.points import Point
-from xcloud.study.results import Result
+from xcloud.study.results import PointResult
 from xcloud.study.runner import LauncherSettings, Sweep
 from xcloud.tracking import mlflow_store
 from xcloud.tracking.mlflow_store import Store, prepare_environment
@@ -66,10 +66,11 @@ def summary_of(
     }
 
 
-def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
+def write_run(run_dir: Path, config: DictConfig | configs.Settings, **figures: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    configs.Settings.of(config).write(run_dir / configs.EXPERIMENT_FILE)
-    label = configs.Settings.of(config).job.labels.compression
+    made = config if isinstance(config, configs.Settings) else configs.Settings.of(config)
+    made.write(run_dir / configs.EXPERIMENT_FILE)
+    label = made.job.labels.compression
     write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
 
 
@@ -122,7 +123,7 @@ def split_run(
     name: str = "bert_split_sst2",
     summary: dict[str, object] | None = None,
     **settings: object,
-) -> Result:
+) -> PointResult:
     """settings: further ones, "__" for ".": model__split__method="pca"."""
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     label = "unsplit" if layer is None else f"layer={layer} rank={rank}"
@@ -137,10 +138,10 @@ def split_run(
         **dotted,
     }
     figures = summary_of(quality={"accuracy": accuracy}, **(summary or {}))
-    return Result("s", Path("nowhere"), found, figures)
+    return PointResult("s", Path("nowhere"), found, figures)
 
 
-def fig_9() -> list[Result]:
+def fig_9() -> list[PointResult]:
     """Two ranks at three layers, two seeds; accuracies that a reader can work out."""
     runs = [split_run(None, 8, seed, 90 + 2 * (seed - 1)) for seed in (1, 2)]
     for layer in (0, 2, 4):

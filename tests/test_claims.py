@@ -28,9 +28,9 @@ from xcloud.study.claims import (
     FILE,
     Cell,
     Claim,
+    ClaimRule,
     Figure,
     Quote,
-    Rule,
     judge,
     read_claims,
 )
@@ -60,7 +60,7 @@ SUMMARY = {
 
 
 def claim(**changed: Any) -> Claim:
-    rule = Rule("3 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0)
+    rule = ClaimRule("3 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0)
     given: dict[str, Any] = {
         "name": "front", "title": "Ours is in front", "source": "somebody", "means": "More BLEU.",
         "human_minutes": 1, "machine_minutes": 5, "rules": [rule], "runs": {"ours": []},
@@ -100,7 +100,7 @@ def test_a_seed_that_diverged_counts_against_the_claim() -> None:
 
 
 def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> None:
-    harder = Rule("4 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=4.0)
+    harder = ClaimRule("4 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=4.0)
     both = claim(rules=[*claim().rules, harder])
     assert verdict_of(claim(), ROWS, is_quick=False) == "reproduced"
     assert verdict_of(both, ROWS, is_quick=False) == "not reproduced: 4 BLEU in front"
@@ -130,7 +130,9 @@ def test_a_mean_within_its_error_of_the_bound_is_undecided(lead: str) -> None:
         for seed, value in enumerate(values, 1)
         for row, bleu in (("ours", 20.0 + value), ("theirs", 20.0))
     ]
-    rule = Rule("3 in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0, at_most=9.0)
+    rule = ClaimRule(
+        "3 in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0, at_most=9.0
+    )
     mine = claim(rules=[rule], seeds=[*range(1, len(values) + 1)])
 
     assert [one.met for one in judge(mine, rows)] == [met]
@@ -259,7 +261,7 @@ figure = { row = "r{r} {block}", column = "bleu", where = { task = "t{block}" } 
 at_least = 1
 """)
     first, second = read_claims(tmp_path / FILE)["grid"].rules
-    assert first == Rule("block 0, r = 8", Figure("r8 0", "bleu", where={"task": "t0"}), 1)
+    assert first == ClaimRule("block 0, r = 8", Figure("r8 0", "bleu", where={"task": "t0"}), 1)
     assert second.figure == Figure("r8 5", "bleu", where={"task": "t5"})
 
 
@@ -392,7 +394,7 @@ def test_rows_of_equal_settings_are_runs_of_their_own(
     tmp_path: Path, processes: FakeProcesses
 ) -> None:
     """Rounds of timing have one seed."""
-    rows = reproduce.Rows(tmp_path)
+    rows = reproduce.StudyRows(tmp_path)
     for number in (1, 2):
         rows.add({"row": "ours", "round": number}, ["seed=1"], ["step_s"])
     rows.keep(["seed=1"], rows.work / "encoder")
@@ -409,7 +411,7 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
 
     def run(command: list[str]) -> int:
         ran.append(command[3:])
-        reproduce.Rows(Path(command[4])).write({"row": "ours", "seed": 1, "bleu": 1.0})
+        reproduce.StudyRows(Path(command[4])).write({"row": "ours", "seed": 1, "bleu": 1.0})
         return 0
 
     monkeypatch.chdir(tmp_path)
@@ -432,7 +434,7 @@ def test_rows_of_an_interrupted_quick_run_never_become_a_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str]) -> int:
-        reproduce.Rows(tmp_path).write({"row": "ours", "seed": 1, "bleu": 99.0})
+        reproduce.StudyRows(tmp_path).write({"row": "ours", "seed": 1, "bleu": 99.0})
         raise SystemExit(130)
 
     mine = claim(runs={}, module=["study"])
@@ -543,7 +545,7 @@ def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.tsv").touch()
     record = made(claim(), ROWS, [tmp_path], "2026-01-01", False)
-    other = Rule("3 chrF in front", Figure("ours", "chrf", minus="theirs"), at_least=3.0)
+    other = ClaimRule("3 chrF in front", Figure("ours", "chrf", minus="theirs"), at_least=3.0)
     ours, theirs = (Figure(name, "bleu") for name in ("ours", "theirs"))
     cells = [Cell("T", "row", "by heart", ours=ours), Cell("T", "other", theirs, better=ours)]
     mine = claim(rules=[*claim().rules, other], cells=cells)
@@ -574,7 +576,7 @@ def test_a_picture_has_a_panel_for_each_task_of_the_rules(
     )
     rows = [{**row, "corpus": corpus} for row in ROWS for corpus in "abc"]
     rules = [
-        Rule("in front", Figure("ours", "bleu", where={"corpus": corpus}), at_least=1.0)
+        ClaimRule("in front", Figure("ours", "bleu", where={"corpus": corpus}), at_least=1.0)
         for corpus in ("c", "a", "b", "a", "none")
     ]
     record = made(claim(), rows, [], "2026-01-01", False)

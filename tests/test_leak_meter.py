@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from tests.toy_text import text_config
 from xcloud.base.errors import DataError
 from xcloud.feature_list import FIGURES
 from xcloud.features.leak_meter import meter as leak_meter
-from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, Stream, main, measure
+from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, CrossedStream, main, measure
 from xcloud.features.leak_meter.observers import Observer
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.tracking.mlflow_store import final_metrics
 
-GRADIENT = Stream("backward", 0, "received", "hidden")
-ACTIVATION = Stream("forward", 0, "received", "hidden")
+GRADIENT = CrossedStream("backward", 0, "received", "hidden")
+ACTIVATION = CrossedStream("forward", 0, "received", "hidden")
 PAD, BOS = 0, 1
 
 
@@ -120,7 +121,7 @@ def test_notes_are_of_the_last_steps_and_the_newest_rows(tmp_path: Path) -> None
 
 
 def test_what_an_owner_makes_of_its_own_data_is_not_noted(tmp_path: Path) -> None:
-    sent = Stream("forward", 0, "sent", "hidden")
+    sent = CrossedStream("forward", 0, "sent", "hidden")
     for holds, noted in (({"text"}, 0), (set(), 1)):
         notes = observer(0, "a", holds)
         notes.message(sent, torch.arange(3), None, torch.zeros(3, 2))
@@ -225,7 +226,7 @@ def only_for_a_probe(folder: Path, label: Tensor, leak: float) -> None:
     other.batch(51, {"ids": ids, "label": label})
     owner.message(GRADIENT, ids, None, rows)
     # What came back to it from a later stage says as much, and follows from its own text.
-    owner.message(Stream("forward", 1, "received", "hidden"), ids, None, rows)
+    owner.message(CrossedStream("forward", 1, "received", "hidden"), ids, None, rows)
     owner.write(folder)
     other.write(folder)
 
@@ -236,11 +237,9 @@ def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not
     judged: list[tuple[int, int]] = []
     real = leak_meter.probe
 
-    def probe(
-        features: Tensor, classes: Tensor, *, is_known_N: Tensor, num_classes: int
-    ) -> Tensor:
+    def probe(features: Tensor, *, is_known_N: Tensor, **named: Any) -> Tensor:
         judged.append((int(is_known_N.sum()), int((~is_known_N).sum())))
-        return real(features, classes, is_known_N, num_classes)
+        return real(features, is_known_N=is_known_N, **named)
 
     monkeypatch.setattr(leak_meter, "probe", probe)
     found = []

@@ -16,7 +16,7 @@ from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.schedule import GPipe
 from xcloud.simulator.costs import FREE, AveragingCodec
-from xcloud.simulator.formulas import Work, exchange_of, memory_of
+from xcloud.simulator.formulas import PieceWork, exchange_of, memory_of
 from xcloud.simulator.plan import Arranged, Plan
 
 SHAPES = {"weight": torch.Size((12, 10)), "bias": torch.Size((37,))}
@@ -72,7 +72,7 @@ def test_the_contributions_that_a_robust_merge_looks_at_are_counted_in_memory(
 ) -> None:
     """Each of three replicas decodes all of them; the ranks of a cloud share a stage out."""
     clouds = {f"c{i}": Cloud(num_ranks, (0,), replica=i) for i in range(3)}
-    work = Work(*[0.0] * len(Work._fields))._replace(trained_bytes=600)
+    work = PieceWork(*[0.0] * len(PieceWork._fields))._replace(trained_bytes=600)
     plan = Plan("data_parallel", (1,), schedule=GPipe(6), compression="none")
     memory = {}
     for merge in (None, Median()):

@@ -29,12 +29,12 @@ from xcloud.simulator.costs import (
     Curve,
     Direction,
     DirectionCurves,
-    Transfer,
+    TransferCost,
     Update,
     lines_of,
 )
 from xcloud.simulator.engine import NEVER, Program, run
-from xcloud.simulator.formulas import Exchange, exchange_of
+from xcloud.simulator.formulas import ExchangeCost, exchange_of
 from xcloud.simulator.prediction import Simulator
 
 
@@ -141,11 +141,11 @@ def test_costs_of_several_stages_add_up_and_a_slow_rank_takes_longer() -> None:
     assert slow == [10, 6, 14, 16], "an all-reduce is not slower"
     assert costs.action_s(1, Action("backward", 1, 0)) == 8.0
     assert costs.action_s(0, Action("weights", 1, 3)) == 1.0
-    there, back = (Transfer(way, 0, 0, 0, 1) for way in ("forward", "backward"))
+    there, back = (TransferCost(way, 0, 0, 0, 1) for way in ("forward", "backward"))
     assert costs.direction(there) == Direction(10, 0.1, 0.2)
     assert costs.direction(back) == Direction(20, 0.3, 0.4)
     assert Costs([1.0], [1.0]).update_s("fetch", 0, (0,)) == 0
-    assert costs.direction(Transfer(NORM, -1, 0, 1, 0)) == Direction(9)
+    assert costs.direction(TransferCost(NORM, -1, 0, 1, 0)) == Direction(9)
     assert Costs([1.0], [1.0]).action_s(0, Action("weights", 0, 0)) == 0
 
 
@@ -180,7 +180,7 @@ def test_an_exchange_hides_behind_the_steps_that_it_overlaps(overlap: int) -> No
     waits_s = max(0.0, wire_s - overlap * 0.5)
     assert found.step_s(0.5) == pytest.approx(0.5 + (0.3 + 0.1 + 0.2 + waits_s) / 4)
     assert found.bytes_per_step == {"a-b": 125_000 / 4, "b-a": 125_000 / 4}
-    assert Exchange().step_s(0.5) == 0.5 and Exchange().bytes_per_step == {}
+    assert ExchangeCost().step_s(0.5) == 0.5 and ExchangeCost().bytes_per_step == {}
 
 
 def test_a_curve_is_straight_between_its_points_and_beyond_and_never_negative() -> None:

@@ -21,7 +21,7 @@ from xcloud.show.canvas import canvas
 from xcloud.study import pictures, report
 from xcloud.study.pictures import front, write_pictures
 from xcloud.study.report import columns_of, page_in_mlflow, print_sweep, write_csv
-from xcloud.study.results import Result, Results, from_folder, open_sweep, spread_text
+from xcloud.study.results import PointResult, Results, from_folder, open_sweep, spread_text
 from xcloud.tracking import mlflow_store as ui
 from xcloud.tracking.mlflow_store import COSTS, VIEW_TAG, Store, show_first
 from xcloud.tracking.tracker import MlflowTracker, NullTracker
@@ -235,7 +235,9 @@ def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_pa
     ]:
         write_run(tmp_path / "a", compose([]), compression=label)
         run = from_folder(tmp_path)[0]
-        runs.append(Result(label, run.run_dir, {**run.settings, **common, **more}, run.summary))
+        runs.append(
+            PointResult(label, run.run_dir, {**run.settings, **common, **more}, run.summary)
+        )
     results = Results(runs)
     found = results.rows.published.sort_index()
 

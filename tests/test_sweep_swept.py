@@ -18,7 +18,7 @@ from xcloud.study.points import (
     with_also,
 )
 from xcloud.study.report import print_sweep, print_swept, write_swept
-from xcloud.study.results import Result, Results, from_folder, published_for, swept_of
+from xcloud.study.results import PointResult, Results, from_folder, published_for, swept_of
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -155,7 +155,7 @@ def test_table_has_values_down_and_lines_across(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", [fig_9(), [split_run(2, rank) for rank in (8, 16)]])
-def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[Result]) -> None:
+def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[PointResult]) -> None:
     found = swept_of(Results(runs))
     assert found is not None
     path = write_swept_picture(tmp_path, found, "sweep s")

@@ -23,7 +23,7 @@ from xcloud.features.tied.gradients import tied_gradients
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import CPU
-from xcloud.pipeline.batch_plan import BatchPlan, Feed, replica_samples
+from xcloud.pipeline.batch_plan import BatchPlan, SampleFeed, replica_samples
 from xcloud.pipeline.exchange import AllReduce, Exchange, Work
 from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.overlapped_sums import overlapped_sums
@@ -106,7 +106,7 @@ def ranks(
         told: list[bytes] = []
         place = layout.placement(held.rank)
         is_last = layout.num_stages - 1 in held.stages
-        feed = Feed(
+        feed = SampleFeed(
             plan or BatchPlan(40, training.batch_size, 1),
             held.turns.values(),
             samples,

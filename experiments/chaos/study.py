@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks.chaos_record import GOOD
 from xcloud.base.project import project_root
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 
 def main() -> None:
     out, *options = sys.argv[1:]
-    rows, record = Rows(Path(out)), Path(out).resolve() / "faults.jsonl"
+    rows, record = StudyRows(Path(out)), Path(out).resolve() / "faults.jsonl"
     if rows.read():
         return
     record.parent.mkdir(parents=True, exist_ok=True)

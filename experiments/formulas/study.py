@@ -30,7 +30,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import line_bytes
 from xcloud.pipeline.schedule import GPipe
 from xcloud.simulator import formulas
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 FORWARD_S, BACKWARD_S, TRANSFER_S = 0.03, 0.06, 0.015  # of a micro-batch, which is one sample
 STEPS = 5  # timed, of each run
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     given = parser.parse_args()
-    rows = Rows(given.out.resolve())
+    rows = StudyRows(given.out.resolve())
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         try:
             rounds = range(1, given.rounds + 1)
@@ -104,7 +104,7 @@ def main() -> None:
             warm_ranks.close()
 
 
-def measure(rows: Rows, case: Case, line: str, number: int) -> None:
+def measure(rows: StudyRows, case: Case, line: str, number: int) -> None:
     about = {"row": f"p = {case.p}, m = {case.m}", "line": line, "round": number}
     if rows.has(about):
         return

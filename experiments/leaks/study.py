@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from xcloud.base.project import project_root
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 U_SHAPE = ["cluster=u_shape", "security=owner_keeps_text_and_labels"]
 TWO_STAGES = ["cluster=bottom_only", "security=owner_keeps_text"]
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = Rows(given.out, given.corpora)
+    rows = StudyRows(given.out, given.corpora)
     data = rows.work / "data"
     subprocess.run(
         [sys.executable, "experiments/low_rank/prepare.py", given.corpora.resolve(), data, "sst2"],

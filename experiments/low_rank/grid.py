@@ -28,7 +28,7 @@ import torch
 
 from xcloud.base.project import project_root
 from xcloud.pipeline.settings import resolve_precision
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    corpora, rows = given.corpora.resolve(), Rows(given.out, given.corpora)
+    corpora, rows = given.corpora.resolve(), StudyRows(given.out, given.corpora)
     data = rows.work / "data"
     drawn = [task for task in given.tasks if task in ("sst2", "qnli")]
     subprocess.run(

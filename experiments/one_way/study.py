@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.bench_one_way import ONE_CLOUD, config_of, measure
 from experiments.one_way.prepare_text import prepare
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 LINES = {ONE_CLOUD: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 RANKS = (1, 2, 4, 8)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="for real_text")
     parser.add_argument("--updates", type=int)
     given = parser.parse_args()
-    rows = Rows(given.out, given.data)
+    rows = StudyRows(given.out, given.data)
     for part, number in product(given.parts, range(1, given.rounds + 1)):
         if part == "real_text":
             real_text(rows, number, given.data.resolve(), given.updates)
@@ -89,13 +89,13 @@ def main() -> None:
             {"throughput": throughput, "scaling": scaling}[part](rows, number)
 
 
-def throughput(rows: Rows, number: int) -> None:
+def throughput(rows: StudyRows, number: int) -> None:
     for name, bits_per_s in LINES.items():
         asleep = ["model.step_s=0.15", "model.batch_s={one: 0.1, two: 0.1}"]
         timed(rows, {"row": name, "round": number}, asleep, 100, bits_per_s)
 
 
-def scaling(rows: Rows, number: int) -> None:
+def scaling(rows: StudyRows, number: int) -> None:
     for ranks in RANKS:
         asleep = ["model.step_s=0.3", "model.batch_s={one: 0.2, two: 0.2}",
                   *(f"cluster.clouds.{name}.num_ranks={ranks}" for name in CLOUDS),
@@ -104,7 +104,7 @@ def scaling(rows: Rows, number: int) -> None:
         timed(rows, {"row": row, "round": number}, asleep, 40, 1e8)
 
 
-def networks(rows: Rows, number: int, most: int | None) -> None:
+def networks(rows: StudyRows, number: int, most: int | None) -> None:
     exp, steps = "electra_multilingual", most or 100
     for name in (ONE_CLOUD, "100 Mbit/s", "10 Mbit/s"):
         timed(rows, {"row": name, "round": number}, NETWORKS, steps, LINES[name], exp)
@@ -117,9 +117,13 @@ def networks(rows: Rows, number: int, most: int | None) -> None:
 
 
 def timed(
-    rows: Rows, about: dict[str, Any], settings: list[str], steps: int, bits_per_s: float | None,
+    rows: StudyRows,
+    about: dict[str, Any],
+    settings: list[str],
+    steps: int,
+    bits_per_s: float | None,
     exp: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """exp: an experiment of conf/exp; None: parts that are asleep."""
     if not rows.has(about):
         words = settings if exp else ["model.work=0", "model.rows=700", *settings]
@@ -128,7 +132,7 @@ def timed(
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 
 
-def zero_shot(rows: Rows, seed: int, most: int | None) -> None:
+def zero_shot(rows: StudyRows, seed: int, most: int | None) -> None:
     for name, settings in PRETRAINING.items():
         encoder = rows.work / name.replace(" ", "_").replace(",", "")
         # The encoder of a row is made once; seeds are of the fine-tuning.
@@ -143,7 +147,7 @@ def fewer(most: int | None, *keys: str) -> list[str]:
     return [f"{key}={most}" for key in keys] if most else []
 
 
-def real_text(rows: Rows, seed: int, data: Path, most: int | None) -> None:
+def real_text(rows: StudyRows, seed: int, data: Path, most: int | None) -> None:
     text, encoder = rows.work / "text", rows.work / "minilm_500"
     prepare(data, text)
     words = ["+exp=electra_multilingual", "profile=files", "cluster=local", "follow_up=[]"]

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.strategies.rows import ROWS, settings
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 COMPARED = [
     "data parallel, FP32", "pipeline, INT4", "streaming, every 16, INT4", "FedAvg every 15, INT4",
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=800, help="of the base model")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = Rows(given.out, given.data)
+    rows = StudyRows(given.out, given.data)
     base = base_model(given.data, rows.work, given.base_steps)
     text = given.text or wikitext(given.data, rows.work)
     common = settings(base, text, given.steps, given.batch_size, given.learning_rate)

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.real_text.word_adapters import columns, further_texts
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 UPDATES = 1200
 DROPOUT, TWICE = "model.dropout=0.2", f"training.max_steps={2 * UPDATES}"
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--own-backbones", action="store_true", help="for each seed")
     parser.add_argument("--updates", type=int, help="fewer of each run, and 100 test sentences")
     given = parser.parse_args()
-    rows = Rows(given.out, given.data)
+    rows = StudyRows(given.out, given.data)
     settings = corpora(given.data.resolve(), rows.work)
     for seed, corpus, row in product(given.seeds, given.corpora, given.rows):
         about = {"corpus": corpus, "row": row, "seed": seed}

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.table2.one_model import ROWS, corpora, words_of
-from xcloud.study.reproduce import Rows
+from xcloud.study.reproduce import StudyRows
 
 WIRES = {"wire FP32": "compression=none", "wire BF16": "compression=bf16"}
 FIGURES = ("step_s", "bytes_forward", "bytes_backward", "bytes", "ratio", "wall_s")
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=12)
     given = parser.parse_args()
-    rows = Rows(given.out, given.data)
+    rows = StudyRows(given.out, given.data)
     setting = corpora(given.data.resolve(), rows.work)["tatoeba"]
     line = [
         f"cluster.wan.bandwidth_bits_per_s={given.mbit * 1e6:.0f}",

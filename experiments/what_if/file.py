@@ -30,7 +30,7 @@ from xcloud.simulator.costs import (
     CompressorCosts,
     Curve,
     DirectionCurves,
-    Piece,
+    ModelPiece,
     Profile,
     from_table,
 )
@@ -149,7 +149,7 @@ class Decoder:
             tokens_per_sample=float(self.sequence_length),
         )
 
-    def _piece(self, i: int) -> Piece:
+    def _piece(self, i: int) -> ModelPiece:
         """The first has the embeddings before it, the last the head behind it."""
         is_last = i == self.layers - 1
         if self.flop_per_s is not None:
@@ -169,7 +169,7 @@ class Decoder:
             ends_bytes = 2 * outer * self.vocabulary * self.hidden
             held_bytes = round(KEPT_BYTES[self.weights] * self.layer_parameters) + ends_bytes
             held_bytes += trained_bytes  # adapters beside what is frozen
-        return Piece(
+        return ModelPiece(
             f"layer {i}", Curve([(1, layer_s + head_s)]), Curve([(1, backward_s)]),
             None if is_last else 0, held_bytes, trained_bytes,
             Curve([(1, kept)]), blocks=1,

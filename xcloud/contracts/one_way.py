@@ -78,7 +78,7 @@ class Producer(Stateful, Protocol):
 
     @property
     def num_cut(self) -> NumCut:
-        """What of this cloud's texts did not fit; empty if all did."""
+        """Return how many of this cloud's texts did not fit, by kind; empty if all did."""
 
     def produce(self, number: int) -> Fed:
         """Make batch `number` (from 1) of this rank's own stream.

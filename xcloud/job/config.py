@@ -96,7 +96,7 @@ class Settings:
 
     @cached_property
     def compared(self) -> dict[str, str]:
-        """Those that must be equal in all ranks, as JSON texts by dotted name."""
+        """Return the settings that must be equal in all ranks, as JSON texts by dotted name."""
         return compared_settings(self.kept)
 
     def write(self, file: Path) -> None:

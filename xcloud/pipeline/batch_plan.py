@@ -69,7 +69,7 @@ def replica_samples(
 
 
 @dataclass
-class Feed:
+class SampleFeed:
     """The samples of one rank's updates, micro-batch by micro-batch.
 
     turns: (first, period) of each stage of this rank, see Pipeline.

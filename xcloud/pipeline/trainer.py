@@ -25,7 +25,7 @@ from xcloud.comm.state import (
     join_states,
     split_state,
 )
-from xcloud.pipeline.batch_plan import Feed
+from xcloud.pipeline.batch_plan import SampleFeed
 from xcloud.pipeline.control import Reply, Signal, StageSums
 from xcloud.pipeline.exchange import (
     Exchange,
@@ -204,7 +204,7 @@ class Trainer(StatefulTree):
         pipeline: Pipeline,
         schedule: Schedule,
         settings: Training,
-        feed: Feed,
+        feed: SampleFeed,
         groups: Mapping[int, RankGroup],
         exchange: Exchange,
         sums: StageSums,

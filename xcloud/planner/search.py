@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.settings import variants_of, with_micro_batches
 from xcloud.simulator import formulas
-from xcloud.simulator.costs import Piece
+from xcloud.simulator.costs import ModelPiece
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
@@ -139,7 +139,7 @@ class Ranked:
 
 
 def splits_of(
-    pieces: Sequence[Piece], num_stages: int, max_splits: int = MAX_SPLITS,
+    pieces: Sequence[ModelPiece], num_stages: int, max_splits: int = MAX_SPLITS,
     slowness: Sequence[float] = (),
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """Return where a model can be cut into so many stages.
@@ -165,7 +165,7 @@ def splits_of(
 
 
 def _even_split(
-    pieces: Sequence[Piece], cuts: Sequence[int], slowness: Sequence[float]
+    pieces: Sequence[ModelPiece], cuts: Sequence[int], slowness: Sequence[float]
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
     work = [0.0]

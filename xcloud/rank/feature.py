@@ -94,7 +94,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What a rank has built before its trainer.
+    """The objects that a rank has built before its trainer.
 
     program_bytes: memory that it took before it had a model.
     """

@@ -222,12 +222,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._lock = threading.Lock()  # a GPU's backward lets go in a thread of its own
         super().__init__(self._keep, lambda kept: getattr(kept, "tensor", kept))
 
-    def _keep(self, tensor: Tensor) -> Tensor | _Kept:
+    def _keep(self, tensor: Tensor) -> Tensor | _KeptTensor:
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
-        kept = _Kept(tensor, self, address=storage.data_ptr(), num_bytes=storage.nbytes())
+        kept = _KeptTensor(tensor, self, address=storage.data_ptr(), num_bytes=storage.nbytes())
         self._add(kept.address, 1, kept.num_bytes)
         return kept
 
@@ -241,7 +241,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptTensor:
     """A tensor that autograd keeps, which tells its owner when it is let go."""
 
     tensor: Tensor

@@ -51,7 +51,7 @@ class Saver(Protocol):
 
     @property
     def is_pending(self) -> bool:
-        """Whether rank 0 still waits for a rank's report on the last checkpoint."""
+        """Return whether rank 0 still waits for a rank's report on the last checkpoint."""
 
     def signal(self, step: int) -> Signal:
         """Decide in rank 0 what all ranks do after this update."""

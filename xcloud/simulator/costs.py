@@ -75,7 +75,7 @@ def lines_of(
 NORM = "norm"
 
 
-class Transfer(NamedTuple):
+class TransferCost(NamedTuple):
     """A message between two ranks.
 
     direction: "forward" for an activation, "backward" for a gradient, NORM for the agreement.
@@ -160,7 +160,7 @@ class Costs:
             return 0.0
         return table[action.stage] * self.slowdown.get(rank, 1.0)
 
-    def direction(self, message: Transfer) -> Direction:
+    def direction(self, message: TransferCost) -> Direction:
         if message.direction == NORM:
             return Direction(self.control_bytes)
         if message.direction == "forward":
@@ -246,7 +246,7 @@ OfSamples = Annotated[Change, AfterValidator(_not_negative)]
 
 
 @settings("piece")
-class Piece:
+class ModelPiece:
     """A consecutive part of a model's work; times and activations are those of a micro-batch.
 
     boundary: the number of the boundary that it ends at; None where the model cannot be cut after
@@ -340,7 +340,7 @@ class Profile:
     stage_forward_s, stage_backward_s: seconds of calling a stage, whatever its pieces.
     """
 
-    pieces: Annotated[Sequence[Piece], Field(min_length=1)]
+    pieces: Annotated[Sequence[ModelPiece], Field(min_length=1)]
     compressors: Annotated[Mapping[str, CompressorCosts], Field(min_length=1)]
     of: Mapping[str, str] = field(default_factory=dict)
     measured_at_s: float = 0.0

@@ -56,7 +56,7 @@ def step_of_overlapped_transfers(
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """The cost of what replicas average.
 
     codec_s, wire_s: seconds of one exchange.
@@ -133,7 +133,7 @@ def exchange_of(
     shares: Sequence[float],
     lines: Mapping[str, LinkProfile],
     around_s: float = 0.0,
-) -> Exchange:
+) -> ExchangeCost:
     """Return what it costs that replicas average; of several sets of clouds, the slowest counts.
 
     Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode. So
@@ -150,7 +150,7 @@ def exchange_of(
     """
     traits = averaging.traits
     replicas = range(layout.num_replicas)
-    slowest = Exchange()
+    slowest = ExchangeCost()
     num_bytes = defaultdict[str, float](float)
     stages_at = defaultdict[tuple[str, ...], list[int]](list)  # by clouds: they share lines
     for stage in range(len(shares)):
@@ -186,7 +186,7 @@ def exchange_of(
         for sender, receiver in took_s:
             num_bytes[f"{sender}-{receiver}"] += merge.num_bytes * num_messages
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
-            slowest = Exchange(
+            slowest = ExchangeCost(
                 codec_s=codec_s,
                 wire_s=wire_s,
                 per_step=traits.per_step,
@@ -196,7 +196,7 @@ def exchange_of(
     return replace(slowest, num_bytes=dict(num_bytes))
 
 
-class Work(NamedTuple):
+class PieceWork(NamedTuple):
     """The work of consecutive pieces; seconds and activations are those of one micro-batch."""
 
     forward_s: float
@@ -210,17 +210,17 @@ class Work(NamedTuple):
     optimizer_s: float
 
 
-def work_before(profile: Profile, b: float) -> list[Work]:
+def work_before(profile: Profile, b: float) -> list[PieceWork]:
     """Return the work of all pieces before each, and last that of all.
 
     b: samples of a micro-batch.
     """
-    before = [Work(*[0] * len(Work._fields))]
+    before = [PieceWork(*[0] * len(PieceWork._fields))]
     for piece in profile.pieces:
         backward_s = piece.backward_s.at(b)
         # What was measured of a block may be a difference, and more than its whole.
         late_s = min(piece.weights_s.at(b), backward_s)
-        own = Work(
+        own = PieceWork(
             forward_s=piece.forward_s.at(b),
             backward_s=backward_s,
             weights_s=late_s,
@@ -231,14 +231,14 @@ def work_before(profile: Profile, b: float) -> list[Work]:
             trained_bytes=piece.trained_bytes,
             optimizer_s=piece.optimizer_s,
         )
-        before.append(Work(*map(operator.add, before[-1], own)))
+        before.append(PieceWork(*map(operator.add, before[-1], own)))
     return before
 
 
 def memory_of(
     plan: Plan,
     arranged: Arranged,
-    works: Sequence[Work],
+    works: Sequence[PieceWork],
     messages: Mapping[int, tuple[int, int | None]],
     num_passes: int = 1,
 ) -> dict[str, int]:

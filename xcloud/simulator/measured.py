@@ -21,7 +21,7 @@ from xcloud.simulator.costs import (
     Curve,
     Direction,
     DirectionCurves,
-    Piece,
+    ModelPiece,
     Update,
 )
 
@@ -255,7 +255,7 @@ class Trial:
 
     def pieces(
         self, boundary_after: Sequence[int | None], *others: Trial
-    ) -> tuple[list[Piece], Curve, Curve]:
+    ) -> tuple[list[ModelPiece], Curve, Curve]:
         """Return the pieces of the model, and what a stage takes besides them, forward and
         backward.
 
@@ -282,7 +282,7 @@ class Trial:
             size, trained = (of.pop(name)[1.0] for name in ("parameter_bytes", "trained_bytes"))
             curves = {name: Curve(sorted(points.items())) for name, points in of.items()}
             pieces.append(
-                Piece(
+                ModelPiece(
                     name=f"{'block' if self.parts else 'stage'} {i}", boundary=boundary,
                     parameter_bytes=round(size), trained_bytes=round(trained),
                     optimizer_s=per_byte_s * trained, blocks=int(bool(self.parts)), **curves,

@@ -20,7 +20,7 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.schedule import Schedule, split_backwards
 from xcloud.simulator.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
-from xcloud.simulator.formulas import Exchange, Work, exchange_of, memory_of, work_before
+from xcloud.simulator.formulas import ExchangeCost, PieceWork, exchange_of, memory_of, work_before
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.prediction import Prediction, Simulator, largest_first
 
@@ -246,15 +246,17 @@ class Pricer:
             return 0.0
         return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
 
-    def _exchange(self, plan: Plan) -> Exchange:
+    def _exchange(self, plan: Plan) -> ExchangeCost:
         return self._exchange_of(plan.strategy, plan.ends, plan.compression)
 
-    def _new_exchange(self, strategy: str, ends: tuple[int, ...], compression: str) -> Exchange:
+    def _new_exchange(
+        self, strategy: str, ends: tuple[int, ...], compression: str
+    ) -> ExchangeCost:
         costs = self.profile.compressors[compression].averaging
         arranged = self.arranged[strategy]
         averaging = arranged.strategy.averaging
         if averaging is None or arranged.layout.num_replicas == 1:
-            return Exchange()
+            return ExchangeCost()
         if costs is None:
             raise ConfigError(
                 f"the profile says nothing of what {compression} costs when replicas "
@@ -335,9 +337,9 @@ class Pricer:
             plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes
         )
 
-    def _work_of(self, start: int, end: int, b: float) -> Work:
+    def _work_of(self, start: int, end: int, b: float) -> PieceWork:
         before = self._before(b)
-        return Work(*map(operator.sub, before[end], before[start]))
+        return PieceWork(*map(operator.sub, before[end], before[start]))
 
 
 @lru_cache(maxsize=4096)

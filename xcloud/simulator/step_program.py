@@ -13,7 +13,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.schedule import Action, Schedule, rank_actions, split_backwards
 from xcloud.simulator import engine
-from xcloud.simulator.costs import NORM, Costs, Transfer
+from xcloud.simulator.costs import NORM, Costs, TransferCost
 
 
 class Op(NamedTuple):
@@ -25,8 +25,8 @@ class Op(NamedTuple):
 
     what: str
     action: Action | None = None
-    received: Transfer | None = None
-    sent: Transfer | None = None
+    received: TransferCost | None = None
+    sent: TransferCost | None = None
 
 
 class Route(NamedTuple):
@@ -76,7 +76,7 @@ class StepProgram:
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
         # Of one step; the program repeats it.
         self.ops: list[list[Op]] = [[] for _ in self.placements]
-        self.transfers: list[Transfer] = []  # by parcel
+        self.transfers: list[TransferCost] = []  # by parcel
         self.routes: list[Route] = []
         self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
@@ -139,7 +139,7 @@ class StepProgram:
 
     def _build_passes(self, orders: list[list[Action]]) -> None:
         m = self.schedule.num_micro_batches
-        tokens = defaultdict[Transfer, int](self._one.token)
+        tokens = defaultdict[TransferCost, int](self._one.token)
         for first in range(0, self.num_passes * m, m):
             for rank, actions in enumerate(orders):
                 if actions:
@@ -186,13 +186,17 @@ class StepProgram:
         shared = {leader: program.token() for leader in set(leader_of)}
         for leader in others:
             told = self._post(
-                Transfer(direction=NORM, boundary=-1, micro_batch=0, sender=leader, receiver=0),
+                TransferCost(
+                    direction=NORM, boundary=-1, micro_batch=0, sender=leader, receiver=0
+                ),
                 all_told,
             )
             self._add(leader, Op("arrive"), posts=(told,))
         answered = tuple(
             self._post(
-                Transfer(direction=NORM, boundary=-1, micro_batch=0, sender=0, receiver=leader),
+                TransferCost(
+                    direction=NORM, boundary=-1, micro_batch=0, sender=0, receiver=leader
+                ),
                 token,
             )
             for leader, token in answers.items()
@@ -213,7 +217,7 @@ class StepProgram:
         self._one.operation(rank, need, posts=posts, signal=signal)
         self.ops[rank].append(op)
 
-    def _post(self, transfer: Transfer, token: int) -> int:
+    def _post(self, transfer: TransferCost, token: int) -> int:
         both = transfer.sender, transfer.receiver
         here, there = (self.placements[rank].cloud for rank in both)
         shared = (here, there) if here != there else both
@@ -223,7 +227,7 @@ class StepProgram:
         self.transfers.append(transfer)
         return self._one.parcel(*both, self._route_of[shared], token)
 
-    def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
+    def _transfer(self, boundary: int, action: Action, first: int) -> TransferCost | None:
         """Return the message over `boundary`; None at the ends and between stages of one rank."""
         kind = action.kind
         if kind == "weights" or not 0 <= boundary < self.num_stages - 1:
@@ -238,4 +242,4 @@ class StepProgram:
             both = (before, behind)
         else:
             both = (behind, before)
-        return Transfer(kind, boundary, first + action.micro_batch, *both)
+        return TransferCost(kind, boundary, first + action.micro_batch, *both)

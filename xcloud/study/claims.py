@@ -130,7 +130,7 @@ def repeats_of(rows: Sequence[ResultRow]) -> str:
 
 
 @settings("claim.rules")
-class Rule:
+class ClaimRule:
     """A bound on a figure. says: the rule in words, stated before the run that is judged.
 
     It is met where the mean of the figure is not below at_least, nor above at_most. It is
@@ -234,7 +234,7 @@ class Claim:
     means: str
     human_minutes: NotNegative
     machine_minutes: Positive
-    rules: Sequence[Rule]
+    rules: Sequence[ClaimRule]
     cells: Sequence[Cell] = ()
     quotes: Sequence[Quote] = ()
     picture: Drawn | None = None

@@ -33,7 +33,7 @@ from xcloud.show.canvas import (
     stacked,
 )
 from xcloud.study.points import UNCOMPRESSED
-from xcloud.study.results import ONE_CLOUD, Result, Results, Swept, plus_minus, spread_text
+from xcloud.study.results import ONE_CLOUD, PointResult, Results, Swept, plus_minus, spread_text
 
 STEP_TIME = "step_time.png"
 LOSSES = "losses.png"
@@ -187,7 +187,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     return (reference, curves) if len(curves) > 1 else ("", {})
 
 
-def _losses(runs: Sequence[Result]) -> pd.DataFrame:
+def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
     """Return the losses of the finished runs, a column for each seed."""
     by_seed = {}
     for run in runs:

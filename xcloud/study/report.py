@@ -51,7 +51,7 @@ from xcloud.study.points import (
 )
 from xcloud.study.results import (
     RATES,
-    Result,
+    PointResult,
     Results,
     Swept,
     drift_of,
@@ -391,7 +391,7 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
     )
 
 
-def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
+def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> Page:
     settings = runs[0].settings
     entry = read_points(runs[0].run_dir.parent)
     differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
@@ -428,6 +428,7 @@ def columns_of(settings: Sequence[Settings]) -> list[str]:
         is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
         if is_swept or len(values) == len(settings):
             shown.append(key)
+    shown.sort(key=lambda key: key == "seed")  # after what a reader compares
     return ["label", *shown[:MAX_PARAMS]]
 
 

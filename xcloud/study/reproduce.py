@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
     data = _data(claim, folder=folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
-    before = len(Rows(out).read())
+    before = len(StudyRows(out).read())
     earlier = Record.read(out)
     if earlier and earlier.is_quick != given.quick:
         kind = "quick" if earlier.is_quick else "whole"
@@ -104,7 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def write() -> Record:
         now = datetime.now(UTC).isoformat(timespec="minutes")
-        rows = Rows(out).read()
+        rows = StudyRows(out).read()
         record = made(claim, rows=rows, data=data, at=now, quick=given.quick, note=note)
         if rows or not earlier:
             record.write(out, claim)
@@ -144,7 +144,7 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
 
 def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     more = claim.quick if quick else ()
-    rows = Rows(out=out, data=data)
+    rows = StudyRows(out=out, data=data)
     if claim.module:
         given = {"DATA": str(data), "OUT": str(out)}
         words = [*(given.get(word, word) for word in claim.module), *more]
@@ -185,7 +185,7 @@ def ended(command: Sequence[str]) -> int:
                 signal.signal(one, handler)
 
 
-class Rows:
+class StudyRows:
     """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs.tar.gz, what is kept of
     these runs. OUT/made is for what a study makes on its way; a record does not keep it."""
 

@@ -57,7 +57,7 @@ PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures 
 
 
 @dataclass(frozen=True)
-class Result:
+class PointResult:
     """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json.
     at_once: points that ran concurrently."""
 
@@ -96,7 +96,7 @@ class Results:
     SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
     """
 
-    def __init__(self, runs: Sequence[Result]) -> None:
+    def __init__(self, runs: Sequence[PointResult]) -> None:
         self.runs = list(runs)
         self.sweeps = list(dict.fromkeys(run.sweep for run in runs))
         self.scores = list(dict.fromkeys(name for run in runs for name in run.scores))
@@ -123,9 +123,9 @@ class Results:
         return pd.DataFrame(lines, dtype=object)
 
     @cached_property
-    def of_row(self) -> list[list[Result]]:
+    def of_row(self) -> list[list[PointResult]]:
         """The runs of each setting, by the index of `rows`."""
-        groups: dict[tuple[str, str], list[Result]] = {}
+        groups: dict[tuple[str, str], list[PointResult]] = {}
         for run in self.runs:
             groups.setdefault((run.sweep, identity(run.settings, "seed")), []).append(run)
         return list(groups.values())
@@ -199,7 +199,7 @@ def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
     return std
 
 
-def _row(runs: Sequence[Result]) -> dict[str, Any]:
+def _row(runs: Sequence[PointResult]) -> dict[str, Any]:
     """Return what the runs of a setting have in common."""
     settings = runs[0].settings
     finished = [run for run in runs if run.status == "finished"]
@@ -354,7 +354,7 @@ def _natural(label: str) -> str:
     return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
 
 
-def from_folder(folder: Path) -> list[Result]:
+def from_folder(folder: Path) -> list[PointResult]:
     """Return all points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
     return [
@@ -367,7 +367,7 @@ def from_folder(folder: Path) -> list[Result]:
     ]
 
 
-def from_store(store: Store, sweep: str) -> list[Result]:
+def from_store(store: Store, sweep: str) -> list[PointResult]:
     """Return the runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
     found = [
         _result(sweep, run_dir=folder, at_once=1)
@@ -377,9 +377,9 @@ def from_store(store: Store, sweep: str) -> list[Result]:
     return list({identity(result.settings): result for result in found}.values())
 
 
-def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
+def _result(sweep: str, run_dir: Path, at_once: int) -> PointResult:
     settings = settings_of(run_dir / EXPERIMENT_FILE)
-    return Result(
+    return PointResult(
         sweep=sweep,
         run_dir=run_dir,
         settings=settings,
@@ -398,7 +398,7 @@ def known_sweeps() -> list[str]:
     ]
 
 
-def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
+def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[PointResult]]:
     """Return the folder and the runs of a sweep, given its name or folder.
 
     Raises ConfigError if it is unknown.

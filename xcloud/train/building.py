@@ -18,7 +18,7 @@ from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BASES, Stage, TaskData
 from xcloud.experiment import Experiment
 from xcloud.features.checkpoints.restored import check_facts, restored
-from xcloud.pipeline.batch_plan import Feed
+from xcloud.pipeline.batch_plan import SampleFeed
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.hook import Hook, Hooks
@@ -78,7 +78,7 @@ def wired(context: Context, features: Features, clock: StepClock) -> Wiring:
 
 @dataclass(frozen=True)
 class RankTraining:
-    """What trains in one rank, ready for its next update.
+    """The objects that train in one rank, ready for its next update.
 
     hooks: what acts around an update, in the order of the calls.
     """
@@ -219,7 +219,7 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
     data = built.data
     replica = layout.placement(context.rank).replica
     trains_locally = job.strategy.traits.trains_locally
-    feed = Feed(
+    feed = SampleFeed(
         job.batch_plan(data.num_samples("train")),
         pipeline.turns.values(),
         fetch=partial(data.batch, "train"),

@@ -59,7 +59,7 @@ class AutopilotFeature(Feature):
 
 
 class AutopilotAtRank(FeatureAtRank):
-    """What switches compression and schedule in one rank."""
+    """The autopilot of one rank: it switches compression and schedule."""
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
         return pilot_of(

@@ -72,7 +72,7 @@ class LeakMeter:
         return figures
 
 
-class Stream(NamedTuple):
+class CrossedStream(NamedTuple):
     """One kind of message as one rank saw it.
 
     direction: forward or backward.
@@ -90,7 +90,7 @@ class Stream(NamedTuple):
         return ".".join(map(str, self))
 
     @classmethod
-    def parse(cls, name: str) -> Stream:
+    def parse(cls, name: str) -> CrossedStream:
         direction, boundary, how, field = name.split(".", 3)
         return cls(direction=direction, boundary=int(boundary), how=how, field=field)
 
@@ -101,7 +101,7 @@ class Stream(NamedTuple):
         return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
 
 
-class Rows(NamedTuple):
+class CrossedRows(NamedTuple):
     """The rows that crossed, of several samples; a sample may come more than once.
 
     ids, counts: [N].
@@ -113,7 +113,7 @@ class Rows(NamedTuple):
     rows: Tensor
 
     @classmethod
-    def join(cls, parts: Iterable[Rows]) -> Rows:
+    def join(cls, parts: Iterable[CrossedRows]) -> CrossedRows:
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
@@ -129,7 +129,7 @@ Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or 
 class Observations:
     """The rows that each cloud saw and the truth; of each sample those of its newest message."""
 
-    seen: dict[str, dict[Stream, dict[int, Tensor]]] = field(default_factory=dict)
+    seen: dict[str, dict[CrossedStream, dict[int, Tensor]]] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
     truth: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     special_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -168,7 +168,7 @@ def entries(attacks: Found) -> Iterator[dict[str, float]]:
 
 def read_observations(run_dir: Path) -> Observations:
     notes = Observations()
-    parts = dict[tuple[str, str], list[Rows]]()
+    parts = dict[tuple[str, str], list[CrossedRows]]()
     files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
     if not files:
         raise DataError(
@@ -185,17 +185,19 @@ def read_observations(run_dir: Path) -> Observations:
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
             notes.special_ids |= about["special_ids"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
-                rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
+                rows = CrossedRows(
+                    *(file.get_tensor(f"{name}/{part}") for part in CrossedRows._fields)
+                )
                 whose = TRUTH
                 if not name.startswith(f"{TRUTH}."):
                     whose = about["cloud"]
                 parts.setdefault((whose, name), []).append(rows)
     for (cloud, name), some in parts.items():
-        newest = dict(Rows.join(some).pieces())
+        newest = dict(CrossedRows.join(some).pieces())
         if name.startswith(f"{TRUTH}."):
             notes.truth[name.removeprefix(f"{TRUTH}.")] = newest
         else:
-            notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
+            notes.seen.setdefault(cloud, {})[CrossedStream.parse(name)] = newest
     if missing := sorted(set(range(num_ranks)) - ranks):
         raise DataError(
             f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
@@ -205,7 +207,9 @@ def read_observations(run_dir: Path) -> Observations:
     return notes
 
 
-def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
+def _hidden(
+    notes: Observations, field: str
+) -> Iterator[tuple[str, CrossedStream, dict[int, Tensor]]]:
     """Yield cloud, kind of message and its rows by sample, of clouds that may not see a field."""
     for cloud, streams in notes.seen.items():
         if field not in notes.holds[cloud]:

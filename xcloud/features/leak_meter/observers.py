@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples
 from xcloud.contracts.model import NO_LABEL, Batch, Stage, TaskData
-from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, TRUTH, Rows, Stream
+from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, TRUTH, CrossedRows, CrossedStream
 from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.ends import Ends
@@ -51,12 +51,14 @@ class Observer:
     token_fields: Mapping[str, tuple[int, tuple[int, ...]]]
     holds: Collection[str]
     replica: int = 0
-    _streams: dict[str, deque[Rows]] = field(default_factory=dict, init=False)
+    _streams: dict[str, deque[CrossedRows]] = field(default_factory=dict, init=False)
 
     def wants(self, step: int) -> bool:
         return step >= self.first_step
 
-    def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
+    def message(
+        self, stream: CrossedStream, ids: Tensor, counts: Tensor | None, rows: Tensor
+    ) -> None:
         """Note one tensor of a training message, [R, D].
 
         What a cloud computes itself from text or labels that it holds is left out.
@@ -84,7 +86,7 @@ class Observer:
         tensors = {
             f"{name}/{part}": value.contiguous()
             for name, messages in self._streams.items()
-            for part, value in Rows.join(messages)._asdict().items()
+            for part, value in CrossedRows.join(messages)._asdict().items()
         }
         special_ids = {name: ids for name, (_, ids) in self.token_fields.items()}
         about = {"rank": self.rank, "cloud": self.cloud, "num_ranks": self.num_ranks,
@@ -98,7 +100,7 @@ class Observer:
         else:
             wide = counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
-        messages.append(Rows(ids=ids.clone(), counts=wide, rows=rows))
+        messages.append(CrossedRows(ids=ids.clone(), counts=wide, rows=rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
             messages.popleft()
 
@@ -188,7 +190,7 @@ class ObservedEnd:
         if key.kind is not Kind.EVALUATION and self._observer.wants(key.step):
             identity = self._end.identity
             for field in self._floating:
-                stream = Stream(
+                stream = CrossedStream(
                     direction=identity.direction,
                     boundary=identity.boundary,
                     how=how,

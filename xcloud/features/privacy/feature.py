@@ -103,7 +103,7 @@ def guard_of(privacy: Privacy) -> Guard | None:
 
 
 class PrivacyAtRank(FeatureAtRank):
-    """What clips and noises in one rank, and in rank 0 the account of it."""
+    """The privacy of one rank: it clips and adds noise, and in rank 0 keeps the account."""
 
     def __init__(self, privacy: Privacy, num_replicas: int) -> None:
         self._privacy = privacy

@@ -38,7 +38,7 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
-class Peer(NamedTuple):
+class ReplicaPeer(NamedTuple):
     """A rank in a replica.
 
     ranks: all ranks of its cloud.
@@ -70,7 +70,7 @@ class ReplicaLinks(ABC):
     """
 
     replica: int
-    peers: Sequence[Peer]
+    peers: Sequence[ReplicaPeer]
     num_replicas: int
     num_shares: int
     num_parts: int

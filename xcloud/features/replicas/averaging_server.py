@@ -45,7 +45,7 @@ PeerState = Literal["present", "late", "left"]
 _SPECS = (TensorSpec(shape=(3,), dtype=torch.float64), TensorSpec(shape=(4,), dtype=torch.float64))
 
 
-class _Kept(NamedTuple):
+class _KeptMerge(NamedTuple):
     """A merge that late replicas may still be told.
 
     before: step of the merge before.
@@ -165,7 +165,7 @@ class AveragingServer(_End):
     values: Callable[[], Tensors]
     reporter: Reporter
     _taken: dict[int, Contribution] = field(default_factory=dict, init=False)
-    _kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    _kept: deque[_KeptMerge] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _is_left_out: bool = field(default=False, init=False)  # the last merge
     _peers: dict[int, _Peer] = field(init=False)
     _due: dict[int, int] = field(default_factory=dict, init=False)  # answers: what each knows
@@ -196,7 +196,7 @@ class AveragingServer(_End):
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
-        self._kept.append(_Kept(step=step, before=self.known, parts=parts))
+        self._kept.append(_KeptMerge(step=step, before=self.known, parts=parts))
         self.known = step
         self._report_merge(step)
         return Merged(changes=changes, is_counted=bool(self._taken), step=step)

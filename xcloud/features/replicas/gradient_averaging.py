@@ -29,8 +29,8 @@ from xcloud.features.replicas.averaging import Averager, Terms
 from xcloud.features.replicas.merging import (
     Contribution,
     Merge,
-    Piece,
     Robust,
+    RowPiece,
     by_rows,
     gather_shares,
     mean_of,
@@ -106,9 +106,9 @@ class AveragedGradients(Exchange):
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
-        loss = Piece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
+        loss = RowPiece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares=num_shares)]
-        self._mine: list[Piece] = []
+        self._mine: list[RowPiece] = []
         self._averager = Averager()
         if self._alike.group_rank < num_shares:
             self._mine = self._shares[self._alike.group_rank]

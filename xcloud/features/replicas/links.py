@@ -14,7 +14,7 @@ import torch
 
 from xcloud.base.errors import LinkClosed
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.features.replicas.averaging import AllToAll, Peer, ReplicaLinks
+from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, ReplicaPeer
 from xcloud.features.replicas.averaging_server import SERVER
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import LONG_BYTES, MessageKey
@@ -135,10 +135,12 @@ class ServerLinks(PeerLinks):
             self.ends.forget(rank)
 
 
-def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[Peer]:
+def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[ReplicaPeer]:
     """Return these ranks as peers, each with its cloud."""
     clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
-    return [Peer(rank=rank, cloud=cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds]
+    return [
+        ReplicaPeer(rank=rank, cloud=cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds
+    ]
 
 
 def replica_links(

@@ -167,7 +167,7 @@ def _rounded(factor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """A run of rows, first .. last - 1, of tensor number `index`; a scalar has one row."""
 
     name: str
@@ -201,13 +201,13 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
     return runs
 
 
-def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
+def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[RowPiece]]:
     """Deal whole tensors into shares of about equal sum; a share may be empty."""
     whole = [
-        Piece(name=name, index=index, first=0, last=shape[0] if shape else 1, shape=shape)
+        RowPiece(name=name, index=index, first=0, last=shape[0] if shape else 1, shape=shape)
         for index, (name, shape) in enumerate(shapes.items())
     ]
-    shares: list[list[Piece]] = [[] for _ in range(num_shares)]
+    shares: list[list[RowPiece]] = [[] for _ in range(num_shares)]
     sums = [0] * num_shares
     for piece in sorted(whole, key=lambda piece: -piece.shape.numel()):
         lightest = sums.index(min(sums))
@@ -216,14 +216,14 @@ def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Pi
     return [sorted(share, key=lambda piece: piece.index) for share in shares]
 
 
-def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
+def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[RowPiece]]:
     """Deal every row of every tensor into exactly one share, in order.
 
     Shares differ by a row's size, and may be empty. A tensor without values is in the share where
     it falls, whole.
     """
     total = sum(shape.numel() for shape in shapes.values())
-    shares: list[list[Piece]] = [[] for _ in range(num_shares)]
+    shares: list[list[RowPiece]] = [[] for _ in range(num_shares)]
     seen = 0
     for index, (name, shape) in enumerate(shapes.items()):
         num_rows = shape[0] if shape else 1
@@ -244,7 +244,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
             if last - first != num_rows:
                 label = f"{name}[{first}:{last}]"
             shares[share].append(
-                Piece(name=label, index=index, first=first, last=last, shape=rows)
+                RowPiece(name=label, index=index, first=first, last=last, shape=rows)
             )
             seen += (last - first) * width
             if last == num_rows:
@@ -252,7 +252,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
     return shares
 
 
-def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
+def joined(pieces: Iterable[tuple[RowPiece, Tensor]], count: int) -> list[Tensor]:
     """Join pieces, given in order, to the `count` tensors that they were cut from."""
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     for piece, tensor in pieces:
@@ -261,8 +261,8 @@ def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
 
 
 def gather_shares(
-    group: RankGroup, shares: Sequence[Sequence[Piece]], mine: Sequence[Tensor], like: Tensor
-) -> list[tuple[Piece, Tensor]]:
+    group: RankGroup, shares: Sequence[Sequence[RowPiece]], mine: Sequence[Tensor], like: Tensor
+) -> list[tuple[RowPiece, Tensor]]:
     """Return all pieces with their tensors, in every rank of the group.
 
     The first ranks of the group hold a share each.

@@ -26,7 +26,7 @@ from xcloud.features.replicas.averaging import (
     averager_for,
     first_part,
 )
-from xcloud.features.replicas.merging import Piece, gather_shares
+from xcloud.features.replicas.merging import RowPiece, gather_shares
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Tensors
 from xcloud.pipeline.exchange import RankGroup, Work, are_finite, digest
@@ -244,7 +244,7 @@ class OuterParameters:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        shares: Sequence[Sequence[Piece]],
+        shares: Sequence[Sequence[RowPiece]],
         group: RankGroup,
         optimizer: OuterOptimizer,
     ) -> None:

@@ -72,7 +72,7 @@ class Departure(NamedTuple):
 
 
 class Baseline(StatefulTree):
-    """What is usual of one stream of messages: one value of each statistic a step.
+    """The usual values of one stream of messages, of each statistic one a step.
 
     After a departure it learns anew: what lasts is told once.
     """

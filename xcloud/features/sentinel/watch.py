@@ -23,7 +23,7 @@ from xcloud.security.policy import OnDeparture
 
 
 @dataclass
-class Stream(StatefulTree):
+class WatchedStream(StatefulTree):
     """One floating field of a channel, in the hands of one compressor: another one leaves other
     errors, so what is usual is learned for each.
 
@@ -54,11 +54,11 @@ class WatchedEnd:
         self._end = end
         self._fields = [f for f in end.fields if f.dtype.is_floating_point]
         identity = end.identity
-        self.streams: dict[str, dict[str, Stream]] = {}
+        self.streams: dict[str, dict[str, WatchedStream]] = {}
         for one in self._fields:
             num_features = torch.Size(one.features).numel()
             self.streams[one.name] = {
-                codec: Stream(
+                codec: WatchedStream(
                     identity.sender,
                     name=f"{one.name} {identity.direction} over boundary {identity.boundary}",
                     baseline=Baseline(num_features),
@@ -79,7 +79,7 @@ class WatchedEnd:
                         self._stream(one.name, key.step).measured.append(measure(rows))
         return message
 
-    def _stream(self, name: str, step: int) -> Stream:
+    def _stream(self, name: str, step: int) -> WatchedStream:
         codecs = self._end.codecs[name]
         in_force = codecs.at(step)
         number = next(n for n, codec in codecs.children().items() if codec is in_force)
@@ -115,7 +115,7 @@ class Sentinel(Hook):
                     if departure is not None:
                         self._tell(step, stream, departure)
 
-    def _tell(self, step: int, stream: Stream, departure: Departure) -> None:
+    def _tell(self, step: int, stream: WatchedStream, departure: Departure) -> None:
         cloud = self._layout.cloud_of(stream.sender)
         said = (
             f"step {step}: what rank {stream.sender} ({cloud}) sends, {stream.name}, has changed "
