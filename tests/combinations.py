@@ -363,7 +363,7 @@ def run(
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld(job.cluster.num_ranks)
-    patch.setattr(CheckpointFolder, "prune", lambda *of: None)
+    patch.setattr(CheckpointFolder, "prune", lambda *of, **named: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
     table = table_of({})
@@ -407,7 +407,7 @@ def _run_processes(job: Job, run_dir: Path, from_step: int) -> None:
 def _rank_in_a_process(run_dir: Path, rendezvous: Path, from_step: int, rank: int) -> None:
     torch.set_num_threads(1)
     job: Job = pickle.loads((run_dir / "job").read_bytes())  # a test's own
-    CheckpointFolder.prune = lambda *of: None  # type: ignore[method-assign]
+    CheckpointFolder.prune = lambda *of, **named: None  # type: ignore[method-assign]
     store = FileStore(str(rendezvous), job.cluster.num_ranks)
     transport = GlooTransport(Rendezvous(rank, job.cluster.num_ranks, store))
     process = one_rank.Process(StopSignal())

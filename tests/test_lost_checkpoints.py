@@ -136,15 +136,18 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
         is_it &= rank == 1 and int(path.parent.name[5:]) in steps
         return of(path, rank, broken() if is_it else pieces)
 
-    def mark(folder: Any, step: int, *rest: Any, of: Any = CheckpointFolder.mark_agreed) -> None:
+    mark_agreed = CheckpointFolder.mark_agreed
+    delete_old = CheckpointFolder.prune
+
+    def mark(folder: Any, step: int, *rest: Any, **named: Any) -> None:
         if step in steps:
             raise FULL
-        of(folder, step, *rest)
+        mark_agreed(folder, step, *rest, **named)
 
-    def prune(folder: Any, rank: int, *rest: Any, of: Any = CheckpointFolder.prune) -> None:
+    def prune(folder: Any, rank: int, *rest: Any, **named: Any) -> None:
         if rank == 1:
             raise FULL
-        of(folder, rank, *rest)
+        delete_old(folder, rank, *rest, **named)
 
     def copy(parts: Any) -> Any:
         trainer = parts["trainer"]
@@ -222,15 +225,15 @@ def test_a_disk_that_takes_longer_than_the_interval_stops_no_training_and_costs_
     attempt = Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"]), slow_until=6)
     write = CheckpointFolder.write
 
-    def slow(folder: CheckpointFolder, step: int, rank: int, *rest: Any) -> int:
+    def slow(folder: CheckpointFolder, step: int, rank: int, *rest: Any, **named: Any) -> int:
         assert (step, rank) != (2, 1) or attempt.has_passed.wait(60)
-        return write(folder, step, rank, *rest)
+        return write(folder, step, rank, *rest, **named)
 
     agreed, mark = [], CheckpointFolder.mark_agreed
 
-    def marking(folder: CheckpointFolder, step: int, rank: int, *rest: Any) -> None:
+    def marking(folder: CheckpointFolder, step: int, rank: int, *rest: Any, **named: Any) -> None:
         agreed.extend([step] if rank == 0 else [])
-        mark(folder, step, rank, *rest)
+        mark(folder, step, rank, *rest, **named)
 
     monkeypatch.setattr(CheckpointFolder, "write", slow)
     monkeypatch.setattr(CheckpointFolder, "mark_agreed", marking)
