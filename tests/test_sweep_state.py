@@ -255,7 +255,9 @@ def test_a_point_whose_files_are_others_runs_again_from_the_start(
     too."""
     run_sweep(folder, GRID[:1], FakeRuns(fail=["none s1"] if status == "failed" else []))
     capsys.readouterr()
-    monkeypatch.setattr("xcloud.study.points.inputs_of", lambda *of: {"task.path": "another"})
+    monkeypatch.setattr(
+        "xcloud.study.points.inputs_of", lambda *of, **named: {"task.path": "another"}
+    )
     again = FakeRuns()
 
     assert run_sweep(folder, GRID[:1], again) == 0
@@ -328,7 +330,7 @@ def test_a_point_that_begins_while_the_sweep_ends_is_ended_too(
     asleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(
         "xcloud.study.runner.start_point",
-        lambda *given: subprocess.Popen(asleep, stdout=subprocess.PIPE, encoding="utf-8"),
+        lambda *given, **named: subprocess.Popen(asleep, stdout=subprocess.PIPE, encoding="utf-8"),
     )
     (point,) = points("seed=1")
     folder.mkdir(parents=True)
