@@ -265,6 +265,8 @@ def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
     assert "no cloud 'cloud_x' among cloud_a, cloud_b" in capsys.readouterr().err
     assert main([*words, "--listen", "7000"]) == 1
     assert "--listen must be HOST:PORT" in capsys.readouterr().err
+    assert main([*words, "--wait", "nan"]) == 1
+    assert "--wait must be a number of seconds from 0 on, got nan" in capsys.readouterr().err
     Settings.of(composed("+exp=abnet_iwslt")).write(case.file)
     assert main(words) == 1
     assert "write it with cluster/wan=sealed" in capsys.readouterr().err

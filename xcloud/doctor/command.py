@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings for a program")
     given = parser.parse_args(words)
+    if not 0 <= given.wait < math.inf:
+        raise ConfigError(f"--wait must be a number of seconds from 0 on, got {given.wait:g}")
     listen = None
     if given.listen is not None:
         try:
