@@ -21,7 +21,13 @@ from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu, comes_again
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
+from xcloud.record.files import (
+    CheckpointSteps,
+    forget_launcher,
+    has_events,
+    note_attempt,
+    replace_text,
+)
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
@@ -103,7 +109,7 @@ def run_in_owned(
                 ranks,
                 job.launch.max_restarts,
                 next_attempt=monitor.next_attempt,
-                follow=lambda: _follow(ranks, monitor, settings=settings, file=file),
+                follow=lambda: _follow(ranks, monitor, file=file),
             )
         except BaseException as error:
             cause = _cause(error, run_dir, again=again)
@@ -162,12 +168,16 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
     )
 
 
-def _follow(ranks: LocalRanks, monitor: Monitor, settings: Settings, file: Path) -> bool:
-    """Read new events. Return whether all ranks have joined."""
+def _follow(ranks: LocalRanks, monitor: Monitor, file: Path) -> bool:
+    """Read new events. Return whether all ranks have joined.
+
+    file: the experiment file of the folder. What the ranks read takes its place once they have
+        taken the state over.
+    """
     have_joined = monitor.poll()
-    if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
+    if monitor.attempt.trains and ranks.experiment_file != file:
         with contextlib.suppress(OSError):  # a full disk: it is tried again
-            settings.write(file)
+            replace_text(file, text=ranks.experiment_file.read_text("utf-8"))
             ranks.experiment_file = file
             monitor.keep(file)
     return have_joined
