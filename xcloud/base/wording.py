@@ -20,8 +20,9 @@ _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
 
 def quoted(value: object) -> str:
     """Return a value of foreign data for a message: its repr, cut to MAX_QUOTED characters."""
-    text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str | bytes) else value)
-    return _cut(text, max_length=MAX_QUOTED)
+    if isinstance(value, str | bytes):
+        value = value[: MAX_QUOTED + 1]
+    return _cut(repr(value), max_length=MAX_QUOTED)
 
 
 def listed(names: Iterable[object]) -> str:
@@ -65,8 +66,12 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
         inside = _inside(annotation, part=part)
         if inside is not None:
             annotation = inside
-            key += f"[{part}]" if isinstance(part, int) else f".{part}"
-    key = f"{path}.{key}" if path else key
+            if isinstance(part, int):
+                key += f"[{part}]"
+            else:
+                key += f".{part}"
+    if path:
+        key = f"{path}.{key}"
     words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
     advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
     if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
@@ -76,7 +81,9 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
     """Return the annotation of what a list or a mapping holds; None if it is neither."""
-    kind: type = Sequence if isinstance(part, int) else Mapping
+    kind: type = Mapping
+    if isinstance(part, int):
+        kind = Sequence
     for member in _members(annotation):
         if get_origin(member) is Annotated:
             member = get_args(member)[0]
@@ -87,8 +94,9 @@ def _inside(annotation: Any, part: int | str) -> Any | None:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return get_args(annotation) if is_union else (annotation,)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
 
 
 def check(name: str, value: object, annotation: Any) -> None:
@@ -130,7 +138,9 @@ def _one(annotation: Any) -> str:
     if annotation is str:
         return "a text"
     name = getattr(annotation, "__name__", str(annotation))
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    if name[0] in "AEIOU":
+        return f"an {name}"
+    return f"a {name}"
 
 
 def _length(minimum: int | None, maximum: int | None) -> str:
@@ -198,7 +208,9 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
     said = meant(name, known=known)
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
-    return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")
+    if there:
+        said += f" Allowed here: {there}"
+    return f"unknown setting {where!r}{said}"
 
 
 def check_name(what: str, name: object, spoken: bool = False) -> None:
@@ -207,8 +219,13 @@ def check_name(what: str, name: object, spoken: bool = False) -> None:
     Clouds and sweeps become parts of file names, tags and commands that are shown.
     spoken: letters of any language and spaces may be in it. Raises ConfigError.
     """
-    pattern, more = (r"\w[\w .+-]*", ", '+' and spaces") if spoken else (r"\w[\w.-]*", "")
-    if not re.fullmatch(pattern, str(name), 0 if spoken else re.ASCII):
+    if spoken:
+        fits = re.fullmatch(r"\w[\w .+-]*", str(name))
+        more = ", '+' and spaces"
+    else:
+        fits = re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII)
+        more = ""
+    if fits is None:
         raise ConfigError(
             f"{what} must be a name of letters, digits, '_', '-', '.'{more}, for it becomes part "
             "of file names and commands: leave out '/' and control characters, quotes and '$'; "

@@ -82,15 +82,20 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     if not results.scores or results.rows.empty:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
-    several = len(results.sweeps) > 1
     places = np.arange(len(marks))
+    if len(results.sweeps) > 1:
+        colours = marks.sweep.map(results.sweeps.index)
+        shapes = places
+    else:
+        colours = places
+        shapes = places // len(LINES)
     labels = results.labels[marks.index]
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
     return marks.assign(
         label=labels,
-        colour=_nth(LINES, numbers=marks.sweep.map(results.sweeps.index) if several else places),
-        shape=_nth(MARKERS, numbers=places if several else places // len(LINES)),
+        colour=_nth(LINES, numbers=colours),
+        shape=_nth(MARKERS, numbers=shapes),
     )
 
 
@@ -109,11 +114,12 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
         )  # fmt: skip
     plain(axes, "both")
     axes.margins(0.12)
-    is_mean = marks[f"{score}_std"].notna().any()
-    shown = " (± standard error)"
-    if is_mean:
+    shown = ""
+    if marks[f"{score}_std"].notna().any():
         shown = " (mean ± std over seeds)"
-    axes.set_ylabel(f"{score_name(score)}, test set{shown * bool(spread.notna().any())}")
+    elif spread.notna().any():
+        shown = " (± standard error)"
+    axes.set_ylabel(f"{score_name(score)}, test set{shown}")
     if cost == "step_time_s":
         # As a step line from its first point to its last; a single point is no trade-off.
         sign = -1 if score in LESS_IS_BETTER else 1
@@ -175,16 +181,17 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
-            is_clear = row.cluster in row.setting or rows.cluster.nunique() == 1
-            if is_clear:
-                label = row.setting
-            else:
-                label = f"{row.setting}, {row.cluster}"
+            label = row.setting
+            if row.cluster not in row.setting and rows.cluster.nunique() > 1:
+                label += f", {row.cluster}"
             curves[label] = losses
-            reference = label if number in chosen else reference
+            if number in chosen:
+                reference = label
         if len(curves) - bool(reference) == MAX_CURVES:
             break
-    return (reference, curves) if len(curves) > 1 else ("", {})
+    if len(curves) < 2:
+        return "", {}
+    return reference, curves
 
 
 def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
@@ -199,8 +206,13 @@ def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
 
 
 def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
-    figure = canvas(f"{title}: training loss", width_in=8, height_in=6.2 if reference else 4.6)
-    panels = column(figure, heights=[2, 1] if reference else [1])
+    heights = [1]
+    height_in = 4.6
+    if reference:  # a second panel shows the differences to it
+        heights = [2, 1]
+        height_in = 6.2
+    figure = canvas(f"{title}: training loss", width_in=8, height_in=height_in)
+    panels = column(figure, heights=heights)
     others = {label: losses for label, losses in curves.items() if label != reference}
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
@@ -216,10 +228,16 @@ def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Pa
                 panels[1], losses=differences.dropna(axis="columns", how="all"), style=style
             )
             largest = differences.abs().max(axis=None)
-            label += f": differs by ≤ {largest:.2g}" if largest else ": equal at every step"
+            if largest:
+                label += f": differs by ≤ {largest:.2g}"
+            else:
+                label += ": equal at every step"
         _draw_losses(panels[0], losses=losses, style=style, label=label)
     seeds = max(len(losses.columns) for losses in others.values())
-    panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
+    loss = "training loss"
+    if seeds > 1:
+        loss += f"\n(mean, ± std of {seeds} seeds)"
+    panels[0].set_ylabel(loss)
     panels[0].legend(frameon=False, fontsize=8.5)
     panels[-1].set_xlabel("step")
     for axes in panels:
@@ -293,7 +311,7 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
     seeds = ""
     if num_seeds != "1":
         seeds = f"\n(mean ± std over {num_seeds} seeds)"
-    if not seeds and plus_minus(swept.rows, score=score).notna().any():
+    elif plus_minus(swept.rows, score=score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")

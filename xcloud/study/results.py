@@ -179,16 +179,20 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
     """Write mean ± standard deviation, of a single run's score its error; the unit once:
     450 ± 71 ms."""
     mean = known(row, name=name)
+    if mean is None:
+        return UNKNOWN
     std = known(row, name=f"{name}_std")
     if std is None:
         std = known(row, name=f"{name}_error")
-    if mean is None or std is None:
-        return UNKNOWN if mean is None else text(mean)
+    if std is None:
+        return text(mean)
     number, _, unit = text(mean).partition(" ")
-    if unit in ("ms", "s"):
-        digits = len(number.partition(".")[2])
-        return f"{number} ± {std * (1000 if unit == 'ms' else 1):.{digits}f} {unit}"
-    return f"{number} ± {text(std)}"
+    if unit not in ("ms", "s"):
+        return f"{number} ± {text(std)}"
+    if unit == "ms":
+        std *= 1000
+    digits = len(number.partition(".")[2])
+    return f"{number} ± {std:.{digits}f} {unit}"
 
 
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
@@ -273,11 +277,12 @@ def _tell_apart(rows: pd.DataFrame) -> None:
 
 def _by_score(row: pd.Series) -> tuple[bool, float, float]:
     """Return the key to sort by: best first, then the fastest; without a score last."""
-    sign = 1 if row.score in LESS_IS_BETTER else -1
-    score = 0.0
-    if isinstance(row.score, str):
-        score = sign * row[row.score]
-    return not isinstance(row.score, str), score, float(np.nan_to_num(row.step_time_s))
+    step_s = float(np.nan_to_num(row.step_time_s))
+    if not isinstance(row.score, str):
+        return True, 0.0, step_s
+    if row.score in LESS_IS_BETTER:
+        return False, row[row.score], step_s
+    return False, -row[row.score], step_s
 
 
 def _short(key: str) -> str:
@@ -346,7 +351,9 @@ def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
             parts.append(row[head])
         elif value is not None:
             parts.append(f"{_short(key)}={value}")
-    return " ".join(dict.fromkeys([*parts, *([f"@{row.sweep}"] if several else [])])) or "runs"
+    if several:
+        parts.append(f"@{row.sweep}")
+    return " ".join(dict.fromkeys(parts)) or "runs"
 
 
 def _natural(label: str) -> str:
@@ -412,9 +419,8 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[PointR
     if not results and store is not None:
         results = from_store(store, sweep=folder.name)
     if not results:
-        newest = known_sweeps()[-10:]
         hint = "there are none yet"
-        if newest:
+        if newest := known_sweeps()[-10:]:
             hint = f"known sweeps: {'; '.join(newest)}"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
@@ -433,14 +439,16 @@ def published_for(settings: Settings, compression: str) -> dict[str, Any]:
 @cache
 def _published() -> dict[str, Any]:
     path = project_root() / PUBLISHED
-    if path.is_file():
-        return tomllib.loads(path.read_text("utf-8"))
-    return {"published": []}
+    if not path.is_file():
+        return {"published": []}
+    return tomllib.loads(path.read_text("utf-8"))
 
 
 def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:
     if key == "unsplit":
         return is_unsplit(settings) == wanted
-    value = str(compression if key == "compression" else settings.get(key))
+    value = settings.get(key)
+    if key == "compression":
+        value = compression
     options = wanted if isinstance(wanted, list) else [str(wanted)]
-    return any(fnmatchcase(value, option) for option in options)
+    return any(fnmatchcase(str(value), option) for option in options)
