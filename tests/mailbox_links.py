@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 from tests.line_keys import keys_of
 from xcloud.line.mailbox import MailboxInLink, MailboxOutLink
 from xcloud.line.mailbox_lines import MailboxLines
+from xcloud.line.transport import SealedPlace
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import CPU, Collectives, Transport
@@ -26,23 +26,22 @@ WITHIN_S = 20.0
 _MAKING_KEYS = threading.Lock()  # they are made once, by whoever comes first
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank that is alone in its cloud."""
-
-    rank: int
-    num_ranks: int
-    run: bytes
-    first_within_s: float
-
-    def cloud_of(self, rank: int) -> str:
-        return CLOUDS[rank]
-
-
 def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> MailboxLines:
     with _MAKING_KEYS:
         keys = keys_of(CLOUDS[rank], [cloud for cloud in CLOUDS if cloud != CLOUDS[rank]])
-    return MailboxLines(str(url), Place(rank, num_ranks, run, WITHIN_S), keys)
+    place = SealedPlace(
+        rank,
+        num_ranks,
+        run,
+        attempt=1,
+        cloud_of=CLOUDS.__getitem__,
+        address_of=lambda rank: None,
+        listener_of=lambda here, there: here,
+        listens_at=None,
+        first_within_s=WITHIN_S,
+        reconnect_s=WITHIN_S,
+    )
+    return MailboxLines(str(url), place, keys)
 
 
 class MailboxTransport(Transport):
@@ -89,7 +88,7 @@ def linked(
         yield Ends(out, incoming, of)
     finally:
         for one in of:
-            one.close()
+            one.stop()
 
 
 def files_in(url: Path) -> list[Path]:

@@ -21,11 +21,23 @@ class TwoOwners:
     """A run of two clouds, each started by a command of its own."""
 
     def __init__(
-        self, folder: Path, overrides: Sequence[str] = (), changed: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        changed: dict[str, Any] | None = None,
+        mailbox: Path | None = None,
     ) -> None:
-        """changed: settings of the config by dotted name, besides overrides of the toy's."""
+        """changed: settings of the config by dotted name, besides overrides of the toy's.
+
+        mailbox: the folder between the two; None: sealed lines.
+        """
         self.folder = folder
-        config = OmegaConf.create(toy_config("two_clouds", ["cluster/wan=sealed", *overrides]))
+        wan = ["cluster/wan=sealed"]
+        addresses = ""
+        if mailbox is not None:
+            wan = ["cluster/wan=mailbox", f"cluster.wan.url={mailbox}"]
+            addresses = f"addresses: [{mailbox}]\n"
+        config = OmegaConf.create(toy_config("two_clouds", [*wan, *overrides]))
         for name, value in (changed or {}).items():
             OmegaConf.update(config, name, value, force_add=True)
         self.file = folder / "experiment.yaml"
@@ -37,7 +49,8 @@ class TwoOwners:
                 shutil.copy(folder_of_keys() / name, own)
             constructors = "".join(f"  - tests.toy.{name}\n" for name in _TOYS)
             (own / "policy.yaml").write_text(
-                f"me: {me}\npeers: {{{peer}: [{peer}.pem]}}\nconstructors:\n{constructors}"
+                f"me: {me}\npeers: {{{peer}: [{peer}.pem]}}\n{addresses}"
+                f"constructors:\n{constructors}"
             )
 
     def run_dir(self, cloud: str) -> Path:

@@ -136,6 +136,8 @@ def test_every_option_of_the_other_groups_builds() -> None:
         three = "compression=low_rank_few_bits_u_shape" in overrides
         if "cluster/wan=sealed" in overrides:
             overrides.append("+cluster.clouds.cloud_b.address=192.0.2.7:7000")
+        if "cluster/wan=mailbox" in overrides:
+            overrides += ["cluster.wan.url=s3://bucket/first", "strategy=local_updates"]
         build("+exp=abnet_iwslt", *overrides, *(["cluster=three_clouds"] if three else []))
 
 

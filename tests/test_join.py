@@ -278,5 +278,5 @@ def test_sealed_lines_are_started_by_each_owner(
         start(tmp_path / "run", config)
     file = tmp_path / "experiment.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(toy_config("two_clouds"))))
-    with pytest.raises(ConfigError, match=r"has another cluster\.wan than sealed"):
+    with pytest.raises(ConfigError, match=r"has another cluster\.wan than those that join"):
         main([str(file), "--cloud", "cloud_a", "--run-dir", str(tmp_path / "run")])

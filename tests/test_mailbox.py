@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,18 @@ import torch
 
 from tests.combinations import experiment, interrupted, losses, run, state
 from tests.mailbox_links import MailboxTransport, both, files_in, lines, linked
-from tests.runs import wait_for
+from tests.owners import CLOUDS, TwoOwners
+from tests.runs import start, wait_for
+from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.job.config import Settings
+from xcloud.launch.join import main
 from xcloud.line import mailbox
 from xcloud.line.mailbox import MailboxOutLink, Store, pause_after
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
+from xcloud.record.files import CheckpointSteps
 
 
 def key(number: int) -> MessageKey:
@@ -95,8 +101,8 @@ def test_a_full_mailbox_holds_the_sender_up_until_the_receiver_takes_something(
         out.close(20.0)
         incoming.close(20.0)
         assert incoming.has_closed and not files_in(url)
-        first.close()
-        second.close()
+        first.stop()
+        second.stop()
 
 
 def holds(url: Path, num_objects: int) -> bool:
@@ -136,8 +142,8 @@ def test_whoever_owns_the_mailbox_can_only_end_a_link_in_words(
     with pytest.raises(FrameError, match=said):
         for number in range(2):
             incoming.recv(key(number), 20.0)
-    first.close()
-    second.close()
+    first.stop()
+    second.stop()
 
 
 def test_names_that_are_no_objects_stay_as_they_are_and_links_are_not_followed(
@@ -160,15 +166,15 @@ def test_names_that_are_no_objects_stay_as_they_are_and_links_are_not_followed(
     first, second = both(url)
     assert len([*url.rglob("README")]) == 2
     assert {file.is_symlink() or file.name == "README" for file in files_in(url)} == {True}
-    first.close()
-    second.close()
+    first.stop()
+    second.stop()
 
 
 def test_a_sender_that_ends_before_its_time_says_so(tmp_path: Path) -> None:
     with linked(tmp_path) as ends:
         send(ends.out, 1.0)
-        ends.of[0].abandon()
         assert taken(ends, 0) == 1.0
+        ends.of[0].abandon()
         with pytest.raises(LinkClosed, match="sender has ended without closing its link"):
             ends.incoming.recv(key(1), 20.0)
 
@@ -176,7 +182,7 @@ def test_a_sender_that_ends_before_its_time_says_so(tmp_path: Path) -> None:
 def test_old_notes_are_no_meeting(tmp_path: Path, monkeypatch: Any) -> None:
     """The store shows each rank what the other had left for an earlier attempt."""
     for one in both(tmp_path):
-        one.close()
+        one.stop()
     monkeypatch.setattr("tests.mailbox_links.WITHIN_S", 0.3)
     with pytest.raises(LinkTimeout, match="rank 0 of cloud_a has not come"):
         lines(tmp_path, 1)
@@ -236,3 +242,63 @@ def test_a_bucket_is_as_good_as_a_folder() -> None:
         ends.incoming.close(20.0)
         left = ends.of[0]._store.sizes(ends.out._box.folder)
         assert [name[:4] for name in left] == ["note"]
+
+
+LOCAL = ["strategy=local_updates", "strategy.averaging.every=2", "compression=int4"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_owners_train_through_a_folder(tmp_path: Path) -> None:
+    """The same losses and weights as over gloo. Nothing of a link is left in the folder."""
+    (url := tmp_path / "box").mkdir()
+    owners = TwoOwners(tmp_path, [*LOCAL, "training.max_steps=6"], mailbox=url)
+    owners.finish()
+    config = toy_config("two_clouds", [*LOCAL, "training.max_steps=6", "cluster/wan=real"])
+    start(tmp_path / "gloo", config)
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+    assert not files_in(url)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_cloud_that_was_stopped_goes_on_with_the_same_command(tmp_path: Path) -> None:
+    """The other one hears that it has ended, begins again by itself, and waits for it."""
+    (url := tmp_path / "box").mkdir()
+    more = ["training.max_steps=200", "training.checkpoint.every_steps=20"]
+    owners = TwoOwners(tmp_path, [*LOCAL, *more], mailbox=url)
+    first, second = (owners.start(cloud) for cloud in CLOUDS)
+    wait_for(lambda: CheckpointSteps(owners.run_dir("cloud_a")).agreed_steps() != [], 60)
+    second.send_signal(signal.SIGINT)
+    assert second.wait(60) == 75
+    wait_for(lambda: "has ended without closing its link" in owners.said("cloud_a"), 60)
+    again = owners.start("cloud_b")
+    assert [first.wait(60), again.wait(60)] == [0, 0], owners.said("cloud_a")
+    config = toy_config("two_clouds", [*LOCAL, *more, "cluster/wan=real"])
+    start(tmp_path / "gloo", config)
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "strategy=pipeline passes activations from cloud to cloud in every step: choose"),
+        (["strategy=data_parallel"], "averages gradients in every update: choose strategy=local"),
+        ([*LOCAL, "+strategy/averaging/late=go_on"], "choose strategy/averaging/late=wait"),
+    ],
+)
+def test_what_waits_within_a_step_is_refused(overrides: list[str], said: str) -> None:
+    wan = ["cluster/wan=mailbox", "cluster.wan.url=box"]
+    with pytest.raises(ConfigError, match=said):
+        Settings.of(toy_config("two_clouds", [*wan, *overrides]))
+
+
+def test_a_file_names_no_mailbox_that_the_policy_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = TwoOwners(tmp_path, LOCAL, mailbox=tmp_path)
+    policy = tmp_path / "owner_cloud_a/policy.yaml"
+    policy.write_text(policy.read_text().replace(f"[{tmp_path}]", "[]"))
+    monkeypatch.setenv("XCLOUD_POLICY", str(policy))
+    with pytest.raises(ConfigError, match=r"cluster\.wan\.url is .* addresses: \["):
+        main([str(owners.file), "--run-dir", str(tmp_path / "run")])

@@ -55,7 +55,7 @@ class Experiment(PipelineJob):
             needs.check_boundaries(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
-        for use in (needs.SEALED, *needs.DEFENCES):
+        for use in (needs.SEALED, needs.MAILBOX, *needs.DEFENCES):
             use.check(self)
         for feature in self.features:
             feature.check(self)

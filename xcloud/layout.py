@@ -93,8 +93,8 @@ class Layout(ABC):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether clouds have several owners, and sealed lines between them."""
-        return self.wan == "sealed"
+        """Whether clouds have several owners, and sealed lines or a mailbox between them."""
+        return (_NAMED[self.wan] if isinstance(self.wan, str) else self.wan).between_owners
 
     @property
     def num_ranks(self) -> int:
@@ -287,7 +287,7 @@ class ClusterLayout(Layout):
         given = {name: cloud.address for name, cloud in self.clouds.items() if cloud.address}
         for name, address in given.items():
             where = f"cluster.clouds.{name}.address"
-            if not self.is_sealed:
+            if self.wan != "sealed":
                 raise ConfigError(f"{where} is for sealed lines: set cluster/wan=sealed")
             try:
                 _, port = host_and_port(address)
@@ -304,9 +304,15 @@ class ClusterLayout(Layout):
         if not self.is_sealed:
             return
         if not self.crosses_clouds:
-            raise ConfigError("cluster/wan=sealed joins several clouds, and there is one here")
+            raise ConfigError(
+                "cluster/wan=sealed or mailbox joins several clouds, and there is one here"
+            )
         if self.links or self.carrier is not None:
-            raise ConfigError("cluster/wan=sealed takes neither cluster.links nor cluster.carrier")
+            raise ConfigError(
+                "cluster/wan=sealed or mailbox takes neither cluster.links nor cluster.carrier"
+            )
+        if self.wan != "sealed":
+            return
         if self.reconnect_s >= self.liveness.overdue_after_s:
             raise ConfigError(
                 f"cluster.reconnect_s ({self.reconnect_s:g}) must be below "

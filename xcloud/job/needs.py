@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.job.job import PipelineJob
+from xcloud.line.mailbox import Mailbox
 from xcloud.security.defences import LABEL
 
 
@@ -151,8 +152,28 @@ def check_boundaries(job: PipelineJob) -> None:
         )
 
 
+def nobody_waits_in_a_step(job: PipelineJob) -> Lack | None:
+    """Return a lack where a rank waits for another cloud within a step."""
+    layout = job.cluster
+    remedy = "choose strategy=local_updates, streaming or fedavg"
+    if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+        return Lack(
+            f"strategy={job.strategy.name} passes activations from cloud to cloud in every step",
+            f"{remedy}, with all stages of a replica in one cloud",
+        )
+    if not job.strategy.traits.trains_locally:
+        return Lack(f"strategy={job.strategy.name} averages gradients in every update", remedy)
+    return None
+
+
+MAILBOX = Use(
+    "cluster/wan=mailbox",
+    asked=lambda job: isinstance(job.cluster.wan, Mailbox),
+    why={nobody_waits_in_a_step: "takes seconds for a message"},
+    without="choose cluster/wan=sealed",
+)
 SEALED = Use(
-    "cluster/wan=sealed",
+    "cluster/wan=sealed or mailbox",
     asked=lambda job: job.cluster.is_sealed,
     why={all_clouds_stay: "joins clouds that stay to the end"},
     without="choose cluster/wan=real",

@@ -23,6 +23,7 @@ from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.launch.several_machines import check_unfinished, cloud_meant
 from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.line.mailbox import Mailbox
 from xcloud.record.files import forget_launcher, has_events
 
 AGAIN = "give the same command in every cloud"
@@ -107,8 +108,8 @@ def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) 
     layout = job.cluster
     if not layout.is_sealed:
         raise ConfigError(
-            f"{file} has another cluster.wan than sealed, which joins the clouds of several "
-            "owners: write it with cluster/wan=sealed"
+            f"{file} has another cluster.wan than those that join the clouds of several owners: "
+            "write it with cluster/wan=sealed, or with cluster/wan=mailbox"
         )
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     first = layout.ranks_in(cloud)[0]
@@ -153,6 +154,8 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
 
 def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
     """Say to which clouds this one has a line, and which end of it dials."""
+    if isinstance(layout.wan, Mailbox):
+        return f"cloud {cloud}: the mailbox {layout.wan.url}"
     texts = []
     for pair in dict.fromkeys(tuple(sorted(pair)) for pair in layout.lines):
         if cloud not in pair:

@@ -21,7 +21,10 @@ from xcloud.launch.own_progress import OwnProgress
 from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.hello import RUN_BYTES
+from xcloud.line.mailbox import Mailbox
+from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.transport import (
+    OwnersLines,
     SealedLines,
     SealedPlace,
     SealedRendezvous,
@@ -49,13 +52,18 @@ class JoinedProcess(RankProcess):
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         self._attempt = attempt
         self._listen = listen
-        self._lines: SealedLines | None = None
+        self._lines: OwnersLines | None = None
 
     def rendezvous(self, job: Job) -> Rendezvous:
         layout = job.cluster
         assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
         place = place_of(layout, self.rank, attempt=self._attempt, listen=self._listen)
-        lines = SealedLines(place, this_clouds_keys(), say=self._say)
+        keys = this_clouds_keys()
+        lines: OwnersLines
+        if isinstance(layout.wan, Mailbox):
+            lines = MailboxLines(layout.wan.url, place, keys, say=self._say)
+        else:
+            lines = SealedLines(place, keys, say=self._say)
         self._lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon

@@ -134,7 +134,7 @@ def _check_job(job: Job) -> None:
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     if job.cluster.is_sealed:
-        raise ConfigError(f"cluster/wan=sealed: {START_EACH_CLOUD}")
+        raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
     job.check()
     for name, cloud in job.cluster.clouds.items():
         if cloud.device == "cuda":

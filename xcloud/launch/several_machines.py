@@ -65,7 +65,7 @@ class TorchrunProcess(RankProcess):
         settings = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
         me = this_clouds_policy().me
         if settings.job.cluster.is_sealed:
-            raise ConfigError(f"cluster/wan=sealed: {START_EACH_CLOUD}")
+            raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
         _check_cloud(settings.job, self.rank, cloud=self._cloud, me=me)
         return settings
 

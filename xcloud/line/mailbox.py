@@ -28,8 +28,6 @@ from itertools import count
 from typing import TypeVar
 
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, SealError
 from xcloud.base.settings import Address, settings
@@ -72,7 +70,7 @@ class Mailbox(Wan):
     url: Address
 
     is_metered = False
-    carries_steps = False
+    between_owners = True
 
     def describe(self) -> str:
         return "a mailbox"
@@ -85,6 +83,10 @@ class Store:
     """
 
     def __init__(self, url: str, patience_s: float = 60.0) -> None:
+        # Only ranks with a mailbox need the library.
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
         self.url = url
         self.over = threading.Event()
         """Set: this rank has ended, and no call is made again."""
@@ -106,6 +108,11 @@ class Store:
     def put(self, name: str, data: bytes) -> None:
         """Write an object. Nobody sees a part of it."""
         self._patiently(lambda: self._put(name, data))
+
+    def try_put(self, name: str, data: bytes) -> None:
+        """Write an object, unless that fails."""
+        with contextlib.suppress(Exception):
+            self._put(name, data)
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
         """Return at most max_bytes + 1 of an object; None if it is not there."""
@@ -261,6 +268,11 @@ class Box:
         self.store.put(self.path(number), sealed)
         return len(sealed)
 
+    def try_put(self, number: int, data: bytes, keys: BoxKeys) -> None:
+        """Seal and write an object, unless that fails."""
+        sealed = seal(data, keys.peer, keys.key, context=self._context(number))
+        self.store.try_put(self.path(number), sealed)
+
     def open(self, number: int, sealed: bytes, keys: BoxKeys, max_bytes: int) -> bytes:
         """Return what an object holds, at most max_bytes.
 
@@ -299,9 +311,10 @@ class MailboxOutLink(SendingEnd):
         super().__init__(settings)
         self._box = box
         self._keys = keys
+        self._num_put = 0
         self._untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
         self._over = threading.Event()
-        self._queue: ByteQueue[Outgoing | None] = ByteQueue(
+        self._queue: ByteQueue[Outgoing] = ByteQueue(
             settings.window.max_queued_bytes, settings.queued
         )
         threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True).start()
@@ -319,11 +332,14 @@ class MailboxOutLink(SendingEnd):
         if self._failure is not None:
             raise self._failure
 
-    def abandon(self, timeout_s: float = 2.0) -> None:
-        """Tell the receiver that this rank has ended before its time, if that can be done in
-        timeout_s."""
-        self._queue.put(None, 0)
-        self._over.wait(timeout_s)
+    def abandon(self) -> None:
+        """Tell the receiver that this rank has ended before its time, if that can be done at once.
+
+        It takes no lock and asks no thread: a signal may have interrupted whoever holds one. Of
+        the two objects one comes after a frame that may be on its way.
+        """
+        for number in (self._num_put, self._num_put + 1):
+            self._box.try_put(number, _ENDED, self._keys)
 
     @property
     def _is_idle(self) -> bool:
@@ -336,9 +352,8 @@ class MailboxOutLink(SendingEnd):
         box = self._box
         keys = self._keys
         try:
-            num_sent = 0
-            while (item := self._queue.get()) is not None:
-                key, sequence, frame, queued_at_s = item
+            while True:
+                key, sequence, frame, queued_at_s = self._queue.get()
                 self._await_room(frame.numel())
                 seal_frame(frame, -time.monotonic())
                 self.record.sending(
@@ -346,12 +361,11 @@ class MailboxOutLink(SendingEnd):
                 )
                 data = frame.numpy().tobytes()
                 self._untaken[sequence] = box.put(sequence, data, keys)
-                num_sent = sequence + 1
+                self._num_put = sequence + 1
                 self._settings.note_progress(key.kind)
                 if key.kind is Kind.CLOSE:
                     return
-                del item, frame, data  # not held until the next message
-            box.put(num_sent, _ENDED, keys)
+                del frame, data  # not held until the next message
         except LinkError as error:
             self._failure = error
         except Exception as error:  # a thread that dies in silence loses what is sent
@@ -383,6 +397,10 @@ class MailboxInLink(ReceivingEnd):
         self._keys = keys
         self._arrivals = arrivals
         threading.Thread(target=self._run, name=f"from-{self.peer_name}", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the sender has closed the link in this time, or it has ended."""
+        return self._over.wait(timeout_s)
 
     def _run(self) -> None:
         box = self._box

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError, FrameError, SealError
 from xcloud.line.keys import Certificate, LineKeys, PrivateKey, read_key
@@ -33,13 +34,16 @@ from xcloud.line.mailbox import (
     pause_after,
 )
 from xcloud.line.sealing import sign, verify
+from xcloud.line.transport import SealedPlace, SealedWordLine
 from xcloud.net.link_end import InSettings, OutSettings, ignore
 from xcloud.net.rendezvous import Waiting
+from xcloud.net.words import WordLine
 
 _NUMBER_BYTES = 16
 _DIGEST_BYTES = 32
 _ENTRY_BYTES = _NUMBER_BYTES + _DIGEST_BYTES
 _LOOK_EVERY_S = 2.0
+_CLOSE_S = 10.0
 
 
 class NoteKind(IntEnum):
@@ -86,25 +90,10 @@ def decode_note(body: bytes, sender: str, max_entries: int) -> Note:
     return Note(NoteKind(body[0]), body[1 : 1 + _NUMBER_BYTES], entries)
 
 
-class Place(Protocol):
-    """Where one rank stands among the clouds of several owners.
-
-    run: 16 bytes that are the same in all clouds of a run.
-    first_within_s: how long ranks that have not come are waited for.
-    """
-
-    rank: int
-    num_ranks: int
-    run: bytes
-    first_within_s: float
-
-    def cloud_of(self, rank: int) -> str: ...
-
-
 class Meeting:
     """The notes of one rank, and the attempt that follows from them."""
 
-    def __init__(self, store: Store, place: Place, keys: LineKeys, key: PrivateKey) -> None:
+    def __init__(self, store: Store, place: SealedPlace, keys: LineKeys, key: PrivateKey) -> None:
         self._store = store
         self._place = place
         self._keys = keys
@@ -240,7 +229,7 @@ class MailboxLines:
     """
 
     def __init__(
-        self, url: str, place: Place, keys: LineKeys, say: Callable[[str], None] = ignore
+        self, url: str, place: SealedPlace, keys: LineKeys, say: Callable[[str], None] = ignore
     ) -> None:
         self.place = place
         self._store = Store(url)
@@ -252,6 +241,8 @@ class MailboxLines:
         self._arrivals = Arrivals(self._store, folder)
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
+        self._incoming: list[MailboxInLink] = []
+        self._words: list[SealedWordLine] = []
 
     @property
     def texts(self) -> list[str]:
@@ -267,16 +258,34 @@ class MailboxLines:
     def incoming(self, line: str, peer: int, settings: InSettings) -> MailboxInLink:
         """Return the receiving end of a link from a rank of another cloud."""
         box, keys = self._box(line, peer, self.place.rank)
-        return MailboxInLink(box, keys, self._arrivals, settings)
+        incoming = MailboxInLink(box, keys, self._arrivals, settings)
+        self._incoming.append(incoming)
+        return incoming
 
-    def abandon(self) -> None:
-        """Tell the peers that this rank has ended before its time, as far as that can be done."""
-        for out in self._outs:
-            out.abandon()
+    def words_with(self, peer: int) -> WordLine:
+        """Return the line of words with a rank of another cloud."""
+        line = SealedWordLine(self, peer)
+        self._words.append(line)
+        return line
 
     def close(self) -> None:
+        """Close the lines of words, and take those of the peers out. Called once all other links
+        are closed."""
+        for line in self._words:
+            line.close()
+        until_s = time.monotonic() + _CLOSE_S
+        for incoming in self._incoming:
+            incoming.wait(max(0.0, until_s - time.monotonic()))
+        self.stop()
+
+    def stop(self) -> None:
         """End all threads, whatever is under way."""
         self._store.over.set()
+
+    def abandon(self) -> None:
+        """Tell the peers that this rank has ended before its time, as far as they can be told."""
+        for out in self._outs:
+            out.abandon()
 
     def _box(self, line: str, sender: int, receiver: int) -> tuple[Box, BoxKeys]:
         place = self.place

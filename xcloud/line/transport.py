@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 
@@ -90,6 +91,20 @@ class SealedPlace:
     def label_of(self, rank: int) -> str:
         """Return the name in the clear by which an ingress finds a rank that listens."""
         return hashlib.sha256(self.run + b"label" + rank.to_bytes(4, "little")).hexdigest()[:32]
+
+
+class OwnersLines(Protocol):
+    """What joins one rank to ranks of other owners' clouds: sealed lines, or a mailbox."""
+
+    place: SealedPlace
+
+    @property
+    def texts(self) -> list[str]: ...
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
+    def words_with(self, peer: int) -> WordLine: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class SealedLines:
@@ -255,7 +270,7 @@ class SealedLines:
 class SealedWordLine:
     """A line of words between rank 0 and a rank of another cloud."""
 
-    def __init__(self, lines: SealedLines, peer: int) -> None:
+    def __init__(self, lines: OwnersLines, peer: int) -> None:
         place = lines.place
         name = f"rank {peer} of cloud {place.cloud_of(peer)!r}"
         settings = (name, _WORD_CAPACITY_BYTES, LinkWindow())
@@ -286,7 +301,7 @@ class SealedRendezvous(Rendezvous):
     store: of the ranks of its own cloud.
     """
 
-    lines: SealedLines | None = None
+    lines: OwnersLines | None = None
 
     @cached_property
     def words(self) -> Words:

@@ -36,8 +36,8 @@ class Wan:
     """Whether the sender's clock says when a message arrives."""
     is_metered: ClassVar[bool] = True
     """Whether the receiving end measures how long messages keep the line busy."""
-    carries_steps: ClassVar[bool] = True
-    """Whether a rank may wait for another cloud inside a step."""
+    between_owners: ClassVar[bool] = False
+    """Whether clouds have several owners, each of whom starts their own one."""
     has_numbers: ClassVar[bool] = False
     """Whether `profile` says what the line can do."""
 
@@ -69,6 +69,8 @@ class FreeWan(Wan):
 class SealedWan(Wan):
     """A line between the clouds of several owners: sealed, and dialled again after a cut
     (cluster/wan=sealed)."""
+
+    between_owners = True
 
     def describe(self) -> str:
         return "sealed lines between owners"

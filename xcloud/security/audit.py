@@ -48,6 +48,7 @@ UNFRAMED = [
     "and whether the rank may go on; where ranks may begin again, digests of parameters",
     "start, from rank 0: a number for this run and one for its machine (emulated links only)",
     "start: a barrier before the first step, but where ranks may begin again",
+    "start, in a mailbox: random numbers and digests of certificates, signed",
 ]
 
 

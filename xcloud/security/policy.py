@@ -30,7 +30,8 @@ from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_ou
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
     for name in """
-base.settings.nothing layout.Cloud layout.ClusterLayout net.link_profile.LinkProfile
+base.settings.nothing layout.Cloud layout.ClusterLayout line.mailbox.Mailbox
+net.link_profile.LinkProfile
 net.link_profile.Liveness features.one_way.layout.OneWayCloud features.one_way.layout.OneWayLayout
 comm.compression.Compression comm.compression_plans.PerBoundary comm.compression_plans.PerTensor
 comm.compression_plans.Phase comm.compression_plans.Phased comm.compressor.Chain

@@ -62,7 +62,9 @@ class OneWayLayout(Layout):
     def __post_init__(self) -> None:
         self._check_clouds()
         if self.is_sealed:
-            raise ConfigError("cluster/wan=sealed is for pipelines; this is a one-way job")
+            raise ConfigError(
+                "cluster/wan=sealed and mailbox are for pipelines; this is a one-way job"
+            )
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
         if len(consumers) != 1:
             raise ConfigError(
