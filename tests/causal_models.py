@@ -1,4 +1,5 @@
-"""What the tests of causal language models share: tiny checkpoints of every kind, batches."""
+"""What the tests of causal language models share: tiny checkpoints of every kind, batches, the
+settings of a small run."""
 
 from __future__ import annotations
 
@@ -16,6 +17,14 @@ from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Stag
 from xcloud.models.causal import CausalLM
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4
+SMALL = [
+    "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
+    "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
+    "task.tokenizer.vocab_size=400", "task.max_length=64", "model.own.hidden=32",
+    "model.own.num_texts=200", "model.own.feed_forward=64", "model.own.pretraining.steps=30",
+    "model.lora.dropout=0.1", "training.optimizer.warmup_steps=1",
+    "training.precision=fp32",  # as the bounds; auto may be bf16
+]  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": BLOCKS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32,

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from peft.tuners.lora import LoraLayer
 
 from tests import warm_ranks
+from tests.causal_models import SMALL
 from tests.configs import composed
 from tests.runs import in_threads, losses, weights
 from xcloud import use
@@ -26,14 +27,6 @@ from xcloud.tracking.tracker import Recording
 from xcloud.use import Choice, TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
-SMALL = [
-    "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
-    "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
-    "task.tokenizer.vocab_size=400", "task.max_length=64", "model.own.hidden=32",
-    "model.own.num_texts=200", "model.own.feed_forward=64", "model.own.pretraining.steps=30",
-    "model.lora.dropout=0.1", "training.optimizer.warmup_steps=1",
-    "training.precision=fp32",  # as the bounds; auto may be bf16
-]  # fmt: skip
 PROMPTS = ["Ana", "The doctor has"]
 
 

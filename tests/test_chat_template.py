@@ -46,7 +46,7 @@ def tokenizer_with(template: str) -> Any:
 @pytest.mark.parametrize("template", USUAL.values(), ids=USUAL)
 def test_a_template_writes_what_transformers_has_it_write(template: str, ask: bool) -> None:
     made = tokenizer_with(template)
-    found = CausalTokenizer(made, "toy")._render(CHAT, ask, "here")
+    found = CausalTokenizer(made, "toy").render(CHAT, ask, "here")
     wanted = made.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=ask)
     assert found == wanted and "hay?" in found.encode().decode("unicode_escape")
 
@@ -93,10 +93,10 @@ def test_a_template_that_takes_too_much_is_an_error_and_the_next_one_is_written(
     monkeypatch.setattr("xcloud.tasks.language_modelling.template_process", lambda: limited)
 
     with pytest.raises(DataError, match=f"here: the chat template of toy cannot write.*{said}"):
-        CausalTokenizer(tokenizer_with(template), "toy")._render(CHAT, False, "here")
-    assert CausalTokenizer(tokenizer_with("x"), "toy")._render(CHAT, False, "here") == "x"
+        CausalTokenizer(tokenizer_with(template), "toy").render(CHAT, False, "here")
+    assert CausalTokenizer(tokenizer_with("x"), "toy").render(CHAT, False, "here") == "x"
 
 
 def test_a_folder_s_template_is_read_and_kept(tmp_path: Path) -> None:
     tokenizer_with("kept {{ messages[0].content }}").save_pretrained(tmp_path)
-    assert CausalTokenizer.load(tmp_path)._render(CHAT, False, "here") == "kept Be brief."
+    assert CausalTokenizer.load(tmp_path).render(CHAT, False, "here") == "kept Be brief."

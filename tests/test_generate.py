@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.causal_models import KINDS, build, saved, where, words
+from tests.causal_models import KINDS, batch_of, build, saved, through, where, words
 from xcloud import use
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Message
+from xcloud.contracts.model import NO_LABEL
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
@@ -40,6 +42,28 @@ def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
     assert found[0] == found[1] and len(set(found[0])) > 1
     whole = [n for length in range(6, 16) for n in (length, length)]
     assert rows == [6, 6] + [1, 1] * 9 + whole
+
+
+def test_likelihoods_are_those_of_transformers_for_texts_of_unequal_length(tmp_path: Path) -> None:
+    """With a vocabulary in pieces; one text is what the model itself would write."""
+    network = saved("gemma2", tmp_path)
+    model = CausalLM(checkpoint=str(tmp_path), blocks_per_stage=[2], embeddings="freeze")
+    model = replace(model, vocabulary_chunk=7)
+    stages = [s.eval() for s in build(model, 2, where(tmp_path)) if isinstance(s, CausalStage)]
+    greedy = list(islice(following(stages, lambda _, m: m, words(3, 1), Choice()), 4))
+    texts = [words(9, 2), [*words(3, 1), *greedy], words(4, 3)]
+    batch = batch_of(*([text] for text in texts))
+    batch["label"][1, :2] = NO_LABEL  # only what follows the prompt counts
+    found = stages[-1].likelihoods(through(stages, batch), batch)
+
+    for text, learned, (nats, is_greedy) in zip(texts, (8, 4, 3), found, strict=True):
+        with torch.no_grad():
+            logits_SV = network(torch.tensor([text])).logits[0, :-1].log_softmax(1)[-learned:]
+        labels = torch.tensor(text[-learned:])
+        expected = logits_SV.gather(1, labels[:, None]).double().sum().item()
+        assert nats == pytest.approx(expected, rel=1e-5)
+        assert is_greedy == torch.equal(logits_SV.argmax(1), labels)
+    assert [is_greedy for _, is_greedy in found] == [False, True, False]
 
 
 def test_drawing_follows_temperature_share_and_seed() -> None:

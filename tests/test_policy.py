@@ -38,7 +38,7 @@ from xcloud.show.following import monitor_of
 ROOT = project.project_root()
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
-    "translate, generate, export": given.read_settings,
+    "translate, generate, export, evaluate": given.read_settings,
     "resume": lambda file: with_overrides(file, [], CONF),
     "approve": lambda file: approval.main([str(file), "--yes"]),
     "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),

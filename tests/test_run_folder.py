@@ -71,11 +71,12 @@ WRITERS: dict[str, Writer] = {
     "monitor": cli("monitor", "RUN", "--experiment", "RUN/experiment.yaml", "--again"),
     "wire-audit": cli("wire-audit", "RUN"),
     "leak-meter": cli("leak-meter", "RUN"),
+    "evaluate": cli("evaluate", "RUN", "--tasks", "task.yaml"),
 }
 # export needs a trained language model: tests/test_causal_run.py.
 READERS = {
     "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
-    "export", "policy", "torchrun", "status", "train-tokenizer",
+    "export", "policy", "torchrun", "status", "train-tokenizer", "keys", "approve",
 }  # fmt: skip
 
 

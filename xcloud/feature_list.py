@@ -12,6 +12,7 @@ from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.privacy.figures import GUARANTEE
 from xcloud.features.replicas.figures import MERGES
 from xcloud.features.sentinel.figures import DEPARTURES
+from xcloud.record.evaluation import EVALUATION_FIGURE
 from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 FIGURES: Sequence[FeatureFigure] = (
     *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, REFUSED_REPORTS, PRODUCERS),
+    EVALUATION_FIGURE,
 )
 """What they add to summary, closing table, tracker and pictures."""
 

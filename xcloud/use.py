@@ -29,7 +29,7 @@ from xcloud.base.settings import NotNegativeFloat, Positive, Rate
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.comm.channel import Message
-from xcloud.contracts.model import BuildContext
+from xcloud.contracts.model import Batch, BuildContext
 from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import check_is_run, read_settings
@@ -122,6 +122,22 @@ class TrainedRun:
         floating = {field.name for field in fields if field.dtype.is_floating_point}
         return {n: arrived(t) if n in floating else t for n, t in message.items()}
 
+    @property
+    def compressor(self) -> str:
+        """Return the label of what messages between clouds go through; "none" if nothing does."""
+        layout = self.experiment.cluster
+        clouds = {layout.stage_cloud(stage) for stage in range(layout.num_stages)}
+        if self._compressed and len(clouds) > 1:
+            return self.experiment.compression.label
+        return "none"
+
+    def message_to_last(self, batch: Batch) -> Message | None:
+        """Return what arrives at the last stage of a batch; None if there is one stage."""
+        message: Message | None = None
+        for number, stage in enumerate(self.stages[:-1]):
+            message = self.carry(number, stage(message, batch).send)
+        return message
+
 
 class Translator(TrainedRun):
     used_as = "translation task"
@@ -134,9 +150,7 @@ class Translator(TrainedRun):
             most = f"{self.experiment.task.max_length} tokens (task.max_length)"
             say(f"{table.num_cut} of {len(lines)} lines cut to {most}", error=True)
         batch = {"ids": ids, "source": table.padded(ids)}
-        message: Message | None = None
-        for number, stage in enumerate(self.stages[:-1]):
-            message = self.carry(number, stage(message, batch).send)
+        message = self.message_to_last(batch)
         return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
 
 
@@ -187,6 +201,11 @@ class TextGenerator(TrainedRun):
 
     used_as = "causal language model"
 
+    @property
+    def longest(self) -> int:
+        """Return how many tokens the model can have before it."""
+        return int(self.stages[-1].architecture["config"]["max_position_embeddings"])
+
     def pieces(
         self, prompt: str, max_new_tokens: int, choice: Choice, cached: bool = True
     ) -> Iterator[str]:
@@ -199,7 +218,7 @@ class TextGenerator(TrainedRun):
         """Yield what follows these tokens, up to an end token, as it comes."""
         tokenizer = self.text
         ends = self.text.ends
-        longest = self.stages[-1].architecture["config"]["max_position_embeddings"]
+        longest = self.longest
         ids = list(given)
         written = tokenizer.decode(given)
         if len(given) >= longest:

@@ -23,6 +23,7 @@ SCORE_NAMES = {
     "token_recovery": "token recovery",
     "averaging_token_recovery": "token recovery from averages",
 }
+EVALUATED = "eval_"  # before TASK_METRIC: a score of lm-evaluation-harness
 LEAKS = ("label_leak_auc", "token_recovery", "averaging_token_recovery")
 LESS_IS_BETTER = (*LEAKS, "perplexity", "loss", "replaced_loss")
 # Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
@@ -91,8 +92,10 @@ def score_name(name: str) -> str:
 
 
 def score_digits(name: str) -> int:
-    """Leaks are fractions of 1, losses are in nats; every other score is out of 100."""
-    return 4 if name in LEAKS or name.endswith("loss") else 2
+    """Leaks and scores of the harness are fractions of 1, losses are in nats; every other score is
+    out of 100."""
+    is_small = name in LEAKS or name.startswith(EVALUATED) or name.endswith("loss")
+    return 4 if is_small else 2
 
 
 def score_text(name: str, value: float) -> str:
@@ -113,4 +116,6 @@ def score_with_error(name: str, value: float | None, error: float | None) -> str
 def shown_scores(names: Iterable[str]) -> list[str]:
     """The first score, and those of the others that fit into a table."""
     known = list(dict.fromkeys(names))
-    return known[:1] + [name for name in known[1:] if name in BESIDE_THE_FIRST]
+    return known[:1] + [
+        name for name in known[1:] if name in BESIDE_THE_FIRST or name.startswith(EVALUATED)
+    ]

@@ -155,6 +155,34 @@ class CausalStage(Stage):
         return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]
 
     @torch.no_grad()
+    def likelihoods(self, received: Message | None, batch: Batch) -> list[tuple[float, bool]]:
+        """Return for each sample the log-likelihood of its labels in nats, and whether each of
+        them is the most probable token at its place."""
+        packing, rows = self._rows(received, batch)
+        losses, guessed = self._losses(rows, packing, batch=batch)
+        labels = packing.pack(batch[LABEL])[guessed]
+        misses = (self._most_probable(rows[guessed]) != labels).double()
+        num_samples = len(packing.counts)
+        samples = torch.arange(num_samples, device=rows.device)
+        owners = samples.repeat_interleave(packing.counts.long())[guessed]
+        nats = owners.bincount(losses.double(), num_samples)
+        num_misses = owners.bincount(misses, num_samples)
+        return [(-x, not wrong) for x, wrong in torch.stack((nats, num_misses), 1).tolist()]
+
+    def _most_probable(self, rows_RH: Tensor) -> Tensor:
+        """Return the most probable token of each row, [R]; the logits of a piece of the vocabulary
+        exist at a time."""
+        best_R = torch.full((len(rows_RH),), -math.inf, device=rows_RH.device)
+        tokens_R = torch.zeros(len(rows_RH), dtype=torch.long, device=rows_RH.device)
+        pieces = torch.split(self._head.weight, self._chunk)
+        for start, words_CH in zip(count(0, self._chunk), pieces, strict=False):
+            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=self._softcap)
+            value_R, place_R = logits_RC.max(1)
+            tokens_R = torch.where(value_R > best_R, start + place_R, tokens_R)
+            best_R = torch.maximum(best_R, value_R)
+        return tokens_R
+
+    @torch.no_grad()
     def next_words(
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> Tensor:

@@ -33,6 +33,7 @@ from xcloud.base.units import (
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import settings_of
+from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     STATE_FILE,
@@ -77,10 +78,13 @@ class PointResult:
 
     @property
     def scores(self) -> list[str]:
-        """Names, the task's main score first; leaks if measured. Empty unless it has finished."""
+        """Names, the task's main score first; leaks and what `evaluate` measured, if it did. Empty
+        unless the run has finished."""
         if self.status != "finished":
             return []
         values = self.summary["quality"] | {name: self.summary.get(name) for name in LEAKS}
+        evaluated = evaluation_metrics(self.summary)
+        values |= {name: value for name, value in evaluated if not name.endswith("_error")}
         return [name for name, value in values.items() if is_number(value)]
 
 

@@ -213,7 +213,7 @@ class CausalTokenizer:
         question = {"role": "user", "content": content}
         answer = {"role": "assistant", "content": content}
         try:
-            written = self._render([question, answer], ask=False, where="end of a turn")
+            written = self.render([question, answer], ask=False, where="end of a turn")
         except DataError:  # it wants other turns: then the end of a text has to do
             return None
         after = self._reader.encode_written([written.rpartition(content)[2]])[0]
@@ -254,8 +254,8 @@ class CausalTokenizer:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:number], ask=True, where=where)
-            answered = self._render(messages[: number + 1], ask=False, where=where)
+            asked = self.render(messages[:number], ask=True, where=where)
+            answered = self.render(messages[: number + 1], ask=False, where=where)
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
@@ -284,7 +284,7 @@ class CausalTokenizer:
         if not self.learns_chats or plain:
             if system is not None:
                 raise DataError("a system message needs a chat: this prompt is plain text")
-            return [*self._first, *self._reader.encode([text])[0]] or [self.token_ids.eos]
+            return self.encode(text, begins=True) or [self.token_ids.eos]
         if system is None:
             first = []
         else:
@@ -293,7 +293,15 @@ class CausalTokenizer:
 
     def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
         """Return a chat up to the place where the assistant is to answer."""
-        return self._reader.encode_written([self._render(messages, ask=True, where=where)])[0]
+        return self.encode_written(self.render(messages, ask=True, where=where))
+
+    def encode(self, text: str, begins: bool) -> list[int]:
+        """Return the tokens of a plain text. begins: behind the begin token, if there is one."""
+        return [*(self._first if begins else ()), *self._reader.encode([text])[0]]
+
+    def encode_written(self, text: str) -> list[int]:
+        """Return the tokens of what `render` has written, which may go on as a plain text."""
+        return self._reader.encode_written([text])[0]
 
     @cached_property
     def digest(self) -> int:
@@ -304,7 +312,8 @@ class CausalTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
 
-    def _render(self, messages: Chat, ask: bool, where: str) -> str:
+    def render(self, messages: Chat, ask: bool, where: str) -> str:
+        """Return what the chat template writes. ask: up to where the assistant is to answer."""
         plain = [self._reader.veil(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
         try:

@@ -268,7 +268,7 @@ class MlflowSender(threading.Thread, Recording):
 
     def _create_run(self) -> None:
         self._client, self.experiment_id = self._store.open()
-        earlier = self._named_by(TRACKED_FILE)
+        earlier = run_named_by(self._run.run_dir / TRACKED_FILE, self._store, self._client)
         if "run_id" in earlier and self._reopen(self._client, run_id=earlier["run_id"]):
             self.run_id = earlier["run_id"]
             self._note_changes(earlier.get("params", {}))
@@ -277,7 +277,8 @@ class MlflowSender(threading.Thread, Recording):
         self.run_id = self._client.create_run(
             self.experiment_id, int(1000 * self._started_at_s), user, run_name=self._run.name
         ).info.run_id
-        if (replaced := self._named_by(REPLACED_FILE)) != {}:
+        replaced = run_named_by(self._run.run_dir / REPLACED_FILE, self._store, self._client)
+        if replaced != {}:
             drop = partial(self._client.delete_run, replaced["run_id"])
             self._waiting.append(("the earlier run", drop))
         token = secrets.token_hex(16)
@@ -292,25 +293,6 @@ class MlflowSender(threading.Thread, Recording):
         }
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
             replace_text(self._run.run_dir / TRACKED_FILE, text=json.dumps(tracked))
-
-    def _named_by(self, file: str) -> dict[str, Any]:
-        """Return what the file says of a run in this store; empty if it names none.
-
-        A run folder may come from elsewhere and name any run: what counts is a run that has the
-        token which was made for both.
-        """
-        tracked = read_json(self._run.run_dir / file)
-        if tracked.get("store") != self._store.tracking_uri or not tracked.get("token"):
-            return {}
-        try:
-            tags = self._client.get_run(tracked["run_id"]).data.tags
-        except Exception as error:
-            if not _is_refusal(error):
-                raise
-            return {}
-        if tags.get(TOKEN_TAG) == tracked["token"]:
-            return tracked
-        return {}
 
     def _note_changes(self, first: Mapping[str, str]) -> None:
         """Tag the run with the settings that differ from its parameters, which are those of the
@@ -483,6 +465,46 @@ def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         else:
             text = str(value)
         yield legal_name(name), without_password(text)[:MAX_VALUE_CHARACTERS]
+
+
+def run_named_by(file: Path, store: Store, client: Any) -> dict[str, Any]:
+    """Return what a file in a run folder says of a run in this store; empty if it names none.
+
+    A run folder may come from elsewhere and name any run: what counts is a run that has the token
+    which was made for both.
+    """
+    tracked = read_json(file)
+    if tracked.get("store") != store.tracking_uri or not tracked.get("token"):
+        return {}
+    try:
+        tags = client.get_run(tracked["run_id"]).data.tags
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return {}
+    if tags.get(TOKEN_TAG) == tracked["token"]:
+        return tracked
+    return {}
+
+
+def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -> str:
+    """Add figures that were measured after a run to its record. Return why MLflow lacks them; ""
+    if it has them, or if the run was never recorded."""
+    store = tracker.store
+    file = run_dir / TRACKED_FILE
+    if store is None or not file.exists():
+        return ""
+    prepare_environment()
+    try:
+        client = store.client()
+        tracked = run_named_by(file, store, client)
+        if not tracked:
+            return f"{store.tracking_uri} does not have the run that {file} names"
+        for name, value in figures.items():
+            client.log_metric(tracked["run_id"], legal_name(name), value)
+    except Exception as error:  # whatever MLflow raises: the scores are in the run folder
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -1,0 +1,191 @@
+"""`python -m xcloud evaluate RUN --tasks ...`: run the tasks, and write what came of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import ConfigError, DataError, XcloudError
+from xcloud.base.run_folder import owned
+from xcloud.base.settings import NotNegative, Positive
+from xcloud.base.terminal import say
+from xcloud.base.wording import check, meant, quoted
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.given import check_is_run
+from xcloud.record.evaluation import EVALUATION, evaluation_metrics
+from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
+from xcloud.tracking.tracker import add_figures
+from xcloud.use import TextGenerator, parser_of
+
+RESULTS_DIR = "lm_eval"  # in the run folder, with the harness's own result files
+NUM_RESAMPLES = 1000  # for a standard error, as of the run's own scores
+UNCOMPRESSED = "_uncompressed"
+
+
+def evaluate(words: Sequence[str]) -> None:
+    """Score a trained causal language model by the tasks of lm-evaluation-harness:
+    python -m xcloud evaluate RUN --tasks my_task.yaml lambada_openai
+
+    RUN is a run's output folder, with the parts of all clouds in it. All stages run in this
+    process; the message between two clouds goes through the run's compressors, as it did in
+    training (--uncompressed leaves them out). A model that has learned chats is asked through its
+    chat template, unless --plain. A task is a name that the harness knows or a YAML file of its
+    form; such a file may run Python code of its author. Needs the extra `evaluate`.
+    """
+    parser = parser_of(evaluate)
+    parser.add_argument("--tasks", nargs="+", required=True, help="names or YAML files")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="a folder of further tasks")
+    parser.add_argument("--num-fewshot", type=int, help="examples before each question")
+    parser.add_argument("--limit", type=int, help="only the first samples of each task")
+    parser.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
+    parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
+    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    arguments = parser.parse_args(words)
+    if arguments.num_fewshot is not None:
+        check("--num-fewshot", value=arguments.num_fewshot, annotation=NotNegative)
+    if arguments.limit is not None:
+        check("--limit", value=arguments.limit, annotation=Positive)
+    run: Path = arguments.run
+    check_is_run(run, EXPERIMENT_FILE)
+    with owned(run):
+        generator = TextGenerator(folder=run, compressed=not arguments.uncompressed)
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError(
+                "evaluate needs the package lm-eval: "
+                'pip install -c constraints.txt -e ".[evaluate]"'
+            )
+        manager, tasks = _tasks(arguments.tasks, include=arguments.include)
+        # What is said while they are read stands before the harness's progress.
+        _ = generator.stages
+        chats = generator.text.learns_chats and not arguments.plain
+        results = _results(
+            generator,
+            tasks=tasks,
+            manager=manager,
+            chats=chats,
+            cached=not arguments.no_cache,
+            limit=arguments.limit,
+            num_fewshot=arguments.num_fewshot,
+        )
+        scores = _scores(results, compressor=generator.compressor, chats=chats)
+        if arguments.uncompressed:
+            scores = {f"{name}{UNCOMPRESSED}": of for name, of in scores.items()}
+        summary = read_summary(run)
+        summary[EVALUATION] = {**summary.get(EVALUATION, {}), **scores}
+        write_summary(run / SUMMARY_FILE, summary=summary)
+        figures = dict(evaluation_metrics({EVALUATION: scores}))
+        if trouble := add_figures(run, generator.experiment.tracker, figures=figures):
+            say(f"MLflow lacks these scores: {trouble}", error=True)
+    from lm_eval.utils import make_table
+
+    say(make_table(results))
+    say(f"through the compressor: {generator.compressor}")
+    say(run / SUMMARY_FILE)
+
+
+def _tasks(names: Sequence[str], include: Path | None) -> tuple[Any, list[Any]]:
+    """Return the harness's task manager, and the tasks and groups of these names.
+
+    Raises ConfigError for a name or file that is not there, DataError for a task that cannot be
+    loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include is not None and not include.is_dir():
+        raise ConfigError(f"--include: there is no folder {include}")
+    files = [name for name in names if Path(name).is_file()]
+    # The harness's own are several thousand files: read where one of them may be meant.
+    manager = TaskManager(
+        include_path=None if include is None else str(include),
+        include_defaults=len(files) < len(names),
+    )
+    for name in names:
+        if name in files or name in manager.task_index:
+            continue
+        if name.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--tasks: there is no file {name}")
+        hint = meant(name, manager.all_tasks)
+        raise ConfigError(f"--tasks: lm-eval has no task {name!r}{hint}")
+    chosen = []
+    for name in names:
+        try:
+            found = manager.load([name])
+        except Exception as error:  # whatever a task's file or data set may raise
+            why = f"{type(error).__name__}: {quoted(str(error))}"
+            raise DataError(f"--tasks: {name} cannot be loaded: {why}") from error
+        inner = {child for children in found.get("group_map", {}).values() for child in children}
+        groups = [group for key, group in found.get("groups", {}).items() if key not in inner]
+        grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+        chosen += [*groups, *(t for key, t in found["tasks"].items() if key not in grouped)]
+    return manager, chosen
+
+
+def _results(
+    generator: TextGenerator,
+    tasks: Sequence[Any],
+    manager: Any,
+    chats: bool,
+    cached: bool,
+    limit: int | None,
+    num_fewshot: int | None,
+) -> dict[str, Any]:
+    """Return the harness's own results, which are written into the run folder, too."""
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+
+    from xcloud.evaluate.harness import HarnessModel
+
+    run = generator.folder.parent
+    files = run / RESULTS_DIR
+    tracker = EvaluationTracker(output_path=str(files / "results.json"))
+    before = set(files.glob("*"))
+    try:
+        results: dict[str, Any] = simple_evaluate(
+            model=HarnessModel(generator, chats=chats, cached=cached),
+            model_args={"model": str(run), "compressor": generator.compressor},
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chats,
+            bootstrap_iters=NUM_RESAMPLES,
+            log_samples=False,
+            evaluation_tracker=tracker,
+        )
+    except XcloudError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:  # what a task's file can cause
+        why = f"{type(error).__name__}: {quoted(str(error))}"
+        raise DataError(f"lm-eval cannot run these tasks: {why}") from error
+    tracker.save_results_aggregated(results=results)
+    if set(files.glob("*")) == before:  # the harness only warns
+        raise DataError(f"lm-eval could not write its results into {files}")
+    return results
+
+
+def _scores(results: Mapping[str, Any], compressor: str, chats: bool) -> dict[str, Any]:
+    """Return by task and group what summary.json has of the harness's results."""
+    scores = {}
+    for name, found in results["results"].items():
+        metrics = {}
+        for key, value in found.items():
+            metric, comma, chosen = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = found.get(f"{metric}_stderr,{chosen}")
+            of = metric if chosen == "none" else f"{metric}_{chosen}"
+            is_known = isinstance(stderr, int | float)
+            metrics[of] = {"value": float(value), "stderr": float(stderr) if is_known else None}
+        scores[name] = {
+            "metrics": metrics,
+            "num_samples": results["n-samples"].get(name, {}).get("effective"),
+            "num_fewshot": results["n-shot"].get(name),
+            "task_version": results["versions"].get(name),
+            "harness": f"lm-eval {version('lm-eval')}",
+            "compressor": compressor,
+            "chat_template": chats,
+        }
+    return scores
