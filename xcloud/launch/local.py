@@ -19,7 +19,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.job import Job
-from xcloud.launch.failures import check_gpu, comes_again
+from xcloud.launch.failures import START_EACH_CLOUD, check_gpu, comes_again
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import (
     CheckpointSteps,
@@ -32,10 +32,6 @@ from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
 
-START_EACH_CLOUD = (
-    "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
-    "(docs/several-machines.md)"
-)
 CanGoOn = Callable[[Settings, Path], None]
 
 

@@ -21,8 +21,7 @@ from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job import given
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
-from xcloud.launch.failures import failed, leave_ending, write_failure
-from xcloud.launch.local import START_EACH_CLOUD
+from xcloud.launch.failures import START_EACH_CLOUD, failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.net.failure_detector import FailureDetector
