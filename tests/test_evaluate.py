@@ -17,7 +17,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.record.evaluation import evaluation_metrics
-from xcloud.study.results import Result, Results
+from xcloud.study.results import PointResult, Results
 from xcloud.use import TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("causal_run")]
@@ -102,7 +102,7 @@ def test_scores_go_into_summary_tracker_table_and_the_harness_own_file(
     named = json.loads((finished / "mlflow_run.json").read_text())["run_id"]
     tracked = tracker.store.client().get_run(named).data.metrics
     assert figures.items() <= tracked.items()
-    result = Result("sweep", finished, {"seed": 0}, summary)
+    result = PointResult("sweep", finished, {"seed": 0}, summary)
     assert result.scores[0] == "perplexity" and "eval_toy_choice_acc" in result.scores
     row = Results([result]).rows.iloc[0]
     assert row["eval_toy_choice_acc"] == figures["eval_toy_choice_acc"]
