@@ -88,7 +88,11 @@ class Proxy:
             if self.refuses:
                 near.close()
                 continue
-            far = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # nobody listens there yet, or any more
+                near.close()
+                continue
             with self._lock:
                 self._pairs.append((near, far))
             for source, target, change in ((near, far, self._change), (far, near, None)):

@@ -162,6 +162,10 @@ def test_cuts_in_the_middle_change_no_bit(is_silent: bool, tmp_path: Path) -> No
     proxy.close()
     assert codes == [0, 0], owners.said("cloud_a") + owners.said("cloud_b")
     assert is_silent or proxy.num_cuts > 5
+    [line] = json.loads((owners.run_dir("cloud_a") / "summary.json").read_text())["lines"]
+    assert line["to"] == "rank 1 of cloud_b" and line["num_cuts"] >= (1 if is_silent else 5)
+    assert 0 < line["round_trip_s"] < 5
+    assert "line to rank 1 of cloud_b" in owners.said("cloud_a").partition("final loss")[2]
     start(tmp_path / "gloo", toy_config("two_clouds", [steps]))
     assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
     if is_silent:

@@ -13,13 +13,13 @@ from xcloud.features.privacy.figures import GUARANTEE
 from xcloud.features.replicas.figures import MERGES
 from xcloud.features.sentinel.figures import DEPARTURES
 from xcloud.record.evaluation import EVALUATION_FIGURE
-from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
+from xcloud.record.feature_figures import LINES, REFUSED_REPORTS, FeatureFigure
 
 if TYPE_CHECKING:
     from xcloud.rank.feature import Feature
 
 FIGURES: Sequence[FeatureFigure] = (
-    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, REFUSED_REPORTS, PRODUCERS),
+    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, LINES, REFUSED_REPORTS, PRODUCERS),
     EVALUATION_FIGURE,
 )
 """What they add to summary, closing table, tracker and pictures."""

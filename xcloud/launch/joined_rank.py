@@ -20,6 +20,7 @@ from xcloud.job.job import Job
 from xcloud.launch.own_progress import OwnProgress
 from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.line.connection import LineState
 from xcloud.line.hello import RUN_BYTES
 from xcloud.line.mailbox import Mailbox
 from xcloud.line.mailbox_lines import MailboxLines
@@ -94,6 +95,10 @@ class JoinedProcess(RankProcess):
         assert self._lines is not None, "they are there from the rendezvous on"
         with super().taking_part(role, final_report):
             yield
+        if self.rank == 0 and isinstance(self._lines, SealedLines):  # its events need no link
+            for state in self._lines.states.values():
+                role.reporter.event("line", **_measured(state))
+            role.reporter.flush()
         self._lines.close()
 
     def fail(self, error: BaseException) -> int:
@@ -101,6 +106,19 @@ class JoinedProcess(RankProcess):
         if self._lines is not None:
             self._lines.abandon()
         return code
+
+
+def _measured(state: LineState) -> dict[str, Any]:
+    """Return what has been measured of a line, as an event's fields."""
+    bandwidth_bits_per_s = None
+    if state.bytes_per_s is not None:
+        bandwidth_bits_per_s = 8.0 * state.bytes_per_s
+    return {
+        "to": state.peer_name,
+        "round_trip_s": state.round_trip_s,
+        "bandwidth_bits_per_s": bandwidth_bits_per_s,
+        "num_cuts": state.num_cuts,
+    }
 
 
 def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None) -> SealedPlace:

@@ -195,7 +195,8 @@ class Outbox:
             return
         took_s = now_s - self._busy_since_s
         is_over = not self._kept
-        if took_s >= _MEASURE_S or (is_over and took_s >= _SHORTEST_MEASURE_S):
+        is_long = took_s >= _MEASURE_S or (is_over and took_s >= _SHORTEST_MEASURE_S)
+        if is_long and self._busy_bytes >= PIECE_BYTES:  # small messages wait for other things
             # The first acknowledgement comes a round trip later than the first byte leaves.
             self.bytes_per_s = self._busy_bytes / max(
                 took_s / 2, took_s - (self.round_trip_s or 0)

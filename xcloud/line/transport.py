@@ -26,7 +26,7 @@ from xcloud.line.hello import StreamName
 from xcloud.line.keys import LineKeys
 from xcloud.line.pinned_tls import PinnedTls
 from xcloud.line.stream_link import LINGER_S, Stream, StreamInLink, StreamOutLink
-from xcloud.line.ways import Dialler, KnownAttempts, Listener, Way
+from xcloud.line.ways import CROWDED, Dialler, KnownAttempts, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
@@ -49,6 +49,8 @@ _WORD_CAPACITY_BYTES = WORD_BYTES + 4096
 _CLOSE_WORDS_S = 60.0
 _REFUSALS_EVERY_S = 60.0
 _ABANDON_S = 0.5
+_CROWD = 1000
+"""How many connections are turned away as too many at once before it is spoken of."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class SealedLines:
         self._incoming: list[StreamInLink] = []
         self._words: list[SealedWordLine] = []
         self._refused_at_s: dict[str, float] = {}
+        self._num_crowded = 0
         self._listener = self._listen()
 
     @property
@@ -258,6 +261,10 @@ class SealedLines:
     def _note_refused(self, reason: str) -> None:
         """Say why somebody was refused, a reason at most once a minute."""
         now_s = time.monotonic()
+        if CROWDED in reason:
+            self._num_crowded += 1
+            if self._num_crowded % _CROWD:
+                return  # a peer that opens all its connections at once comes again by itself
         if now_s - self._refused_at_s.get(reason, float("-inf")) < _REFUSALS_EVERY_S:
             return
         if len(self._refused_at_s) > 100:  # strangers do not fill the memory

@@ -32,6 +32,7 @@ from xcloud.net.link_end import ignore
 CONNECT_S = 2.0
 MAX_HANDSHAKES = 16
 MAX_HANDSHAKES_PER_ADDRESS = 8
+CROWDED = "too many handshakes at once"
 _BACKLOG = 128
 _NOT_SENT_BYTES = 1 << 19
 _ONE_STREAM_BYTES = 3e6
@@ -266,7 +267,7 @@ class Listener:
                     self._handshakes[host] += 1
             if not has_room:
                 plain.close()
-                self._on_refused(f"{host}: too many handshakes at once")
+                self._on_refused(f"{host}: {CROWDED}")
                 continue
             threading.Thread(
                 target=self._greet, args=(plain, host), name=f"greet {host}", daemon=True

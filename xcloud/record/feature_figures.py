@@ -60,3 +60,28 @@ def _refused_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 REFUSED_REPORTS = FeatureFigure(
     kinds=("refused_reports",), in_summary=_refused_reports, rows=_refused_rows
 )
+
+
+def _lines(events: list[Event]) -> dict[str, Any]:
+    names = ("to", "round_trip_s", "bandwidth_bits_per_s", "num_cuts")
+    return {"lines": [{name: event.get(name) for name in names} for event in events]}
+
+
+def _line_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    for line in summary.get("lines", ()):
+        round_trip = f"{1e3 * line['round_trip_s']:.3g} ms round trip"
+        carried = "never filled"
+        if line["bandwidth_bits_per_s"] is not None:
+            carried = f"{1e-6 * line['bandwidth_bits_per_s']:.3g} Mbit/s while full"
+        yield f"line to {line['to']}", round_trip, f"{carried}; cut {line['num_cuts']} times"
+
+
+def _line_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for line in summary.get("lines", ()):
+        for name in ("round_trip_s", "bandwidth_bits_per_s", "num_cuts"):
+            if line[name] is not None:
+                yield f"line.{line['to']}.{name}", float(line[name])
+
+
+LINES = FeatureFigure(kinds=("line",), in_summary=_lines, rows=_line_rows, metrics=_line_metrics)
+"""What rank 0 has measured of its sealed lines."""
