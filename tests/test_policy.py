@@ -578,7 +578,8 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
 
 
 WORDS = """
-choices classes clouds column compressors config dev experiment follow_up generators holders hooks
+address choices classes clouds column compressors config dev experiment follow_up generators
+holders hooks
 label label_column language languages links metrics name names pairs pairs_config profile revision
 schedules source source_column split strategies sweep target target_column targets test
 text_columns text_key train train_language weights
@@ -587,7 +588,8 @@ text_columns text_key train train_language weights
 
 def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
     """A new setting that is a text stands in this list, once somebody has seen that nothing is
-    opened by it, or is marked where it is declared (base.settings.Leads)."""
+    opened by it, or is marked where it is declared (base.settings.Leads). A cloud's `address` is
+    dialled for the certificates in the policy's `peers` alone: that is its permission."""
     unmarked = set[str]()
     for target in CONSTRUCTORS:
         made = get_object(target)
