@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.line_links import LABEL, NAME, RUN, listener
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import LinkError
 from xcloud.base.project import project_root
+from xcloud.launch.join import labels_in_words
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line.hello import Hello
 from xcloud.line.pinned_tls import PinnedTls
 from xcloud.line.ways import Dialler
@@ -80,16 +83,24 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert not complaints and "Unknown" not in found.stderr
 
 
+def test_join_says_by_which_names_an_ingress_finds_the_ranks() -> None:
+    clouds = {"a": Cloud(), "b": Cloud(num_ranks=2, address="b.example:7000")}
+    said = labels_in_words(ClusterLayout(clouds, "sealed"), "b")
+    assert re.fullmatch(r".* rank 1 [0-9a-f]{32}, rank 2 [0-9a-f]{32}", said)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="there is no haproxy")
 def test_two_ranks_listen_behind_one_port_and_tls_stays_closed(tmp_path: Path) -> None:
     ranks = [listener(rank=rank) for rank in range(2)]
     port = free_port()
-    text = (DEPLOY / "haproxy.cfg").read_text().replace("bind :7000", f"bind 127.0.0.1:{port}")
+    text = (
+        (DEPLOY / "haproxy.cfg").read_text().replace("bind :7000-7001", f"bind 127.0.0.1:{port}")
+    )
     for rank in range(2):
         text = text.replace(f"LABEL_OF_RANK_{rank}", f"{rank}.{LABEL}")
-        text = text.replace(f"127.0.0.1:{7001 + rank}", f"127.0.0.1:{ranks[rank].port}")
+        text = text.replace(f"127.0.0.1:{7101 + rank}", f"127.0.0.1:{ranks[rank].port}")
     (config := tmp_path / "haproxy.cfg").write_text(text)
     proxy = subprocess.Popen(["haproxy", "-db", "-f", str(config)])
     try:

@@ -17,7 +17,7 @@ from xcloud.job import given
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
-from xcloud.launch.joined_rank import check_peers
+from xcloud.launch.joined_rank import check_peers, place_of
 from xcloud.launch.local import StopSignals, run_in_owned, train
 from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
@@ -120,6 +120,8 @@ def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) 
     with owned(run_dir):
         check_unfinished(job, run_dir)
         say(_lines_in_words(layout, cloud))
+        if "--listen" in more_words:
+            say(labels_in_words(layout, cloud))
         if first == 0:
             run_in_owned(
                 settings,
@@ -150,6 +152,13 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
                 say(table)
     if (run_dir / MODEL_DIR).is_dir():
         say(f"this cloud's part of the model: {run_dir / MODEL_DIR}")
+
+
+def labels_in_words(layout: ClusterLayout, cloud: str) -> str:
+    """Say by which name in the clear an ingress finds each rank of this cloud."""
+    places = [place_of(layout, r, attempt=0, listen=None) for r in layout.ranks_in(cloud)]
+    names = ", ".join(f"rank {one.rank} {one.label_of(one.rank)}" for one in places)
+    return f"names in the TLS hello, for an ingress: {names}"
 
 
 def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
