@@ -303,8 +303,6 @@ def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_me
     """transformers writes on with the merged model as the packed stages do with their adapters."""
     from transformers import AutoModelForCausalLM
 
-    if weights_in == "nf4":
-        pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
     run_dir = tmp_path / "run"
     given = (f"model.weights={weights_in}", "cluster/wan=free", "compression=int8")
     start(run_dir, cache, *given, "training.max_steps=2", "training.checkpoint.every_steps=2")
@@ -331,8 +329,6 @@ def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_me
 @pytest.mark.parametrize("weights_in", ["int8", "nf4"])
 def test_packed_weights_with_other_features(weights_in: str, cache: Path, tmp_path: Path) -> None:
     """Losses of one process; kept rows of frozen blocks; a resume in another kind is refused."""
-    if weights_in == "nf4":
-        pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
     kept = f"model.weights={weights_in}"
     start(tmp_path / "one", cache, kept, "cluster=local")
     start(tmp_path / "three", cache, kept, "cluster=u_shape", "cluster/wan=free")

@@ -45,7 +45,7 @@ from xcloud.models.causal_network import (
     write_config,
 )
 from xcloud.models.causal_stage import CausalStage, OwnCausal
-from xcloud.models.frozen_weights import DTYPES, Kind, check_is_installed
+from xcloud.models.frozen_weights import DTYPES, Kind
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
@@ -77,8 +77,8 @@ class CausalLM(TextModel):
     own: a model that is made here instead, from public text.
     lora: adapters that are trained instead of the weights; null: all weights are trained.
     weights: what the frozen weights beside lora are kept as: float32, bfloat16, float16, or packed
-        int8 or nf4, which needs the extra `quantized`. Embeddings and head are never packed. null:
-        as the checkpoint has them. Products are computed as training.precision says.
+        as int8 or nf4. Embeddings and head are never packed. null: as the checkpoint has them.
+        Products are computed as training.precision says.
     blocks_per_stage: how many of the model's blocks each stage holds; null: evenly, as the cluster
         has stages.
     vocabulary_chunk: tokens whose logits exist at once while the loss is computed; fewer take less
@@ -134,7 +134,6 @@ class CausalLM(TextModel):
         ):
             if is_wrong:
                 raise ConfigError(said)
-        check_is_installed(self.weights)
 
     def describe(self) -> str:
         if self.own is None:

@@ -8,17 +8,16 @@ float16    2                   as it is
 int8       1 + 4 / inputs      code * scale / 127; a scale for each output (arXiv:2208.07339)
 nf4        1/2 + 4 / 64        one of 16 values * scale; a scale for 64 weights (arXiv:2305.14314)
 
-Codes and scales are those of `bitsandbytes`, which packs and unpacks nf4. Its int8 layers also
-round what goes in; here all kinds round weights alone, so a product is that of the dense matrix.
-Codes and scales are frozen parameters, so memory, digests and checkpoints count them as weights.
+Codes and scales are those of `bitsandbytes`, which is not needed: where it is installed, peft
+imports it, and with it torch's compiler, into every process. Its int8 layers also round what goes
+in; here all kinds round weights alone, so a product is that of the dense matrix. Codes and scales
+are frozen parameters, so memory, digests and checkpoints count them as weights.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -31,15 +30,13 @@ Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 PACKED = ("int8", "nf4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NF4_BLOCK = 64  # weights with one scale
-
-
-def check_is_installed(kind: str | None) -> None:
-    """Raise ConfigError for nf4 without bitsandbytes."""
-    if kind == "nf4" and find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            'model.weights=nf4 needs bitsandbytes: pip install "xcloud[quantized]" (in a '
-            'checkout: pip install -e ".[quantized]"), or choose model.weights=int8'
-        )
+# Quantiles of the normal distribution, scaled to [-1, 1] (arXiv:2305.14314, appendix E).
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 class FrozenMatrix(nn.Module):
@@ -59,8 +56,9 @@ class FrozenMatrix(nn.Module):
         self.bias = cast("Tensor | None", linear.bias)
         count = given.numel()
         if kind == "nf4":
-            self.weight = _empty(-(-count // 2), 1, dtype=torch.uint8)
-            self.scales = _empty(-(-count // NF4_BLOCK), dtype=torch.float32)
+            num_blocks = -(-count // NF4_BLOCK)
+            self.weight = _empty(num_blocks, NF4_BLOCK // 2, dtype=torch.uint8)
+            self.scales = _empty(num_blocks, dtype=torch.float32)
         elif kind == "int8":
             self.weight = _empty(*self.shape, dtype=torch.int8)
             self.scales = _empty(self.shape[0], dtype=torch.float32)
@@ -72,14 +70,16 @@ class FrozenMatrix(nn.Module):
         """Take over a matrix of a checkpoint, in its shape there."""
         dense = given.T if self.is_transposed else given
         if self.kind == "nf4":
-            codes, scales = _bitsandbytes().quantize_4bit(
-                dense.float().contiguous(), NF4_BLOCK, "nf4", torch.uint8
-            )
+            flat = dense.float().reshape(-1)
+            blocks = F.pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+            scales = blocks.abs().amax(1)
+            values = torch.tensor(NF4_VALUES, device=flat.device)
+            middles = (values[1:] + values[:-1]) / 2
+            nearest = torch.bucketize(_over(blocks, scales), middles).to(torch.uint8)
+            codes = (nearest[:, 0::2] << 4) | nearest[:, 1::2]
         elif self.kind == "int8":
-            dense = dense.float()
-            scales = dense.abs().amax(1)
-            # A row of zeros has the scale 0 and codes 0.
-            codes = (dense * (127 / scales)[:, None]).nan_to_num_(0).round_()
+            scales = dense.float().abs().amax(1)
+            codes = _over(dense.float(), scales).mul_(127).round_()
         else:
             self.weight.copy_(dense)
             return
@@ -91,11 +91,10 @@ class FrozenMatrix(nn.Module):
         if self.scales is None:
             return self.weight.to(dtype)
         if self.kind == "nf4":
-            found: Tensor = _bitsandbytes().dequantize_4bit(
-                self.weight, self.scales, NF4_BLOCK, "nf4", list(self.shape), dtype
-            )
-            return found
-        return self.weight.to(dtype).mul_((self.scales / 127)[:, None].to(dtype))
+            pairs = F.embedding(self.weight.int(), _pairs(self.weight.device))
+            values = pairs.flatten(1).mul_(self.scales[:, None])
+            return values.flatten()[: self.shape.numel()].view(self.shape).to(dtype)
+        return self.weight.float().mul_((self.scales / 127)[:, None]).to(dtype)
 
     def stored(self) -> Tensor:
         """Return float32 W in the shape that a checkpoint has it in."""
@@ -164,11 +163,13 @@ def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-@cache
-def _bitsandbytes() -> Any:
-    """Return its operators."""
-    # It says at import that a faster inference kernel could be downloaded.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes  # noqa: F401
+def _over(rows: Tensor, scales: Tensor) -> Tensor:
+    """Return rows / scales, in [-1, 1]; of a row of zeros zeros."""
+    return (rows / scales[:, None]).nan_to_num_(0)
 
-    return torch.ops.bitsandbytes
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte, float32 [256, 2]."""
+    values = torch.tensor(NF4_VALUES, device=device)
+    return torch.stack((values.repeat_interleave(16), values.repeat(16)), 1)
