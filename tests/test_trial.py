@@ -311,13 +311,16 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     meter = StageMeter(stage)
     received = {"counts": torch.ones(4), "hidden": torch.randn(24, 12, requires_grad=True)}
     batch = {"ids": torch.arange(4), "target": torch.zeros(4, 6, dtype=torch.long)}
+    with torch.no_grad():
+        stage(received, batch)
+    assert meter.facts["activation_bytes"] == 0, "an evaluation before training keeps nothing"
     stage(received, batch)
 
     assert meter.facts["deferred_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
     assert meter.facts["activation_bytes"] > 0
     before = dict(meter.facts)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
-    assert meter.facts == before, "the first forward alone is counted"
+    assert meter.facts == before, "the first forward in training alone is counted"
 
 
 @pytest.mark.parametrize("privacy", ["cloud", "sample"])

@@ -416,7 +416,7 @@ class TourPilot(Switching):
 
 
 class StageMeter:
-    """The sizes of a stage, known after its first forward.
+    """The sizes of a stage, known after its first forward in training.
 
     facts: bytes of weights, and of what a sample leaves in memory until its backward, or until its
         weights' gradients.
@@ -435,17 +435,25 @@ class StageMeter:
         self._saved = SavedTensors()
         self._waiting: dict[int, int] = {}  # bytes, by address
         self._hooks = [
-            stage.register_forward_pre_hook(lambda module, given: self._saved.__enter__()),
+            stage.register_forward_pre_hook(self._begin),
             stage.register_forward_hook(self._end),
             *(part.register_forward_hook(self._wait) for part in can_wait(stage)),
         ]
 
+    def _begin(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():  # not in the evaluation before training
+            self._saved.__enter__()
+
     def _wait(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         """Note what a layer keeps whose weights may wait: its input and its output's gradient."""
+        if not torch.is_grad_enabled():
+            return
         for tensor in (given[0], output):
             self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
 
     def _end(self, module: nn.Module, given: tuple[Any, ...], output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
         self._saved.__exit__(None, None, None)
         num_samples = max(1, len(given[1]["ids"]))
         self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
