@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.owners import TwoOwners
 from tests.runs import ROOT, cloud, command, layout, read, wait_for
 from tests.sweep_runs import points
 from tests.toy import toy_config
@@ -21,7 +22,7 @@ from xcloud.base.locks import LockTaken, locked
 from xcloud.base.run_folder import owned, refuse_links
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job import config as configs
-from xcloud.launch import local, several_machines
+from xcloud.launch import join, local, several_machines
 from xcloud.planner.planning import planned
 from xcloud.record.events import EventReader
 from xcloud.record.reporter import EventFile
@@ -36,6 +37,16 @@ def torchrun_worker(run_dir: Path) -> None:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
         several_machines.run_under_torchrun(run_dir / configs.EXPERIMENT_FILE, run_dir, None)
+
+
+def joined(run_dir: Path) -> None:
+    """Start the first cloud of two owners in this folder."""
+    owners = run_dir.parent / "owners"
+    owners.mkdir()
+    run = TwoOwners(owners, changed={"cluster.clouds.cloud_b.address": "127.0.0.1:7001"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XCLOUD_POLICY", str(owners / "owner_cloud_a" / "policy.yaml"))
+        join.main([str(run.file), "--run-dir", str(run_dir)])
 
 
 def sweep_point(verdict: str) -> Writer:
@@ -68,6 +79,7 @@ WRITERS: dict[str, Writer] = {
     "a sweep that resumes a point": sweep_point("resume"),
     "a sweep that runs a point again": sweep_point("again"),
     "worker": torchrun_worker,
+    "join": joined,
     "monitor": cli("monitor", "RUN", "--experiment", "RUN/experiment.yaml", "--again"),
     "wire-audit": cli("wire-audit", "RUN"),
     "leak-meter": cli("leak-meter", "RUN"),
@@ -77,6 +89,7 @@ WRITERS: dict[str, Writer] = {
 READERS = {
     "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
     "export", "policy", "torchrun", "status", "train-tokenizer", "keys", "approve",
+    "doctor",
 }  # fmt: skip
 
 
