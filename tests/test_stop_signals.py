@@ -26,6 +26,8 @@ def run(
 
         def start(self) -> None: ...
 
+        def next_attempt(self) -> None: ...
+
         def finish(self, cause: str | None, is_stopped: bool) -> dict[str, Any]:
             for _ in range(num_signals):
                 signal.raise_signal(signal.SIGTERM)
@@ -45,7 +47,7 @@ def run(
                 raise error
 
         monkeypatch.setattr(local, "Monitor", Record)
-        monkeypatch.setattr(local, "_train", train)
+        monkeypatch.setattr(local, "train", train)
         asked = Settings.of(toy_config("two_clouds"))
         return local.run(asked, tmp_path, more_follows=more_follows)
 
