@@ -27,6 +27,7 @@ OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "slowdown": [{"slowdown": 2.0}],
     "shard": [{"shard": True, "num_ranks": 2}],
     "replica": [{"replica": 1, "stages": [0]}],
+    "address": [{"address": "192.0.2.7:7000"}],
 }
 """configs.Settings of the first of two clouds, by what they are about."""
 STRATEGIES = [name for name in FACTORS["strategy"] if name != "median"]  # which needs three
@@ -42,7 +43,8 @@ def test_a_strategy_keeps_what_a_cloud_is_told_or_refuses_it(strategy: str, name
             own, left = replace(own, replica=0), [0]
         other = Cloud(1, left, replica=int(name == "replica"))
         try:
-            layout = ClusterLayout({"a": own, "b": other}, "free")
+            wan = "sealed" if name == "address" else "free"
+            layout = ClusterLayout({"a": own, "b": other}, wan)
             arranged = FACTORS["strategy"][strategy].arrange(layout)
         except ConfigError as error:
             assert "cluster" in str(error) or "strategy" in str(error)

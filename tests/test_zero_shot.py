@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from tests.checkpoints import saved
 from tests.configs import CONF, composed
@@ -44,10 +45,11 @@ def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     assert (encoder / "model.safetensors").is_file()
 
 
-def following(tmp_path: Path, follow_up: str) -> Settings | None:
+def following(tmp_path: Path, follow_up: str) -> DictConfig | None:
     config = composed("+exp=electra_multilingual", "seed=5")
     config.merge_with_dotlist([f"follow_up={follow_up}"])
-    return compose_follow_up(Settings.of(config), CONF, tmp_path)
+    found = compose_follow_up(Settings.of(config), CONF, tmp_path)
+    return None if found is None else OmegaConf.create(dict(found.plain))
 
 
 def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Path) -> None:
