@@ -39,7 +39,7 @@ def network(width: int, layers: int) -> nn.Module:
 def worker(rank: int, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=given.meet)
-    group = RankGroup(rank, (0, 1), GlooCollectives(dist.new_group([0, 1])))
+    group = RankGroup(rank, (0, 1), GlooCollectives(dist.new_group([0, 1]), (0, 1)))
     ways: dict[str, tuple[nn.Module, FlatBuffer, OverlappedSums | None]] = {}
     for way in ("after", "during"):
         module = network(given.width, given.layers)

@@ -206,7 +206,7 @@ def test_the_last_acknowledgement_may_be_lost(num_connections: int) -> None:
         acknowledge = ends.out._outbox.acknowledge
 
         def lose(number: int, num_pieces: int) -> None:
-            if ends.out._is_closing and not lost.is_set():
+            if ends.out._close_taken and not lost.is_set():  # this thread has sent it
                 wait_for(lambda: ends.incoming.has_closed)
                 lost.set()
                 raise LineDown("cut")

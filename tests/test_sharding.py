@@ -72,16 +72,21 @@ def test_blocks_are_gathered_one_by_one_and_their_own_lists_with_them() -> None:
 def alone() -> Iterator[RankGroup]:
     """A real process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankGroup(0, (0,), GlooCollectives(dist.new_group([0])))
-    dist.destroy_process_group()
+    try:
+        yield RankGroup(0, (0,), GlooCollectives(dist.new_group([0]), (0,)))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture
 def first_of_four() -> Iterator[RankGroup]:
     """One rank of a process group whose others do not exist, nor does what it sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield RankGroup(0, (0, 1, 2, 3), GlooCollectives(dist.new_group([0, 1, 2, 3])))
-    dist.destroy_process_group()
+    try:
+        ranks = (0, 1, 2, 3)
+        yield RankGroup(0, ranks, GlooCollectives(dist.new_group(list(ranks)), ranks))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,12 @@ def test_tensors_on_gpus_go_over_nccl_where_each_rank_has_one(
     asked = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **named: asked.append(named) or "nccl")
     other_gpu = 0
-    shared = OfTwo(gloo, gpu)
+    shared = OfTwo(gloo, (0, 1), gpu)
     assert not asked and shared._over(on_gpu) is gloo
     with pytest.raises(ConfigError, match="two of them share one"):
         shared.mesh(gpu)
     other_gpu = 1
-    apart = OfTwo(gloo, gpu)
+    apart = OfTwo(gloo, (0, 1), gpu)
     assert [named["backend"] for named in asked] == ["nccl"]
     assert apart._over(on_gpu) == "nccl" and apart._over(torch.ones(1)) is gloo
 
@@ -213,7 +218,7 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
             values += torch.tensor([1.0, others], dtype=torch.float64)
 
     assert isinstance(alone.group, GlooCollectives)
-    group = RankGroup(0, (0, 1), OfTwo(alone.group._group))
+    group = RankGroup(0, (0, 1), OfTwo(alone.group._group, (0, 1)))
     for others in (16.0, math.nan, math.inf):
         buffer.parameters[0].grad.fill_(1.0)
         buffer.is_sharded = True
