@@ -190,3 +190,8 @@ def test_a_signature_is_of_one_key_and_one_purpose() -> None:
 def test_the_command_names_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "show", "/nowhere/cloud_a.pem"]) == 1
     assert capsys.readouterr().err == "xcloud: there is no file /nowhere/cloud_a.pem\n"
+
+
+def test_a_key_is_made_only_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
+        make_key("cloud_a", tmp_path / "nowhere")

@@ -104,6 +104,8 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
     check_name("the name of a cloud", cloud, spoken=True)
     if len(cloud) > _MAX_NAME:
         raise ConfigError(f"a certificate holds a name of at most {_MAX_NAME} characters: {cloud}")
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
     key_file, pem_file = _files_of(cloud, folder)
     for file in (key_file, pem_file):
         if os.path.lexists(file):
