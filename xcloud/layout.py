@@ -93,7 +93,7 @@ class Layout(ABC):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether clouds have several owners, and sealed lines or a mailbox between them."""
+        """Return whether clouds have several owners, with sealed lines or a mailbox between."""
         return (_NAMED[self.wan] if isinstance(self.wan, str) else self.wan).between_owners
 
     @property

@@ -17,7 +17,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw.
+    """The outcome of one check.
 
     advice: one sentence that says what to do; empty where nothing is to be done.
     figures: numbers behind the fact, for a program.

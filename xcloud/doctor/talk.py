@@ -58,7 +58,7 @@ _MAX_BYTES = {
 
 
 class Facts(NamedTuple):
-    """What must or should be the same in both clouds.
+    """The facts that must or should be the same in both clouds.
 
     code: digest of all files of the package.
     file: SHA-256 of the experiment file.
@@ -72,7 +72,7 @@ class Facts(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What two doctors have found out of the line between them.
+    """The figures of a line, as the doctors at its two ends have measured it.
 
     clock_ahead_s: by how much the peer's clock is ahead of this machine's.
     """

@@ -25,7 +25,9 @@ UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """What lm-eval asks. Texts begin as documents do in training, with the begin token if the
+    """The model that lm-eval asks.
+
+    Texts begin as documents do in training, with the begin token if the
     tokenizer has one.
 
     chats: texts are what the chat template has written, which writes that token itself.

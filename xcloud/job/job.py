@@ -295,8 +295,8 @@ class PipelineJob(Job):
         return self
 
     def next_command(self, run_dir: Path) -> str | None:
-        """What the task says, where all stages are on this machine, compressed as the settings
-        say."""
+        """Return the command that the task proposes next, where all stages are on this machine and
+        compressed as the settings say."""
         stages = range(self.cluster.num_stages)
         files = [run_dir / MODEL_DIR / f"stage{stage}.safetensors" for stage in stages]
         command = getattr(self.task, "next_command", None)

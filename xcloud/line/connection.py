@@ -31,7 +31,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class LineState:
-    """What is known of the line to one rank of another cloud. Any thread may read it.
+    """The state of the line to one rank of another cloud. Any thread may read it.
 
     round_trip_s, bytes_per_s: as last measured; None before.
     num_cuts: connections that were cut.

@@ -81,7 +81,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every frame that was begun has arrived."""
+        """Return whether every frame that was begun has arrived."""
         with self._lock:
             return not self._kept
 

@@ -133,7 +133,7 @@ class StreamOutLink(SendingEnd):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is sent, for whatever reason."""
+        """Return whether nothing more is sent, for whatever reason."""
         return self._over.is_set()
 
     @property
@@ -329,7 +329,7 @@ class StreamInLink(ReceivingEnd):
 
 
 class _Receiving:
-    """What has come over one connection, and how much of it the sender has been told."""
+    """The bytes that came over one connection, and how many the sender has been told of."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -55,7 +55,7 @@ _CROWD = 1000
 
 @dataclass(frozen=True)
 class SealedPlace:
-    """Where one rank stands among the clouds of several owners.
+    """The position of one rank among the clouds of several owners.
 
     run: 16 bytes that are the same in all clouds of a run.
     attempt: a number of this beginning of this cloud.
@@ -96,7 +96,7 @@ class SealedPlace:
 
 
 class OwnersLines(Protocol):
-    """What joins one rank to ranks of other owners' clouds: sealed lines, or a mailbox."""
+    """The lines from one rank to ranks of other owners' clouds: sealed, or through a mailbox."""
 
     place: SealedPlace
 
@@ -139,7 +139,7 @@ class SealedLines:
 
     @property
     def states(self) -> dict[int, LineState]:
-        """What is known of the line to each rank, by rank."""
+        """Return the state of the line to each rank, by rank."""
         return dict(self._states)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> StreamOutLink:

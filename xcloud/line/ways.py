@@ -58,7 +58,7 @@ class Connected(NamedTuple):
 
 
 class Way(Protocol):
-    """What makes the connections of a rank to ranks of one other cloud."""
+    """The maker of connections of a rank to ranks of one other cloud."""
 
     def connect(
         self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]

@@ -152,7 +152,7 @@ class CausalLM(TextModel):
 
     @property
     def _kept_as(self) -> Kind | None:
-        """What load_weights keeps matrices as."""
+        """Return the form in which load_weights keeps matrices."""
         return "float32" if self.lora is None else self.weights
 
     @property

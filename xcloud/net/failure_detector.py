@@ -71,7 +71,7 @@ class _Watch:
 
 
 class FailureDetector:
-    """What one rank, or a launcher, knows of the life of all others. Thread-safe.
+    """The knowledge of one rank, or of a launcher, which others are alive. Thread-safe.
 
     A rank that does not look itself for half of lost_after_s was stopped, or its machine
     suspended: it could hear nobody meanwhile, and that time counts as nobody's silence.

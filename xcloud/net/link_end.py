@@ -232,7 +232,7 @@ class SendingEnd(ABC):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing waits here to be sent."""
+        """Return whether nothing waits here to be sent."""
         return True
 
     @abstractmethod

@@ -72,7 +72,7 @@ class Peer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a peer that was heard before has been silent for longer than is allowed."""
+        """Return whether a peer heard before has been silent for longer than is allowed."""
         return self.liveness.lost_after_s < self.silent_s < float("inf")
 
     @contextmanager

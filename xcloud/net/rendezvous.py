@@ -33,7 +33,7 @@ _LOOK_S = 0.05
 
 
 class KeyValueStore(Protocol):
-    """What a rendezvous asks of its store: five calls, which every store of torch has.
+    """The store of a rendezvous: five calls, which every store of torch has.
 
     A further store is a subclass of `torch.distributed.Store` with these calls, because torch's
     PrefixStore and process groups take no other class. Where a wait keeps other callers of the

@@ -74,7 +74,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """What one rank says it sent another of one kind in an attempt, and what that one received.
+    """The messages of one kind in an attempt: what one rank sent and another received.
 
     sent, received: None where there is no record of the attempt.
     is_cut: one of the two did not come to its end, so messages may have been under way.

@@ -104,7 +104,7 @@ class Sentinel(Hook):
         self._on_departure = on_departure
 
     def children(self) -> StateTree:
-        """What is usual has no meaning with another compressor, or between other ranks."""
+        """Return the usual values, which mean nothing with another compressor or other ranks."""
         return {MEMORY: {name: end.streams for name, end in self._ends.items()}}
 
     def after_update(self, step: int, report: StepReport) -> None:
