@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.pipelines import BORDER, D, in_threads, samples, wired
+from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
@@ -19,8 +20,11 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.feature_list import FIGURES
 from xcloud.features.sentinel.baseline import LEARNS_FOR, Baseline, Departure
+from xcloud.features.sentinel.feature import on_departure
 from xcloud.features.sentinel.measures import measure
 from xcloud.features.sentinel.watch import Sentinel, WatchedEnd, watched
+from xcloud.job.config import Settings
+from xcloud.job.job import PipelineJob
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.hook import StepReport
@@ -209,6 +213,26 @@ def test_another_compressor_in_the_middle_is_no_departure_and_learns_its_own(ran
     for step in range(301, 330):
         rank.step(step, sentinel, factor=10.0)
     assert len(rank.events) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cluster/wan=free"], "ignore"),
+        (["cluster/wan=office_100m"], "ignore"),
+        (["cluster/wan=office_100m", "+cluster.links.cloud_a-cloud_b=real"], "alarm"),
+        (["cluster/wan=real"], "alarm"),
+        (["cluster/wan=sealed", "+cluster.clouds.cloud_a.address=a.example:7000"], "alarm"),
+        (["cluster/wan=real", "security.on_departure=ignore"], "ignore"),
+        (["cluster/wan=office_100m", "security.on_departure=alarm"], "alarm"),
+        (["cluster/wan=office_100m", "security.on_departure=stop"], "stop"),
+    ],
+)
+def test_clouds_that_one_machine_plays_are_watched_only_if_a_run_asks_for_it(
+    words: list[str], expected: str
+) -> None:
+    job = Settings.of(toy_config("two_clouds", words)).job
+    assert on_departure(cast(PipelineJob, job)) == expected
 
 
 def test_evaluations_are_not_judged(rank: Rank) -> None:

@@ -97,6 +97,12 @@ class Layout(ABC):
         return (_NAMED[self.wan] if isinstance(self.wan, str) else self.wan).between_owners
 
     @property
+    def is_on_one_machine(self) -> bool:
+        """Return whether one machine plays all clouds: no line between them is a real one."""
+        wans = (self.wan, *self.links.values())
+        return all((_NAMED[wan] if isinstance(wan, str) else wan).has_numbers for wan in wans)
+
+    @property
     def num_ranks(self) -> int:
         return sum(cloud.num_ranks for cloud in self.clouds.values())
 

@@ -112,7 +112,8 @@ class Visibility:
         others could recover. privacy: clip and noise gradients or weight changes, and account
         for it.
     on_departure: what to do when activations or gradients from another cloud suddenly change in
-        norm, spread or direction (features/sentinel/): alarm, stop the run, or ignore it.
+        norm, spread or direction (features/sentinel/): alarm, stop the run, or ignore it. None:
+        alarm, but ignore where one machine plays all clouds, which then have one owner.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Visibility:
     defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
     meter: Meter | None = None
     privacy: Privacy | None = None
-    on_departure: OnDeparture = "alarm"
+    on_departure: OnDeparture | None = None
 
     @property
     def defences_label(self) -> str:

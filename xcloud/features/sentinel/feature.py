@@ -10,6 +10,7 @@ from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
+from xcloud.security.policy import OnDeparture
 
 
 class DepartureWatch(Feature):
@@ -23,12 +24,20 @@ class DepartureWatch(Feature):
         return _AtRank()
 
 
+def on_departure(job: PipelineJob) -> OnDeparture:
+    """Return what the job does at a departure, by its setting or else by who owns its clouds."""
+    given = job.security.on_departure
+    if given is not None:
+        return given
+    return "ignore" if job.cluster.is_on_one_machine else "alarm"
+
+
 class _AtRank(FeatureAtRank):
     _ends: Mapping[str, WatchedEnd]
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
         seen, self._ends = watched(ports, ends=built.wiring.ends)
-        if built.context.job.security.on_departure == "ignore":
+        if on_departure(built.context.job) == "ignore":
             return ports  # the watch has a state, so that a run can go on with another setting
         return seen
 
@@ -38,5 +47,5 @@ class _AtRank(FeatureAtRank):
             ends=self._ends,
             layout=job.cluster,
             reporter=built.context.reporter,
-            on_departure=job.security.on_departure,
+            on_departure=on_departure(job),
         )
