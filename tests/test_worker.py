@@ -230,6 +230,35 @@ def test_torchrun_repeats_nothing_and_names_what_its_ranks_could_not_say(
     assert (said in shown.err) if said else (not shown.err)
 
 
+def test_a_request_to_end_is_noted_only_while_work_can_be_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    asked = StopSignal()
+    asked.install(signal.SIGUSR1, exit_code=75)
+    try:
+        with pytest.raises(SystemExit) as at_once, asked.armed(can_save=False):
+            signal.raise_signal(signal.SIGUSR1)
+        assert at_once.value.code == 75 and not asked.was_asked
+        with asked.armed(can_save=True):
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)  # one Ctrl+C may come twice
+        assert asked.was_asked
+        with pytest.raises(SystemExit) as afterwards:
+            signal.raise_signal(signal.SIGUSR1)
+        assert afterwards.value.code == 75
+        with pytest.raises(ZeroDivisionError), asked.armed(can_save=True):
+            _ = 1 // 0
+        signal.raise_signal(signal.SIGUSR1)
+        asked._asked_at_s = time.monotonic() - 60
+        with pytest.raises(SystemExit) as again:
+            signal.raise_signal(signal.SIGUSR1)
+        assert again.value.code == 128 + signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

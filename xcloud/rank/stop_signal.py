@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class StopSignal:
@@ -26,6 +27,16 @@ class StopSignal:
     @property
     def was_asked(self) -> bool:
         return self._asked_at_s is not None
+
+    @contextmanager
+    def armed(self, can_save: bool) -> Iterator[None]:
+        """Note a request while the block lasts, if its work can be saved.
+
+        A block that fails leaves it so: the report of the failure is written whole.
+        """
+        self.is_armed = can_save
+        yield
+        self.is_armed = False
 
     def install(self, *numbers: signal.Signals, exit_code: int) -> None:
         """Handle these signals from now on.

@@ -338,9 +338,8 @@ class ConsumerRank(OneWayRank):
         checkpoints = self.restored({"consumer": run}, part.own_digests())
         self.group.barrier()
         self._phase("training")
-        self.context.asked.is_armed = job.checkpoint.are_made
-        self.is_stopped = run.train(checkpoints)
-        self.context.asked.is_armed = False
+        with self.context.asked.armed(job.checkpoint.are_made):
+            self.is_stopped = run.train(checkpoints)
         self._await_checkpoint(checkpoints, plan=run.plan)  # a stop would drop what it waits for
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()

@@ -324,9 +324,8 @@ class ProducerRank(OneWayRank):
         self.orders.begin_after(run.number, for_nobody=run.kept)
         ready_file(self.context.run_dir, rank=self.rank).touch()
         self.say_ready()
-        self.context.asked.is_armed = job.checkpoint.are_made
-        self.is_stopped = run.feed(checkpoints)
-        self.context.asked.is_armed = False
+        with self.context.asked.armed(job.checkpoint.are_made):
+            self.is_stopped = run.feed(checkpoints)
         checkpoints.settle()
         self.report_memory(part.parameters_module, part=part)
         self.export(part.finish)
