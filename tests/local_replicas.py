@@ -37,10 +37,18 @@ def rounds_of(
 ) -> LocalRounds:
     """Without elastic merges all replicas call it at once: they compare their parameters."""
     reporter = Reporter(links.replica, f"c{links.replica}", lambda lines: None)
-    choose, most = lambda *_: compressor or Chain(), [Work(100, 100.0)] * links.num_replicas
-    joined = settings.join(
-        Replicas(links, group, {0: module}, choose, 7, last_step, most, reporter)
+    replicas = Replicas(
+        links,
+        group,
+        {0: module},
+        lambda *_: compressor or Chain(),
+        7,
+        last_step,
+        num_samples=[100] * links.num_replicas,
+        weight=lambda replica, step: 100.0,
+        reporter=reporter,
     )
+    joined = settings.join(replicas)
     assert isinstance(joined, LocalRounds)
     return joined
 

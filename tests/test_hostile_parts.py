@@ -204,7 +204,7 @@ def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
     a step."""
     post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late=Skip(5.0))
     hub = Scalar(0, post, settings, 99, diary)
-    hub.end.max_weight = lambda replica, num_steps: float(num_steps)
+    hub.end.max_weight = lambda replica, steps: float(len(steps))
     for number, weight in enumerate(weights):
         step, known = every * (number + 1), every * number
         head = torch.tensor([step, known, weight], dtype=torch.float64)

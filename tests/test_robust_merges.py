@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from xcloud.contracts.model import Batch
 from xcloud.features.replicas.averaging import AllToAll, Averager, Terms, averager_for
 from xcloud.features.replicas.feature import replicas_exchange
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
-from xcloud.features.replicas.late import Skip
+from xcloud.features.replicas.late import LatePolicy, Skip, Wait
 from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
 from xcloud.features.replicas.merging import (
     Contribution,
@@ -43,7 +44,7 @@ from xcloud.job.strategy import Averaging, Strategy
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import MessageKey
 from xcloud.net.link import Tensors
-from xcloud.pipeline.batch_plan import BatchPlan, replica_samples
+from xcloud.pipeline.batch_plan import BatchPlan, cut, samples_of_replica
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
@@ -306,10 +307,15 @@ def test_a_replica_that_is_left_out_keeps_what_its_message_carried(merge: Robust
 # --- what a cloud says that it weighs
 
 
+def tokens(ids: Tensor) -> float:
+    """The tokens of some samples, of which each has another number."""
+    return float((1 + ids**2 % 7).sum())
+
+
 def test_a_job_believes_each_replica_its_own_samples_of_an_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four micro-batches over three clouds, each sample of at most max_length tokens."""
+    """Four micro-batches over three clouds, which the first and the fourth are of the first."""
     joined = list[Replicas]()
 
     def join(averaging: GradientAveraging, replicas: Replicas) -> None:
@@ -320,14 +326,20 @@ def test_a_job_believes_each_replica_its_own_samples_of_an_update(
     links: Any = "links"
     group: Any = "group"
     stages: Any = {0: None}
-    replicas_exchange(job, links, group, stages, Reporter(0, "a", lambda lines: None), None, None)
+    data: Any = SimpleNamespace(num_samples={"train": 40}.__getitem__, weight=tokens)
+    reporter = Reporter(0, "a", lambda lines: None)
+    replicas_exchange(job, data, links, group, stages, reporter, None, None)
 
     (replicas,) = joined
-    first, *others = (work.num_samples for work in replicas.max_work)
+    first, *others = replicas.num_samples
     assert job.schedule.num_micro_batches == 4 and first + sum(others) == job.training.batch_size
     assert first > max(others) and len(others) == 2
-    length = job.task.max_length
-    assert [w.weight for w in replicas.max_work] == [length * n for n in (first, *others)]
+    for step in (1, 4):
+        ids = job.batch_plan(40).ids(step)
+        weights = [replicas.weight(replica, step) for replica in range(3)]
+        assert sum(weights) == tokens(ids)
+        whole = zip(torch.tensor_split(ids, 4), (0, 1, 2, 0), strict=True)
+        assert weights[0] == sum(tokens(piece) for piece, replica in whole if replica == 0)
 
 
 def test_the_samples_of_each_replica_are_those_that_its_ranks_compute() -> None:
@@ -346,11 +358,12 @@ def test_the_samples_of_each_replica_are_those_that_its_ranks_compute() -> None:
         reports_of(job, 1)
         computed = [rank.trainer.feed.work.num_own for rank in job]
 
-        assert computed == replica_samples(
-            size, num_micro_batches=m, num_passes=passes, num_replicas=num_replicas
-        )
+        pieces = cut(BatchPlan(40, size, 1).ids(1), m * passes)
+        own = [samples_of_replica(pieces, m, r, num_replicas) for r in range(num_replicas)]
+        assert computed == [len(ids) for ids in own]
         assert sum(computed) == size
-    assert replica_samples(30, num_micro_batches=4, num_passes=1, num_replicas=3) == [15, 8, 7]
+    pieces = cut(torch.arange(30), 4)
+    assert [len(samples_of_replica(pieces, 4, r, 3)) for r in range(3)] == [15, 8, 7]
 
 
 CLAIMS: dict[str, tuple[Averaging, list[float]]] = {
@@ -366,7 +379,10 @@ CLAIMS: dict[str, tuple[Averaging, list[float]]] = {
 
 
 def weighed(
-    averaging: Averaging, is_restarted: bool, patch: pytest.MonkeyPatch
+    averaging: Averaging,
+    is_restarted: bool,
+    patch: pytest.MonkeyPatch,
+    weigh: Callable[[Tensor], float] = len,
 ) -> set[tuple[int, float, float]]:
     """What honest clouds say that they weigh in two updates, and what others would believe: by
     replica. is_restarted: after four updates all begin again from their states."""
@@ -383,7 +399,13 @@ def weighed(
     training = Training(99, batch_size=30, optimizer=Optimizer(0.01, 1))
 
     def joined() -> list[Rank]:
-        return ranks(clouds(3), training, schedule=GPipe(4), strategy=strategy_of(averaging))
+        return ranks(
+            clouds(3),
+            training,
+            schedule=GPipe(4),
+            strategy=strategy_of(averaging),
+            weigh=weigh,
+        )
 
     job, first = joined(), 1
     if is_restarted:
@@ -416,6 +438,25 @@ def test_the_first_cloud_believes_the_others_what_follows_from_the_seed(
     averaging, allowed = CLAIMS["late"]
     found = weighed(averaging, False, monkeypatch)
     assert found == {(r, weight, weight) for r, weight in enumerate(allowed) if r}
+
+
+@pytest.mark.parametrize(
+    ("late", "is_restarted"), [(Wait(), False), (Wait(), True), (Skip(5.0), False)]
+)
+def test_a_cloud_is_believed_the_tokens_of_its_own_samples(
+    late: LatePolicy, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a replica has not is no room for a larger claim."""
+    averaging = LocalUpdates(2, MEAN, weigh="tokens", late=late)
+    found = weighed(averaging, is_restarted, monkeypatch, weigh=tokens)
+    assert all(weight == most for _, weight, most in found)
+    plan = BatchPlan(40, 30, 1)
+    steps = (5, 6) if is_restarted else (1, 2)
+    pieces = [cut(plan.ids(step), 4) for step in steps]
+    expected = [sum(tokens(samples_of_replica(p, 4, r, 3)) for p in pieces) for r in range(3)]
+    assert {(r, weight) for r, weight, _ in found} == {
+        (r, weight) for r, weight in enumerate(expected) if r or not late.is_elastic
+    }
 
 
 @pytest.mark.parametrize("weight", [7.5, -1.0, math.nan, math.inf])

@@ -243,7 +243,7 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
             links.next = partial(links.next, wait_s=20.0)  # type: ignore[method-assign]
             replicas = Replicas(
                 links, alone if replica == 0 else group, {0: stage}, lambda *_: Chain(), 7, 9,
-                [Work(4, 4.0)] * 2, reporter,
+                [4] * 2, lambda replica, step: 4.0, reporter,
             )  # fmt: skip
             exchange = GradientAveraging(check_every=1).join(replicas)
             buffer = FlatBuffer(stage.parameters())

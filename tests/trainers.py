@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
 from xcloud.base.errors import TrainingDiverged
@@ -23,8 +24,8 @@ from xcloud.features.tied.gradients import tied_gradients
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import CPU
-from xcloud.pipeline.batch_plan import BatchPlan, SampleFeed, replica_samples
-from xcloud.pipeline.exchange import AllReduce, Exchange, Work
+from xcloud.pipeline.batch_plan import BatchPlan, SampleFeed, cut, samples_of_replica
+from xcloud.pipeline.exchange import AllReduce, Exchange
 from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.overlapped_sums import overlapped_sums
 from xcloud.pipeline.pipeline import Pipeline
@@ -93,6 +94,7 @@ def ranks(
     are_early: bool = True,
     boundaries: Mapping[int, Boundary] | None = None,
     kept_bytes: int = 0,
+    weigh: Callable[[Tensor], float] = len,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
     toy: makes a stage, by its number and the number of stages. are_early: sums inside a cloud may
@@ -110,27 +112,27 @@ def ranks(
             plan or BatchPlan(40, training.batch_size, 1),
             held.turns.values(),
             samples,
-            (lambda ids: float(len(ids))) if is_last else None,
+            (lambda ids: float(weigh(ids))) if is_last else None,
             of_replica=(place.replica, layout.num_replicas)
             if strategy.traits.trains_locally
             else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
         exchange: Exchange = AllReduce(wiring.groups)
-        numbers = replica_samples(
-            training.batch_size,
-            num_micro_batches=schedule.num_micro_batches,
-            num_passes=training.accumulate_steps,
-            num_replicas=layout.num_replicas,
-        )
-        max_work = [Work(number, float(number)) for number in numbers]  # a token a sample
+
+        def of(replica: int, step: int) -> Tensor:
+            m = schedule.num_micro_batches
+            pieces = cut(feed.plan.ids(step), m * training.accumulate_steps)
+            return samples_of_replica(pieces, m, replica, layout.num_replicas)
+
         if layout.num_replicas > 1 and strategy.averaging is not None:
             links = replica_links(wiring.ends, layout, CPU, wiring.rejoin)
             wiring.averaging.append(links)
             exchange = strategy.averaging.join(
                 Replicas(
                     links, wiring.groups[min(held.stages)], held.stages, choose, 7,
-                    training.max_steps, max_work, reporter,
+                    training.max_steps, [len(of(r, 1)) for r in range(layout.num_replicas)],
+                    lambda replica, step: float(weigh(of(replica, step))), reporter,
                     guard=None if privacy is None else guard_of(privacy),
                 )
             )  # fmt: skip

@@ -56,16 +56,17 @@ def is_of_replica(micro_batch: int, num_micro_batches: int, replica: int, of: in
     return micro_batch % num_micro_batches % of == replica
 
 
-def replica_samples(
-    batch_size: int, *, num_micro_batches: int, num_passes: int, num_replicas: int
-) -> list[int]:
-    """Return how many samples of an update each replica trains on."""
-    counts = [0] * num_replicas
-    for number, piece in enumerate(cut(torch.arange(batch_size), num_passes * num_micro_batches)):
-        for replica in range(num_replicas):
-            if is_of_replica(number, num_micro_batches, replica=replica, of=num_replicas):
-                counts[replica] += len(piece)
-    return counts
+def samples_of_replica(
+    pieces: Sequence[Tensor], num_micro_batches: int, replica: int, of: int
+) -> Tensor:
+    """Return the sample ids, of an update's micro-batches, that a replica trains on."""
+    return torch.cat(
+        [
+            piece
+            for number, piece in enumerate(pieces)
+            if is_of_replica(number, num_micro_batches, replica=replica, of=of)
+        ]
+    )
 
 
 @dataclass
@@ -93,14 +94,7 @@ class SampleFeed:
     def begin(self, step: int, num_micro_batches: int, num_passes: int) -> list[Tensor]:
         """Sample ids of all micro-batches of an update: num_micro_batches of each pass."""
         pieces = cut(self.plan.ids(step), num_passes * num_micro_batches)
-        numbered = enumerate(pieces)
-        ids = torch.cat(
-            [
-                piece
-                for i, piece in numbered
-                if is_of_replica(i, num_micro_batches, *self.of_replica)
-            ]
-        )
+        ids = samples_of_replica(pieces, num_micro_batches, *self.of_replica)
         self.work = Work(len(ids), self.weigh(ids) if self.weigh else 1.0)
         return pieces
 

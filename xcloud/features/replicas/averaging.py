@@ -188,7 +188,7 @@ class Terms:
         if not 0 <= weight <= max_weight:
             raise FrameError(
                 f"replica {replica} sent a weight of {weight}; what it can have trained on since "
-                f"its last message allows {max_weight}"
+                f"its last message allows {max_weight}, by the files of this cloud"
             )
         try:
             contribution = Contribution(tensors=codec.decode(parts), weight=weight)

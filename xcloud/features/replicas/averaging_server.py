@@ -154,13 +154,13 @@ class _Peer:
 class AveragingServer(_End):
     """The end that merges for all.
 
-    max_weight: of a replica, by its number, for what it did in so many updates.
+    max_weight: of a replica, by its number, for what it did in these updates.
     late: what is done without a replica that is late or lost.
     values: of this replica, as OuterParameters.flat, for those that missed too many merges.
     """
 
     terms: Terms
-    max_weight: Callable[[int, int], float]
+    max_weight: Callable[[int, range], float]
     late: LatePolicy
     values: Callable[[], Tensors]
     reporter: Reporter
@@ -260,7 +260,7 @@ class AveragingServer(_End):
         if not rest:  # it begins, with the values of here
             peer.merged_at = step
             return int(known), None
-        most = self.max_weight(replica, step - peer.merged_at)
+        most = self.max_weight(replica, range(peer.merged_at + 1, step + 1))
         return int(known), self.terms.contribution(
             int(asked_at),
             replica=replica,

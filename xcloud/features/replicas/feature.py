@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import permutations
 
-from torch import nn
+from torch import Tensor, nn
 
+from xcloud.contracts.model import TaskData
 from xcloud.features.replicas.averaging import ReplicaLinks
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.job import PipelineJob
 from xcloud.job.leaving import Leaving
 from xcloud.job.needs import Lack, Use
-from xcloud.pipeline.batch_plan import replica_samples
-from xcloud.pipeline.exchange import Exchange, RankGroup, Work
+from xcloud.pipeline.batch_plan import cut, samples_of_replica
+from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard, Watch
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
@@ -105,6 +106,7 @@ class AveragingAtRank(FeatureAtRank):
         wiring.averaging.append(links)
         return replicas_exchange(
             job,
+            data=built.data,
             links=links,
             group=wiring.groups[min(built.stages)],  # all stages of a rank have the same ranks
             stages=built.stages,
@@ -116,6 +118,7 @@ class AveragingAtRank(FeatureAtRank):
 
 def replicas_exchange(
     job: PipelineJob,
+    data: TaskData,
     links: ReplicaLinks,
     group: RankGroup,
     stages: Mapping[int, nn.Module],
@@ -129,12 +132,15 @@ def replicas_exchange(
     watch, guard: see Replicas.
     """
     assert job.strategy.averaging is not None
-    numbers = replica_samples(
-        job.training.batch_size,
-        num_micro_batches=job.schedule.num_micro_batches,
-        num_passes=job.training.accumulate_steps,
-        num_replicas=job.cluster.num_replicas,
-    )
+    plan = job.batch_plan(data.num_samples("train"))
+    num_micro_batches = job.schedule.num_micro_batches
+    num_pieces = num_micro_batches * job.training.accumulate_steps
+    num_replicas = job.cluster.num_replicas
+
+    def samples(replica: int, step: int) -> Tensor:
+        pieces = cut(plan.ids(step), num_pieces)
+        return samples_of_replica(pieces, num_micro_batches, replica=replica, of=num_replicas)
+
     replicas = Replicas(
         links=links,
         group=group,
@@ -142,10 +148,8 @@ def replicas_exchange(
         choose=job.compression.for_tensor,
         seed=job.seed,
         last_step=job.max_steps,
-        max_work=[
-            Work(num_samples=number, weight=float(number * job.task.max_length))
-            for number in numbers
-        ],
+        num_samples=[len(samples(replica, 1)) for replica in range(num_replicas)],
+        weight=lambda replica, step: data.weight(samples(replica, step)),
         reporter=reporter,
         watch=watch,
         guard=guard,

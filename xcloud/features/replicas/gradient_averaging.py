@@ -90,7 +90,7 @@ class AveragedGradients(Exchange):
         self._delay = averaging.delay
         # A robust merge compares contributions of equal size: each is the mean gradient of its
         # replica's samples, not their share of the sum.
-        samples = [float(work.num_samples) for work in replicas.max_work]
+        samples = [float(number) for number in replicas.num_samples]
         self._per_share = sum(samples) / samples[replicas.links.replica]
         self._is_robust = averaging.merge is not None
         if self._is_robust:

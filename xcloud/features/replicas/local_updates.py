@@ -271,8 +271,8 @@ class LocalRounds(Exchange):
         for fragment in self._fragments:
             if not self.is_idle(step):
                 fragment.work += averaging.work_of(work)
-            for replica, most in enumerate(self._replicas.max_work):
-                fragment.max_work[replica] += averaging.work_of(most)
+            for replica in range(len(fragment.max_work)):
+                fragment.max_work[replica] += self._max_work(replica, step)
         under_way = [fragment for fragment in self._fragments if fragment.under_way]
         for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
@@ -357,10 +357,15 @@ class LocalRounds(Exchange):
             reporter=replicas.reporter,
         )
 
-    def _max_weight(self, replica: int, num_steps: int) -> float:
-        """Return the most that a replica can weigh for what it did in so many updates."""
-        work = self._settings.work_of(self._replicas.max_work[replica])
-        return self._settings.weight_of(work * num_steps)
+    def _max_work(self, replica: int, step: int) -> float:
+        """Return what a replica does in an update that it does not leave out."""
+        if self._settings.weigh == "tokens":
+            return self._replicas.weight(replica, step)
+        return float(self._replicas.num_samples[replica])
+
+    def _max_weight(self, replica: int, steps: range) -> float:
+        """Return the most that a replica can weigh for what it did in these updates."""
+        return self._settings.weight_of(sum(self._max_work(replica, step) for step in steps))
 
     def _end_step(self, step: int, num_tokens: float) -> None:
         """Count time and tokens since the last merge, and idle once the budget is used up.

@@ -5,7 +5,7 @@ from time to time (OuterParameters), with their optimizer. The inner optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated
@@ -29,7 +29,7 @@ from xcloud.features.replicas.averaging import (
 from xcloud.features.replicas.merging import RowPiece, gather_shares
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Tensors
-from xcloud.pipeline.exchange import RankGroup, Work, are_finite, digest
+from xcloud.pipeline.exchange import RankGroup, are_finite, digest
 from xcloud.rank.feature import Guard, Watch
 from xcloud.record.reporter import Reporter
 
@@ -47,8 +47,8 @@ class Replicas:
     stages: of this rank.
     choose: the compressor of each tensor.
     last_step: of training.
-    max_work: by replica, the most that it can train on in an update: all of its samples, which
-        follow from the settings, each of the largest weight.
+    num_samples: by replica, how many samples of an update are its own.
+    weight(replica, step): the weight of these samples in the loss, by this cloud's own files.
     watch: see Terms.
     guard: makes the `protect` of Terms.
     """
@@ -59,7 +59,8 @@ class Replicas:
     choose: Choose
     seed: int
     last_step: int
-    max_work: Sequence[Work]
+    num_samples: Sequence[int]
+    weight: Callable[[int, int], float]
     reporter: Reporter
     watch: Watch | None = None
     guard: Guard | None = None
