@@ -18,7 +18,13 @@ from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
 from xcloud.models import backbone
-from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, export, read_weights
+from xcloud.models.backbone import (
+    OwnBackbone,
+    PretrainedBackbone,
+    SeededBackbone,
+    export,
+    read_weights,
+)
 from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 
@@ -48,6 +54,15 @@ def test_the_second_call_takes_the_same_weights_from_the_cache(tmp_path: Path) -
     assert all(torch.equal(first.tensors[k], second.tensors[k]) for k in first.tensors)
     assert len(list(tmp_path.glob("backbones/*.safetensors"))) == 1
     assert not list(tmp_path.glob("backbones/*.tmp"))
+
+
+def test_a_backbone_tells_apart_as_many_kinds_of_text_as_it_was_asked_to(tmp_path: Path) -> None:
+    pairs = dataclasses.replace(SMALL, type_vocab_size=2)
+    fresh = SeededBackbone(hidden=16, num_layers=1, num_heads=2, feed_forward=32)
+    for own, types in ((SMALL, 1), (pairs, 2), (fresh, 1)):
+        weights = own.weights("source", context(tmp_path))
+        assert weights.config.type_vocab_size == types
+        assert len(weights.tensors["embeddings.types.weight"]) == types
 
 
 def test_another_text_setting_vocabulary_or_code_is_another_backbone(

@@ -8,9 +8,10 @@ import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
@@ -124,6 +125,25 @@ def test_a_tokenizer_makes_no_text_a_thousand_times_as_long(pattern: object) -> 
     with pytest.raises(DataError, match="times as long, which would fill the memory"):
         TextReader(backend, ())
     TextReader(small_tokenizer().backend, ())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        decoders.Strip(" ", 1, 0),
+        decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Replace("_", " ")]),
+        pre_tokenizers.Split(Regex("a+"), "isolated"),
+        pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed")]),
+        normalizers.Prepend("a" * 2_000),
+        normalizers.Replace("a" * 200, "a" * 2_000),
+    ],
+)
+def test_what_replaces_little_or_nothing_is_taken(step: Any) -> None:
+    """A content or a pattern alone is no replacement."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    kind = type(step).__module__.rpartition(".")[2].removesuffix("s")
+    setattr(backend, kind, step)
+    TextReader(backend, ())
 
 
 def test_a_tokenizer_s_own_padding_is_not_applied(tmp_path: Path) -> None:

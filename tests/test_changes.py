@@ -345,6 +345,16 @@ def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path)
     )
 
 
+def test_one_setting_of_a_compression_is_named_by_itself() -> None:
+    """Whoever is to undo it need not find out which it was."""
+    before = ModelPlacement("pipeline", ALONE, labels={"compression": "fp16+int8"})
+    after = replace(before, labels={"compression": "fp16+int4"})
+    other = "training.max_steps"
+    saved = {"compression.backward.bits": "8", other: "1"}
+    found = changes(saved, {"compression.backward.bits": "4", other: "2"}, before, after)
+    assert found.said == ["compression.backward.bits 8 -> 4", f"{other} 1 -> 2"]
+
+
 def test_a_compression_is_named_by_its_label() -> None:
     before = ModelPlacement("pipeline", ALONE, labels={"compression": "fp16+int8"})
     after = replace(before, labels={"compression": "int4+int4"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import LineCollection
 
 from benchmarks import machine
 from tests.sweep_runs import compose
@@ -583,6 +585,24 @@ def test_a_picture_has_a_panel_for_each_task_of_the_rules(
     assert pages.draw(claim(rules=rules), record, tmp_path / "a.png")
     assert drawn == ["c", "a", "b"]
     assert not pages.draw(claim(rules=rules[-1:]), record, tmp_path / "b.png")
+
+
+def test_a_figure_of_one_seed_is_drawn_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seed of a row tells nothing of the spread; three tell the standard error."""
+    widths: list[float] = []
+
+    def noted(figure: Any, path: Path) -> None:
+        (errors,) = (c for c in figure.axes[0].collections if isinstance(c, LineCollection))
+        widths.extend(line[1][0] - line[0][0] for line in errors.get_segments())
+
+    monkeypatch.setattr(pages, "save", noted)
+    rows = [row for row in ROWS if row["row"] == "ours" or row["seed"] == 1]
+    rule = ClaimRule("in front", Figure("ours", "bleu", where={"corpus": "a"}), at_least=1.0)
+    record = made(claim(), rows, [], "2026-01-01", False)
+    assert pages.draw(claim(rules=[rule]), record, tmp_path / "a.png")
+    assert widths == pytest.approx([2 * 1 / math.sqrt(3), 0.0])
 
 
 def test_a_study_that_was_interrupted_makes_its_run_anew(

@@ -322,6 +322,28 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("there", "trained", "remarks"),
+    [
+        (["train.en", "train", "dev.en", "validation.en"], ["train.en", "dev.en"], 0),
+        (["train", "validation.en"], ["train", "validation.en"], 0),
+        (["dev.en", "validation.en"], ["dev.en"], 1),
+    ],
+)
+def test_one_file_a_split_is_taken_from_a_folder_of_languages(
+    tmp_path: Path, there: list[str], trained: list[str], remarks: int
+) -> None:
+    for name in [*there, "dev.de", "test.de", "test.en"]:
+        (tmp_path / f"{name}.tsv").touch()
+    found = FolderCrossLingual(path=str(tmp_path)).find()
+    assert found.facts == {"train": trained, "languages": ["en", "de"]}
+    sets = {split: list(tables) for split, tables in found.tables.items()}
+    expected = {"train": [""], "dev": [""], "test": ["en", "de"]}
+    if len(trained) == 1:
+        del expected["dev"]
+    assert sets == expected and len(found.remarks) == remarks
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"max_length": 4}, "task.max_length"),

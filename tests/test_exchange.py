@@ -140,6 +140,14 @@ def test_the_squared_norm_is_that_of_float64_whatever_the_size() -> None:
     assert math.isnan(squared_norm(broken - broken))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_squared_norm_on_a_gpu_is_that_on_a_cpu() -> None:
+    values = torch.randn(70_000, generator=torch.Generator().manual_seed(1))
+    rounding = len(values) * 2.0**-53
+    assert squared_norm(values.cuda()) == pytest.approx(squared_norm(values), rounding)
+
+
 def test_the_loss_of_a_stage_that_trains_nothing_lies_on_its_device() -> None:
     frozen = nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
     assert FlatBuffer([frozen]).flat.device == frozen.device

@@ -1,5 +1,6 @@
 """Links and collectives in memory behave as those of a network do, time excepted."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from xcloud.net.link import LinkName, LinkRecord
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkProfile, Liveness
 from xcloud.net.memory_transport import MemoryWorld
+from xcloud.net.memory_transport import in_threads as run_in_threads
 from xcloud.net.peer import Peer
+from xcloud.net.transport import Transport
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext
@@ -132,6 +135,21 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
     assert {record.to for record in records if record.arrived_messages} == {"b"}
     assert sum(record.num_bytes[Kind.REPORT] for record in records) > 0
     assert ranks[0].wiring.groups[0].group is not None
+
+
+def test_work_in_threads_is_returned_as_it_ends_and_a_failure_is_raised() -> None:
+    later = threading.Event()
+
+    def rank_0_ends_last(transport: Transport) -> str:
+        if transport.rank == 0:
+            assert later.wait(30)
+            return "last"
+        later.set()
+        return "first"
+
+    assert sorted(run_in_threads(2, rank_0_ends_last)) == ["first", "last"]
+    with pytest.raises(ZeroDivisionError):
+        run_in_threads(2, lambda transport: 1 // transport.rank)
 
 
 def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:

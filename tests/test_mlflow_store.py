@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.event_lines import append_event, append_step
 from tests.runs import command
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.tracking.mlflow_store import VIEW_TAG, Store, view_of
+from xcloud.tracking.mlflow_store import VIEW_TAG, Store, links, view_of
 from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TRACKED_FILE,
@@ -193,3 +194,22 @@ def test_two_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     assert query(root, "SELECT name, status FROM runs ORDER BY name") == [
         (f"run {number}", "FINISHED") for number in range(2)
     ]
+
+
+def test_the_five_latest_sweeps_have_links_the_latest_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a client that gives the latest runs first, as MLflow does."""
+    tags = (
+        [{"sweep": f"s{n}"} for n in (7, 7, 6, 5)] + [{}] + [{"sweep": f"s{n}"} for n in (4, 3, 2)]
+    )
+    runs = [SimpleNamespace(data=SimpleNamespace(tags=one)) for one in tags]
+    client = SimpleNamespace(
+        search_experiments=lambda order_by: [SimpleNamespace(experiment_id="1", name="xcloud")],
+        search_runs=lambda *given, **named: runs,
+    )
+    monkeypatch.setattr(Store, "client", lambda store: client)
+    said = list(links(Store(tmp_path)))
+    assert said[0] == "xcloud:"
+    sweeps = [line for line in said if line.startswith("sweep ")]
+    assert sweeps == [f"sweep s{n}:" for n in (3, 4, 5, 6, 7)]

@@ -103,6 +103,29 @@ def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_misse
     assert plan.is_exhausted
 
 
+def test_a_lost_producer_comes_back_with_its_ranks_at_one_number_and_owes_nothing() -> None:
+    plan = plan_of([0.5, 0.5], [2, 1], batches=3)
+    run_steps(plan, 4)
+    end(plan, dead=[0])
+    numbers = plan.numbers.tolist()
+    assert numbers[0] != numbers[1], "or there is nothing to level"
+    other = plan.ordered[2].tolist(), plan.consumed[2].tolist()
+
+    assert plan.readmit_lost() == [0]
+
+    assert plan.state[0] is State.ABSENT
+    assert plan.numbers.tolist() == [max(numbers[:2])] * 2 + numbers[2:]
+    assert plan.ordered.sum(1).tolist() == plan.numbers.tolist()
+    assert plan.consumed[:2].tolist() == plan.ordered[:2].tolist()
+    assert (plan.ordered[2].tolist(), plan.consumed[2].tolist()) == other
+    assert not plan.readmit_lost()
+    end(plan, ready=[0])
+    orders, _ = run_steps(plan, 3)
+    for source, number in enumerate(numbers[:2]):
+        firsts = [order.number for order in orders if order.source == source]
+        assert firsts[0] == max(numbers[:2]) + 1, f"source {source} stood at {number}"
+
+
 def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_used() -> None:
     plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
     plan.orders()

@@ -18,10 +18,12 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
-from xcloud.show.canvas import COLOURS, ink_on, running_mean, wrapped
+from xcloud.show.canvas import COLOURS, canvas, column, ink_on, running_mean, wrapped
 from xcloud.show.monitor import Monitor
 from xcloud.show.pictures import (
     KINDS,
+    _Bar,
+    _draw,
     short,
     write_loss,
     write_pictures,
@@ -241,3 +243,16 @@ def test_a_second_monitor_knows_who_had_finished_before_the_first_was_lost(
     second = monitor(tmp_path)
     second.start(is_again=True)
     assert second.attempt.finished_ranks == {0, 1} and (tmp_path / "rank0.wire.json").exists()
+
+
+def test_a_box_that_is_too_narrow_for_an_edge_or_its_text_has_none() -> None:
+    figure = canvas("", width_in=10, height_in=1)
+    (axes,) = column(figure, heights=[1])
+    bars = [
+        _Bar(0, 0.7, from_us=0, until_us=wide, colour="#000000", edge="white", text="12")
+        for wide in (2, 4, 100)
+    ]
+    _draw(axes, bars=bars, per_us=1.0, inches_per_unit=0.01)
+    (drawn,) = axes.collections
+    assert [edge[-1] for edge in drawn.get_edgecolors()] == [0.0, 1.0, 1.0]
+    assert [text.get_position()[0] for text in axes.texts] == [50.0]

@@ -29,7 +29,7 @@ from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary
 from xcloud.record.timeline import PLAN_FILE, read_predicted
 from xcloud.simulator import codec_timer
-from xcloud.simulator.costs import Direction, Profile, read_profile, write_profile
+from xcloud.simulator.costs import AveragingCodec, Direction, Profile, read_profile, write_profile
 from xcloud.simulator.plan import Plan
 from xcloud.simulator.pricing import Pricer
 
@@ -211,6 +211,11 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
     found = averaging_timer.time_averaging(trained, Compression())
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
+
+
+def test_an_average_of_nothing_costs_nothing_and_can_be_planned() -> None:
+    """None would say that this compressor cannot average."""
+    assert averaging_timer.time_averaging({}, Compression()) == AveragingCodec(0)
 
 
 def test_a_codec_is_timed_on_a_whole_message_with_its_frame() -> None:

@@ -211,6 +211,28 @@ def test_batches_hold_every_text_once_in_an_epoch_and_no_more_than_their_tokens(
     assert sorted(seen) == sorted(id(text) for text in lines)
 
 
+@pytest.mark.parametrize(
+    ("share", "num_texts", "expected"), [(0.1, 30, 3), (0.5, 12, 4), (0.02, 30, 1)]
+)
+def test_a_share_of_the_texts_is_held_out_at_least_one_and_no_more_than_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float, num_texts: int, expected: int
+) -> None:
+    held_out: list[int] = []
+    judged = pretraining.evaluate
+
+    def noted(encoder: Encoder, texts: Any, *given: Any) -> pretraining.HeldOutScore:
+        held_out.append(len(texts))
+        return judged(encoder, texts, *given)
+
+    monkeypatch.setattr(pretraining, "evaluate", noted)
+    monkeypatch.setattr(pretraining, "MAX_HELD_OUT", 4)
+    settings = MaskedLanguageModelling(
+        steps=1, batch_tokens=64, warmup_steps=0, held_out_share=share
+    )
+    pretrain(fresh(), texts(num_texts), IDS, settings, lambda line: None, tmp_path)
+    assert set(held_out) == {expected}
+
+
 def test_no_sentences_is_an_error_in_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 sentences or more, got 1"):
         pretrain(

@@ -69,6 +69,16 @@ def test_who_waits_for_whom_leads_to_the_rank_that_hangs(tmp_path: Path) -> None
     assert "rank 2 is gone" in describe(tmp_path)  # it was killed
 
 
+@pytest.mark.parametrize(("silent_s", "is_well"), [(4.5, True), (5.5, False)])
+def test_a_rank_that_has_written_nothing_for_five_seconds_is_not_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float, is_well: bool
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    write(tmp_path, 0, written=now - silent_s)
+    assert ranks_of(tmp_path)[0].is_well is is_well
+
+
 def test_lanes_in_a_collective_wait_for_the_one_that_is_not_in_it(tmp_path: Path) -> None:
     """Three consumers of a one-way job; the second one waits for its producer, rank 3."""
     what = "the sum of 3 ranks"

@@ -125,6 +125,19 @@ def test_a_trial_is_the_job_without_lines_merges_and_first_phases(tmp_path: Path
     assert own.label == "int4+int4" or own.label == "int4+int8"
 
 
+def test_a_trial_on_a_machine_without_a_gpu_takes_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = toy(tmp_path)
+    config.cluster.clouds.cloud_a.device = "cuda"
+    config.cluster.clouds.cloud_b.device = "cpu"
+    trial = trial_of(config)
+    for has_gpu, device in ((False, "auto"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=has_gpu: there)
+        clouds = replace(trial).layout.clouds
+        assert [cloud.device for cloud in clouds.values()] == [device, "cpu"]
+
+
 def test_weights_wait_in_no_trial_whose_job_forbids_it(tmp_path: Path) -> None:
     config = toy(tmp_path, "cluster.clouds.cloud_b.num_ranks=2")
     config.cluster.clouds.cloud_b.shard = True
