@@ -41,7 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 4, "sliding_window": 3},
     "gpt2": NO_DROPOUT | {"loss_type": "ForCausalLM"},
     "gpt_neox": {},
-}
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
 
 
 def theirs(kind: str, **changes: Any) -> Any:
@@ -63,6 +68,13 @@ def saved(kind: str, folder: Path, **changes: Any) -> Any:
     network = theirs(kind, **changes)
     network.save_pretrained(folder)
     return network
+
+
+def folder_in(kind: str, folder: Path, dtype: torch.dtype, **changes: Any) -> Any:
+    """A checkpoint of this dtype; returns transformers' model of its values."""
+    network = saved(kind, folder, **changes).to(dtype)
+    network.save_pretrained(folder)
+    return network.float()
 
 
 def where(cache_dir: Path, **changes: Any) -> BuildContext:

@@ -11,13 +11,23 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.causal_models import KINDS, batch_of, build, loss_of, next_words, saved, where, words
+from tests.causal_models import (
+    KINDS,
+    batch_of,
+    build,
+    folder_in,
+    loss_of,
+    next_words,
+    saved,
+    where,
+    words,
+)
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError
 from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
-from xcloud.models.frozen_weights import NF4_VALUES, FrozenMatrix, keep_matrices
+from xcloud.models.frozen_weights import NF4_VALUES, FrozenMatrix
 from xcloud.pipeline.exchange import digest
 from xcloud.rank.reports import SavedTensors, bytes_of
 
@@ -32,13 +42,6 @@ def kept(linear: nn.Module, kind: Any) -> FrozenMatrix:
     with torch.no_grad():
         matrix.fill(linear.weight)
     return matrix
-
-
-def folder_in(kind: str, folder: Path, dtype: torch.dtype, **changes: Any) -> Any:
-    """A checkpoint of this dtype; returns transformers' model of its values."""
-    network = saved(kind, folder, **changes).to(dtype)
-    network.save_pretrained(folder)
-    return network.float()
 
 
 def model_of(folder: Path, **settings: Any) -> CausalLM:
@@ -193,19 +196,6 @@ def test_a_block_is_packed_before_the_next_is_read(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         model_of(Path("x"), **changes)
-
-
-def test_experts_are_refused_and_not_left_as_they_are() -> None:
-    from transformers import AutoConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
-    config = AutoConfig.for_model("mixtral", **sizes, num_local_experts=2)
-    config._experts_implementation = "eager"
-    with torch.device("meta"):
-        block = MixtralDecoderLayer(config, 0)
-    with pytest.raises(ConfigError, match=r"weights=int8 .* experts .*choose model.weights=bfl"):
-        keep_matrices(block, lambda name: "int8")
 
 
 def test_another_kind_than_the_checkpoint_was_made_with_is_noticed(tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def test_the_command_prints_a_table_and_leaves_json(
         ({"clouds": {"a": {"rank": 1}}}, "'clouds.a.rank'"),
         ({"model": {"layers": 4}}, "model.hidden is missing"),
         ({"model": SMALL["model"] | {"flop_per_s": 1e9}}, "either flop_per_s or seconds"),
+        (
+            {"model": SMALL["model"] | {"active_per_layer": 10**12}},
+            "model.active_per_layer=1000000000000 must be at most the",
+        ),
         ({"model": {"profile": "a.json", "layers": 2}}, "leave layers out"),
         ({"prices": {"rank_hour": {"*": -1}}}, r"prices.rank_hour.\* must be greater"),
         ({"prices": {"egress_per_gb": {"b-d": 1}}}, "'prices.egress_per_gb.b-d'"),
@@ -255,6 +259,24 @@ def test_a_model_is_sized_by_its_config_without_weights(tmp_path: Path) -> None:
     file.write_text(json.dumps(SMALL | {"model": {"checkpoint": "big", **others}}))
     with pytest.raises(ConfigError, match="is of type 'bert'"):
         read_what_if(file)
+
+
+def test_a_token_passes_through_a_few_experts_and_memory_holds_all(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, published with 30,532,122,624 weights, 2,048 of them in the last norm."""
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "plan.yaml"
+    given = {"checkpoint": "config.json", "sequence_length": 1024, "flop_per_s": 1e14}
+    file.write_text(json.dumps(SMALL | {"model": given}))
+    model = read_what_if(file).model
+    assert model is not None and model.parameters == 30_532_122_624 - 2048
+    one = 3 * 2048 * 768
+    assert model.active_per_layer == model.layer_parameters - 120 * one
+    assert model.layer_flop == 1024 * (2 * model.active_per_layer + 4 * 1024 * 2048)
 
 
 def test_frozen_weights_in_fewer_bits_take_less_of_each_rank() -> None:

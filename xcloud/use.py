@@ -119,8 +119,8 @@ class TrainedRun:
             return compressor.decompress(compressor.compress(tensor), spec=TensorSpec.of(tensor))
 
         fields = self.experiment.boundaries[stage].fields
-        floating = {field.name for field in fields if field.dtype.is_floating_point}
-        return {n: arrived(t) if n in floating else t for n, t in message.items()}
+        compressed = {field.name for field in fields if field.is_compressed}
+        return {n: arrived(t) if n in compressed else t for n, t in message.items()}
 
     @property
     def compressor(self) -> str:

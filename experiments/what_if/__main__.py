@@ -12,10 +12,10 @@ tokens: of the whole run, such as 1.0e9: then a line says what all of it takes a
 clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
 prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
 model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
-    parameters_per_layer, trained_share, weights (float32, bfloat16, int8, nf4), checkpointing. In
-    place of layers, hidden, vocabulary and parameters_per_layer: checkpoint, the config.json of a
-    causal language model, or its folder; it needs no weights. Or profile alone: a JSON file, as
-    plan.profile of run.py.
+    parameters_per_layer, active_per_layer (of mixtures of experts), trained_share, weights
+    (float32, bfloat16, int8, nf4), checkpointing. In place of layers, hidden, vocabulary and what
+    a layer has: checkpoint, the config.json of a causal language model, or its folder; it needs
+    no weights. Or profile alone: a JSON file, as plan.profile of run.py.
 codecs: compress_bytes_per_s, decompress_bytes_per_s; by compressor or "*"; else they take no time.
 search: strategies, compressors (files of conf/compression), stages_inside, replicas, every,
     micro_batches: lists of what is tried.
@@ -45,6 +45,7 @@ from xcloud.base.project import project_root
 from xcloud.base.wording import meant
 from xcloud.job.config import read_plain
 from xcloud.models.causal_network import KINDS, Part, laid_out, read_config
+from xcloud.models.experts import experts_in
 from xcloud.simulator.costs import Profile, read_profile
 
 
@@ -107,15 +108,21 @@ def sizes_of(checkpoint: Path) -> dict[str, int]:
         config = read_config(str(folder))
     except DataError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
-    whole = Part(range(config.num_hidden_layers), is_first=True, is_last=True)
-    network = laid_out(config, whole).base_model  # without memory
+    first = Part(range(1), is_first=True, is_last=True)
+    network = laid_out(config, first).base_model  # without memory
     layer = getattr(network, KINDS[config.model_type].blocks)[0]
-    return {
+    num_parameters = sum(parameter.numel() for parameter in layer.parameters())
+    sizes = {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "vocabulary": config.vocab_size,
-        "parameters_per_layer": sum(parameter.numel() for parameter in layer.parameters()),
+        "parameters_per_layer": num_parameters,
     }
+    for _, experts in experts_in(layer):
+        of_one = sum(parameter.numel() for parameter in experts.get_submodule("0").parameters())
+        num_idle = experts.num_experts - config.num_experts_per_tok
+        sizes["active_per_layer"] = num_parameters - num_idle * of_one
+    return sizes
 
 
 def profile_of(what_if: WhatIf, folder: Path) -> Profile:

@@ -67,8 +67,11 @@ class Decoder:
 
     flop_per_s: of a rank at its best; utilisation: the share of it that computing reaches.
     seconds_per_layer: in place of both, forward of one sample through one layer.
-    parameters_per_layer: null = 12 hidden². checkpointing: a layer's activations are computed
-        again in the backward, and only its input is kept.
+    parameters_per_layer: null = 12 hidden².
+    active_per_layer: those of them that a token passes through, where each takes a few of many
+        experts; null = all.
+    checkpointing: a layer's activations are computed again in the backward, and only its input is
+        kept.
     trained_share: of the weights, as 0.005 with LoRA; the others take no gradient, no moments and
         cross in no average.
     weights: what those others are kept as, as model.weights of a run: float32, bfloat16, int8 or
@@ -83,6 +86,7 @@ class Decoder:
     utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     seconds_per_layer: Above0 | None = None
     parameters_per_layer: Positive | None = None
+    active_per_layer: Positive | None = None
     checkpointing: bool = False
     trained_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     weights: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
@@ -91,6 +95,11 @@ class Decoder:
         if self.trained_share == 1 and self.weights != "float32":
             raise ConfigError(
                 f"model.weights={self.weights} is for frozen weights: give model.trained_share too"
+            )
+        if (self.active_per_layer or 0) > self.layer_parameters:
+            raise ConfigError(
+                f"model.active_per_layer={self.active_per_layer} must be at most the "
+                f"{self.layer_parameters} parameters of a layer"
             )
         if (self.flop_per_s is None) == (self.seconds_per_layer is None):
             raise ConfigError("model needs either flop_per_s or seconds_per_layer")
@@ -107,7 +116,8 @@ class Decoder:
     @property
     def layer_flop(self) -> float:
         """Forward of one sample: 2P a token, and 4SH for the scores and what they weigh."""
-        per_token = 2 * self.layer_parameters + 4 * self.sequence_length * self.hidden
+        active = self.active_per_layer or self.layer_parameters
+        per_token = 2 * active + 4 * self.sequence_length * self.hidden
         return float(self.sequence_length * per_token)
 
     @property

@@ -43,8 +43,8 @@ Message = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class BoundaryField:
-    """One tensor of a boundary message. Floating fields are compressed and their gradient returns;
-    integer fields cross unchanged.
+    """One tensor of a boundary message. Floating fields are compressed, unless they are exact, and
+    their gradient returns; integer fields cross unchanged.
 
     rows "samples": the tensor is [B, *features]. rows "counted": it is [sum(counts), *features],
     where `counts` is the message's integer field of that name, [B], which must stand first.
@@ -53,6 +53,7 @@ class BoundaryField:
     of it cross); what the compression ratio is counted against. None: as many as cross.
     most: of an integer field whose values index something, the largest; the least is 0. None: any.
         `counts` are at most the boundary's max_rows_per_sample.
+    is_exact: of a floating field that crosses, and whose gradient returns, as it is.
     """
 
     name: str
@@ -61,6 +62,11 @@ class BoundaryField:
     rows: Literal["samples", "counted"] | int = "samples"
     replaces: int | None = None
     most: int | None = None
+    is_exact: bool = False
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.dtype.is_floating_point and not self.is_exact
 
     def raw_bytes(self, num_rows: int) -> int:
         """FP32 bytes of what the uncut model would hand on."""
@@ -215,7 +221,11 @@ class _Channel(StatefulTree):
     identity: ChannelId
 
     def __post_init__(self, new_codecs: Callable[[], Codecs]) -> None:
-        self.codecs = {f.name: new_codecs() for f in self.fields if f.dtype.is_floating_point}
+        self.codecs = {
+            field.name: new_codecs() if field.is_compressed else Codecs([(None, PLAIN)])
+            for field in self.fields
+            if field.dtype.is_floating_point
+        }
         for name, codecs in self.codecs.items():
             codecs.use_stream(self.identity.stream(name))
 

@@ -102,7 +102,7 @@ def _coded(
         num_bytes = 0
         for field in fields:
             spec = field.spec(field.max_rows(num_samples, boundary.max_rows_per_sample))
-            parts = getattr(plan, direction).wire_specs(spec) if spec.is_floating else (spec,)
+            parts = getattr(plan, direction).wire_specs(spec) if field.is_compressed else (spec,)
             num_bytes += sum(part.num_bytes for part in parts)
         most = max(most, num_bytes)
     words = ", ".join(field.in_words for field in fields)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import HubName, NotNegative, Positive, settings
+from xcloud.base.settings import HubName, NotNegative, NotNegativeFloat, Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
@@ -45,13 +45,17 @@ from xcloud.models.causal_network import (
     write_config,
 )
 from xcloud.models.causal_stage import CausalStage, OwnCausal
+from xcloud.models.experts import RouterLoss
 from xcloud.models.frozen_weights import DTYPES, Kind
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
 from xcloud.pretrained import INDEX, WeightFiles
 
-DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+DROPOUTS = (  # and other chance
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "router_jitter_noise",
+)  # fmt: skip
 OWN_BASE = "own_base"  # of an architecture: the folder in the cache that the run has made
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 
@@ -79,6 +83,8 @@ class CausalLM(TextModel):
     weights: what the frozen weights beside lora are kept as: float32, bfloat16, float16, or packed
         as int8 or nf4. Embeddings and head are never packed. null: as the checkpoint has them.
         Products are computed as training.precision says.
+    router_loss: weight of the loss that has routers spread tokens over experts; null: as the
+        checkpoint's config.json says, router_aux_loss_coef if output_router_logits, else none.
     blocks_per_stage: how many of the model's blocks each stage holds; null: evenly, as the cluster
         has stages.
     vocabulary_chunk: tokens whose logits exist at once while the loss is computed; fewer take less
@@ -93,6 +99,7 @@ class CausalLM(TextModel):
     own: OwnCausal | None = None
     lora: Lora | None = None
     weights: Kind | None = None
+    router_loss: NotNegativeFloat | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[NotNegative] | None = None
     split: Split = Split(None)
@@ -175,12 +182,14 @@ class CausalLM(TextModel):
             trains = self.split.rank is not None or self.lora.adapts(config, blocks=below)
         if stage == 0 and self.split.freeze_bottom:
             trains = draws = False
+        router_loss = self._router_loss(config)
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
             BoundaryField(
                 name="places", features=(), dtype=torch.int16, rows="counted", most=max_length - 1
             ),
+            *(() if router_loss is None else router_loss.fields()),
             whole=whole,
             gradient_returns=trains,
             start=self.split.start_specs(whole, max_length=max_length) if stage == 0 else (),
@@ -392,6 +401,19 @@ class CausalLM(TextModel):
             handed_over=handed,
             frozen=frozen,
             is_tied=is_tied,
+            router_loss=self._router_loss(config),
+        )
+
+    def _router_loss(self, config: Any) -> RouterLoss | None:
+        if not KINDS[config.model_type].experts:
+            return None
+        weight = self.router_loss
+        if weight is None and config.output_router_logits:
+            weight = config.router_aux_loss_coef
+        if not weight:
+            return None
+        return RouterLoss(
+            weight, num_experts=config.num_experts, num_chosen=config.num_experts_per_tok
         )
 
     def _config(self, max_length: int) -> Any:
@@ -406,6 +428,11 @@ class CausalLM(TextModel):
             raise ConfigError(f"task.max_length is {max_length}, but {whose}; lower it")
         if self.lora is not None:
             self.lora.check(config)
+        if self.router_loss is not None and not KINDS[config.model_type].experts:
+            raise ConfigError(
+                f"model.router_loss={self.router_loss}: {self.describe()} has no experts, so no "
+                "routers; leave it out"
+            )
         if self.embeddings in ("tie", "untie") and not config.tie_word_embeddings:
             raise ConfigError(
                 f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
+from xcloud.models.experts import ExpertAdapters, Experts, experts_in, separate_experts
 from xcloud.models.frozen_weights import (
     DTYPES,
     PACKED,
@@ -38,6 +39,7 @@ from xcloud.pretrained import WeightFiles, raw_config
 Masks = Tensor | None | dict[str, Tensor | None]
 
 HEAD = "lm_head"
+EXPERT_PARAMETERS = ("gate_up", "down")  # and "_proj", in transformers
 ADAPTER = "default"  # what peft calls the only adapter of a network
 PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
@@ -45,18 +47,28 @@ PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 @dataclass(frozen=True)
 class ModelKind:
     """Module names of a model type. first: others that only the first stage runs. old_head: the
-    head's name in files."""
+    head's name in files. experts: in files, the names of an expert's gate, up and down matrix;
+    none where there are no experts. mixture: in files, the name of what holds experts and router.
+    """
 
     embeddings: str = "embed_tokens"
     blocks: str = "layers"
     norm: str = "norm"
     first: Sequence[str] = ()
     old_head: str = HEAD
+    experts: Sequence[str] = ()
+    mixture: str = "mlp"
+
+    def in_file(self, name: str) -> str:
+        """Return the name in a file of a parameter of the network."""
+        return name.replace(HEAD, self.old_head).replace(".mlp.", f".{self.mixture}.")
 
 
 LLAMAS = ("llama", "mistral", "gemma", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KINDS: Mapping[str, ModelKind] = {
     **dict.fromkeys(LLAMAS, ModelKind()),
+    "mixtral": ModelKind(experts=("w1", "w3", "w2"), mixture="block_sparse_moe"),
+    "qwen3_moe": ModelKind(experts=("gate_proj", "up_proj", "down_proj")),
     "gpt2": ModelKind(embeddings="wte", blocks="h", norm="ln_f", first=("wpe", "drop")),
     "gpt_neox": ModelKind(
         embeddings="embed_in",
@@ -129,6 +141,9 @@ def laid_out(config: Any, part: Part) -> Any:
     for number in range(config.num_hidden_layers):
         if number not in part.blocks:
             blocks[number] = Elsewhere()
+        elif kind.experts:
+            with torch.device("meta"):
+                separate_experts(blocks[number], kind.experts)
     if not part.is_first:
         for name in (kind.embeddings, *kind.first):
             setattr(base, name, Elsewhere())
@@ -186,8 +201,10 @@ def run(
     ids_BS: Tensor | None,
     rows_BSH: Tensor | None,
     past: Past | None = None,
+    router_logits: list[Tensor] | None = None,
 ) -> Tensor:
-    """From ids or rows to rows [B, S, H]. past: of the tokens before these, which it takes in."""
+    """From ids or rows to rows [B, S, H]. past: of the tokens before these, which it takes in.
+    router_logits: filled with those of each router, [B * S, experts]."""
     cache = None
     seen_BS = places_BS
     if past is not None:
@@ -195,10 +212,13 @@ def run(
         cache = past.keys_and_values
         seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
     masks = attention_masks(network.config, places_BS=seen_BS, num_new=places_BS.shape[1])
+    asked = {} if router_logits is None else {"output_router_logits": True}
     output = network.base_model(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
-        past_key_values=cache, use_cache=cache is not None,
+        past_key_values=cache, use_cache=cache is not None, **asked,
     )  # fmt: skip
+    if router_logits is not None:
+        router_logits.extend(output.router_logits or ())
     return cast(Tensor, output.last_hidden_state)
 
 
@@ -251,8 +271,7 @@ def load_weights(
     weights: what matrices are kept as, in a frozen network; None: as the checkpoint has them.
         Embeddings and head are never packed: beside int8 and nf4 they are as in the checkpoint.
     end_block: called with each full block's name and the block.
-    Raises DataError for a tensor that is missing or of another shape, ConfigError for experts that
-    could not be packed.
+    Raises DataError for a tensor that is missing or of another shape.
     """
     files = WeightFiles(name_or_path)
     kind = KINDS[network.config.model_type]
@@ -262,7 +281,7 @@ def load_weights(
 
     def place_of(name: str) -> str:
         # The second is of a file of the headless model.
-        names = [name, name.removeprefix(base), name.replace(HEAD, kind.old_head)]
+        names = [kind.in_file(name), kind.in_file(name).removeprefix(base), name]
         if name == f"{HEAD}.weight" and is_tied:
             names += [f"{base}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
         return files.first_of(*names)
@@ -326,7 +345,7 @@ def _of_base(name: str) -> str:
 def merged_weights(network: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a part by its name in a file, float32: what is kept in fewer bits is
     made dense first, then its adapter is added."""
-    old_head = KINDS[network.config.model_type].old_head
+    kind = KINDS[network.config.model_type]
     for name, parameter in network.named_parameters():
         if ".lora_" in name or name.endswith(".scales"):
             continue
@@ -338,7 +357,22 @@ def merged_weights(network: Any) -> Iterator[tuple[str, Tensor]]:
         if path.endswith(".base_layer") and what == "weight":
             adapted = network.get_submodule(path.removesuffix(".base_layer"))
             weight = weight + adapted.get_delta_weight(ADAPTER).detach()
-        yield _of_base(name).replace(HEAD, old_head), weight
+        expert_path, _, matrix = path.rpartition(".")
+        mixture_path, _, number = expert_path.rpartition(".")
+        mixture = network.get_submodule(mixture_path)
+        if isinstance(mixture, Experts):
+            delta = mixture.delta(int(number), matrix)
+            if delta is not None:
+                weight = weight + delta.detach()
+        yield kind.in_file(_of_base(name)), weight
+
+
+def peft_name(name: str) -> str:
+    """Return the name that peft has in a file for a parameter of an adapter."""
+    # Of two adapters of one module the later wraps the earlier.
+    name = name.replace(".experts.gate_up.lora_", ".experts.base_layer.lora_")
+    name = name.replace(".experts.down.lora_", ".experts.lora_")
+    return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".").removesuffix(".weight") + ".weight"
 
 
 def write_config(network: Any, folder: Path) -> None:
@@ -352,7 +386,7 @@ def write_checkpoint(network: Any, folder: Path) -> None:
     write_config(network, folder=folder)
     kind = KINDS[network.config.model_type]
     tensors = {  # a tied matrix once
-        name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()
+        kind.in_file(name): parameter.detach().cpu().contiguous()
         for name, parameter in network.named_parameters()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -365,6 +399,8 @@ class Lora:
 
     targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
         takes for this type of model. layers: blocks that get adapters, from 0; None: all.
+    experts: adapters beside the matrices of experts, too; gate and up share one, as they are one
+        parameter in transformers (target_parameters of peft). Without dropout, as there.
     r: rank of the adapters.
     alpha: the adapters are scaled by alpha / r.
     dropout: share of an adapter's input features that is zeroed in training.
@@ -375,6 +411,7 @@ class Lora:
     dropout: Annotated[float, Field(ge=0.0, le=0.99)] = 0.0
     targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
     layers: Annotated[Sequence[int], Field(min_length=1)] | None = None
+    experts: bool = False
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a matrix or a block that the model has not."""
@@ -384,11 +421,23 @@ class Lora:
             blocks_of(laid_out(config, part=Part(blocks=range(1), is_first=False, is_last=False)))
         )
         linears = (n for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
-        matrices = sorted({name.rsplit(".", 1)[-1] for name in linears})
+        # peft takes these names for experts, in blocks without experts too.
+        of_experts = KINDS[config.model_type].experts
+        matrices = sorted({name.rsplit(".", 1)[-1] for name in linears} - set(of_experts))
         if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
+            has = "; experts get adapters by model.lora.experts=true" if of_experts else ""
             raise ConfigError(
                 f"model.lora.targets: a block of this {config.model_type} has no "
-                f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
+                f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}{has}"
+            )
+        if self.experts and not of_experts:
+            raise ConfigError(
+                f"model.lora.experts=true: this {config.model_type} has no experts; leave it out"
+            )
+        if self.experts and self.dropout:
+            raise ConfigError(
+                f"model.lora.experts=true: adapters of experts have no dropout, as in peft, and "
+                f"model.lora.dropout is {self.dropout}: set it to 0"
             )
         for layer in self.layers or ():
             check(
@@ -400,7 +449,8 @@ class Lora:
     def targets_in(self, config: Any) -> list[str]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
 
-        return list(self.targets or sorted(usual[config.model_type]))
+        attention = ("q_proj", "v_proj")  # of types that peft has no list for
+        return list(self.targets or sorted(usual.get(config.model_type, attention)))
 
     def adapts(self, config: Any, blocks: range) -> bool:
         layers = range(config.num_hidden_layers) if self.layers is None else self.layers
@@ -414,6 +464,14 @@ class Lora:
         if self.adapts(network.config, blocks=part.blocks):
             with seeded(0, "replaced by draw"):
                 inject_adapter_in_model(self.adapter_config(network.config), network, ADAPTER)
+        if self.experts:
+            layers = (
+                range(network.config.num_hidden_layers) if self.layers is None else self.layers
+            )
+            for number, (_, block) in enumerate(blocks_of(network)):
+                for _, experts in experts_in(block) if number in layers else ():
+                    with torch.device("meta"):
+                        experts.add_adapters(self.r, scale=self.alpha / self.r)
 
     def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
         """Start the adapters of a block called `prefix`, from the seed and their names alone."""
@@ -423,6 +481,9 @@ class Lora:
             if isinstance(module, LoraLayer):
                 with seeded(seed, "lora", name):
                     module.reset_lora_parameters(ADAPTER, True)  # type: ignore[no-untyped-call]
+            elif isinstance(module, ExpertAdapters):
+                with seeded(seed, "lora", name):
+                    module.draw()
 
     def adapter_config(self, config: Any, base: str | None = None) -> Any:
         """peft's own. base: folder or hub id of the model; of adapters that are written."""
@@ -431,13 +492,22 @@ class Lora:
         layers = None
         if self.layers is not None:
             layers = sorted(self.layers)
+        blocks = KINDS[config.model_type].blocks
+        parameters = None
+        if self.experts and base is not None:
+            # layers_to_transform says nothing of parameters.
+            where = [""] if layers is None else [f"{blocks}.{number}." for number in layers]
+            parameters = [
+                f"{at}mlp.experts.{name}_proj" for at in where for name in EXPERT_PARAMETERS
+            ]
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self.targets_in(config),
             layers_to_transform=layers,
-            layers_pattern=None if layers is None else KINDS[config.model_type].blocks,
+            target_parameters=parameters,
+            layers_pattern=None if layers is None else blocks,
             task_type="CAUSAL_LM",
             fan_in_fan_out=config.model_type == "gpt2",  # its matrices are stored transposed
             base_model_name_or_path=base,

@@ -36,18 +36,18 @@ from xcloud.contracts.model import (
     TokenIds,
 )
 from xcloud.models.causal_network import (
-    ADAPTER,
     HEAD,
-    PEFT_PREFIX,
     Part,
     Past,
     config_of,
     draw_weights,
     network_of,
+    peft_name,
     run,
     write_checkpoint,
 )
 from xcloud.models.encoder import Packing, check_heads
+from xcloud.models.experts import RouterLoss
 from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
@@ -68,7 +68,7 @@ def packed_places(types_BS: Tensor) -> Tensor:
 class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
     cut: what reduces rows on their way out, or restores them on their way in. is_tied: embeddings
-    or head are one matrix with the pipeline's other end."""
+    or head are one matrix with the pipeline's other end. router_loss: None without one."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class CausalStage(Stage):
         handed_over: tuple[Tensor, ...] = (),
         frozen: bool = False,
         is_tied: bool = False,
+        router_loss: RouterLoss | None = None,
     ) -> None:
         config = {"config": json.loads(network.config.to_json_string())}
         super().__init__({**architecture, **config}, handed_over, frozen)
@@ -89,6 +90,7 @@ class CausalStage(Stage):
         self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)
         self.cut = cut
         self._is_tied = is_tied
+        self._router_loss = router_loss
         if frozen:
             self.requires_grad_(False)
 
@@ -109,8 +111,7 @@ class CausalStage(Stage):
             cut = self.cut.state_dict(prefix="cut.")
         state: dict[str, Tensor] = self.network.state_dict()
         if self.architecture["lora"]:
-            names = {n: n.replace(f".{ADAPTER}.", ".") for n in state if ".lora_" in n}
-            return {PEFT_PREFIX + theirs: state[n] for n, theirs in names.items()} | cut
+            return {peft_name(name): state[name] for name in state if ".lora_" in name} | cut
         is_whole = self._part.is_first and self._part.is_last
         config = self.network.config
         if is_whole and config.tie_word_embeddings:
@@ -130,12 +131,21 @@ class CausalStage(Stage):
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> StageOutput:
         """past: of the tokens before those of the batch, which it takes in."""
-        packing, rows = self._rows(received, batch, past)
+        logits: list[Tensor] | None = None if self._router_loss is None else []
+        packing, rows = self._rows(received, batch, past, router_logits=logits)
+        routed: Message = {}
+        if self._router_loss is not None:
+            routed = self._router_loss.sums(logits or (), packing=packing, received=received)
         if self._part.is_last:
-            return StageOutput(loss=self._losses(rows, packing, batch=batch)[0].sum())
+            losses, _ = self._losses(rows, packing, batch=batch)
+            loss = losses.sum()
+            if self._router_loss is not None:
+                loss = loss + self._router_loss.of(routed) * len(losses)
+            return StageOutput(loss=loss)
         counts = packing.counts.to(torch.int16)
         places = packing.positions.to(torch.int16)
-        return StageOutput({"counts": counts, "places": places, "hidden": rows.float()})
+        known = {"counts": counts, "places": places}
+        return StageOutput(known | routed | {"hidden": rows.float()})
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
@@ -192,7 +202,11 @@ class CausalStage(Stage):
         return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
 
     def _rows(
-        self, received: Message | None, batch: Batch, past: Past | None = None
+        self,
+        received: Message | None,
+        batch: Batch,
+        past: Past | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> tuple[Packing, Tensor]:
         """Return where tokens stand in their documents, and this part's rows."""
         ids_BS = rows_BSH = None
@@ -208,9 +222,15 @@ class CausalStage(Stage):
             hidden = received["hidden"]
             rows_BSH = packing.unpack(hidden if self.cut is None else self.cut(hidden, packing))
         places_BS = packing.unpack(packing.positions)
-        rows = packing.pack(
-            run(self.network, places_BS=places_BS, ids_BS=ids_BS, rows_BSH=rows_BSH, past=past)
+        made_BSH = run(
+            self.network,
+            places_BS=places_BS,
+            ids_BS=ids_BS,
+            rows_BSH=rows_BSH,
+            past=past,
+            router_logits=router_logits,
         )
+        rows = packing.pack(made_BSH)
         if self.cut is not None and self._part.is_first:
             rows = self.cut(rows, packing)
         return packing, rows

@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError
-
 Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 PACKED = ("int8", "nf4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,16 +140,9 @@ def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:
     """Put a FrozenMatrix in place of each Linear and Conv1D of a block, adapters aside.
 
     kind_of: what a weight of this name in the block is kept as.
-    Raises ConfigError for experts that lie in one parameter, which would not be packed.
     """
     from transformers.pytorch_utils import Conv1D
 
-    for name, parameter in block.named_parameters():
-        if parameter.dim() > 2 and (kind := kind_of(name)) in PACKED:
-            raise ConfigError(
-                f"model.weights={kind} packs matrices, and this model has experts that lie in one "
-                f"parameter ({name}): choose model.weights=bfloat16 or float32"
-            )
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in f".{name}":
             kind = kind_of(f"{name}.weight")

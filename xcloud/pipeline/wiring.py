@@ -370,7 +370,7 @@ class Boundaries:
         for entry in fields:
             rows = entry.max_rows(self._job.max_micro_batch, boundary.max_rows_per_sample)
             spec = entry.spec(rows)
-            coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
+            coded = codecs.max_bytes(spec) if entry.is_compressed else spec.num_bytes
             frame += coded
             capacity += max(spec.num_bytes, coded)
         return frame, capacity

@@ -86,8 +86,9 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
             return Lack(setting=what, remedy="leave it out")
         for field in boundaries[stage].fields:
             width = math.prod(field.features)
-            floats = field.dtype.is_floating_point
-            if floats and not decodes_rows_alone(compression.forward, num_features=width):
+            if field.is_compressed and not decodes_rows_alone(
+                compression.forward, num_features=width
+            ):
                 return Lack(
                     setting=f"compression.forward={compression.forward.label} makes of the same "
                     "row another one in each message (it draws, remembers, or looks at several "

@@ -359,10 +359,10 @@ def codec_costs(
         ("forward", boundary.fields, choice.forward),
         ("backward", boundary.gradient_fields, choice.backward),
     ):
-        floating = [field for field in fields if field.dtype.is_floating_point]
-        if floating:
-            most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
-            specs = [field.spec(min(MAX_ROWS, most)) for field in floating]
+        compressed = [field for field in fields if field.is_compressed]
+        if compressed:
+            most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in compressed)
+            specs = [field.spec(min(MAX_ROWS, most)) for field in compressed]
             yield direction, time_codec(compressor, specs=specs, device=device)
 
 
