@@ -9,6 +9,7 @@ begin. A named file, --pdb and `-n 0` run in one process.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -173,6 +174,14 @@ def alternate_slow_and_fast(items: list[Any]) -> None:
     for place, item in enumerate(fast):
         places[item.nodeid] = place / len(fast)
     items.sort(key=lambda item: places[item.nodeid])
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has begun to count
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test with a longer timeout than others run beyond pytest's faulthandler_timeout."""
+    timeout = item.get_closest_marker("timeout")
+    if timeout is not None and timeout.args[0] > float(item.config.getini("timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:

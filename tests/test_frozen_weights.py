@@ -37,6 +37,7 @@ ALL = ["bfloat16", "float16", "int8", "nf4"]
 
 def kept(linear: nn.Module, kind: Any) -> FrozenMatrix:
     matrix = FrozenMatrix(linear, kind)
+    matrix.bias = None  # the one of `linear`, which must keep its values
     matrix.to_empty(device="cpu", recurse=False)
     matrix.bias = linear.bias
     with torch.no_grad():
