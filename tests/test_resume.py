@@ -17,9 +17,9 @@ from tests.nightly import each_once
 from tests.pipelines import in_threads, samples
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
-from xcloud.comm.state import State
+from xcloud.comm.state import State, joined, states_of
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.pipeline.hook import StepReport
+from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.schedule import GPipe
 
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
@@ -125,3 +125,24 @@ def test_a_state_is_of_one_rank_and_its_settings() -> None:
     lanes = job(other, CODECS["int4, delta"])
     with pytest.raises(ValueError, match=r"a Wiring contains 'boundary 0 .*other settings"):
         lanes[0].load_state_dict(states(lanes)[1])
+
+
+class Counted(Hook):
+    name = "counted"
+    own_names = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+def test_two_hooks_of_one_name_are_refused_since_a_checkpoint_would_keep_one() -> None:
+    one, other = Counted(1), Counted(2)
+    assert Hooks([one, None, Hook(), Hook()]).children() == {"counted": one}
+    with pytest.raises(ValueError, match="two parts of a rank keep their state as 'counted'"):
+        Hooks([one, Hook(), other]).children()
+    with pytest.raises(ValueError, match="'counted'"):
+        joined({"trainer": None, "counted": one}, Hooks([other]).children())
+    own = {"first": one, "second": other}  # of a user, who has named each
+    assert states_of(joined(Hooks([one]).children(), {"hooks": own})) == {
+        "counted.n": 1, "hooks.first.n": 1, "hooks.second.n": 2
+    }  # fmt: skip

@@ -32,6 +32,7 @@ from xcloud.rank import agreement
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import Role
 from xcloud.rank.stop_signal import StopSignal
+from xcloud.rank.task_data import Evaluator
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
@@ -257,6 +258,24 @@ def test_a_request_to_end_is_noted_only_while_work_can_be_saved(
         assert again.value.code == 128 + signal.SIGUSR1
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_during_the_last_evaluation_is_not_kept_for_a_step_that_never_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["training.max_steps=2", "training.checkpoint.every_steps=1"]
+    job = Settings.of(toy_config("local", settings)).job
+    asked, evaluate = StopSignal(), Evaluator.evaluate
+    armed: list[tuple[object, ...]] = []
+
+    def noted(evaluator: Evaluator, *given: Any) -> Any:
+        armed.append((*given, asked.is_armed))
+        return evaluate(evaluator, *given)
+
+    monkeypatch.setattr(Evaluator, "evaluate", noted)
+    transport = MemoryWorld().transport(0)
+    assert not one_rank.run_rank(job, tmp_path, {}, Verdict(), one_rank.Process(asked), transport)
+    assert armed[-1] == ("test", 2, False)
 
 
 def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(

@@ -38,6 +38,21 @@ StateTree = Mapping[str, "Stateful | StateTree | None"]
 """Stateful children by name. A name contains no dot; a child that is None has no state."""
 
 
+def joined(*trees: StateTree) -> StateTree:
+    """Return the children of several trees as one tree. Raises ValueError for two of one name, of
+    which a checkpoint would keep the state of one."""
+    found: dict[str, Stateful | StateTree | None] = {}
+    for tree in trees:
+        for name, child in tree.items():
+            if name in found:
+                raise ValueError(
+                    f"two parts of a rank keep their state as {name!r}: a checkpoint would "
+                    "lose that of one; give one of them another name"
+                )
+            found[name] = child
+    return found
+
+
 class StatefulTree:
     """An object with stateful children, values of its own, or both.
 

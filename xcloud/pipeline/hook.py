@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from xcloud.comm.state import StatefulTree, StateTree
+from xcloud.comm.state import StatefulTree, StateTree, joined
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch
 from xcloud.pipeline.control import Signal
@@ -100,7 +100,7 @@ class Hooks(Hook):
         self._hooks = tuple(hook for hook in hooks if hook is not None)
 
     def children(self) -> StateTree:
-        return {hook.name: hook for hook in self._hooks if hook.name}
+        return joined(*({hook.name: hook} for hook in self._hooks if hook.name))
 
     def signal(self, step: int) -> Signal:
         return max((hook.signal(step) for hook in self._hooks), default=Signal.GO_ON)

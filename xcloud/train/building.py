@@ -13,7 +13,7 @@ import torch
 
 from xcloud.comm.channel import ReceiveChannel
 from xcloud.comm.snapshot import bytes_to_copy
-from xcloud.comm.state import StateTree, states_of
+from xcloud.comm.state import StateTree, joined, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BASES, Stage, TaskData
 from xcloud.experiment import Experiment
@@ -127,8 +127,11 @@ def build_training(
     facts = {"data": data.own_digests(), "base": bases}
     own = {name: hook.join(context) for name, hook in job.hooks.items()}
     changing = _changing(built, features, trainer=trainer, meter=meter)
-    states: StateTree = {"trainer": trainer, "channels": wiring, **changing.children()}
-    states = {**states, "hooks": own}  # by the names in the config
+    states = joined(
+        {"trainer": trainer, "channels": wiring},
+        changing.children(),
+        {"hooks": own},  # by the names in the config
+    )
     hooks = Hooks(
         [
             *own.values(),
