@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from xcloud.base.wording import meant  # which takes a while
 
-        hint = meant(name.replace("_", "-"), [*COMMANDS])
+        hint = meant(name.replace("_", "-"), known=[*COMMANDS])
         say(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", error=True)
         return 2
     module, _, function = COMMANDS[name].function.rpartition(".")

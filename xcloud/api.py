@@ -95,10 +95,10 @@ def run(experiment: str, *settings: str, folder: str | Path | None = None) -> Re
     """
     asked = Settings.of(composed([f"+exp={experiment}", *settings], conf_dir()))
     run_dir = Path(folder) if folder else Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
-    chosen = with_plan(asked, run_dir)
+    chosen = with_plan(asked, run_dir=run_dir)
     if chosen is None:
         raise ConfigError("plan=show starts no run; give plan=best, or leave it out")
-    carry_out(chosen, run_dir)
+    carry_out(chosen, run_dir=run_dir)
     return load(run_dir)
 
 
@@ -106,7 +106,7 @@ def load(folder: str | Path) -> Result:
     """Return the result of a run that has ended. Raises ConfigError if the folder holds none."""
     run_dir = Path(folder)
     check_is_run(run_dir, SUMMARY_FILE)
-    return Result(run_dir, read_summary(run_dir))
+    return Result(folder=run_dir, summary=read_summary(run_dir))
 
 
 def sweep(
@@ -141,8 +141,8 @@ def sweep(
     check_name(name)
     chosen = LauncherSettings(parallel=parallel, also=also)
     folder = Path("multirun", name or f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}").absolute()
-    points = with_also(grid([f"+exp={experiment}", *settings]), also or {})
-    one = Sweep(folder.name, folder, settings=chosen, processes=Processes(parallel))
+    points = with_also(grid([f"+exp={experiment}", *settings]), also=also or {})
+    one = Sweep(name=folder.name, folder=folder, settings=chosen, processes=Processes(parallel))
     code = one.run(points, lambda overrides: composed(overrides, conf_dir()))
     if code == REFUSED:
         raise ConfigError("the sweep is refused; the reasons stand above")
@@ -161,7 +161,7 @@ def compressions() -> list[str]:
 def compression(name: str) -> CompressionPlan:
     """Return the compression of that name: what acts on activations, on their gradients and on
     what replicas average. Raises ConfigError if there is none."""
-    plan = option("compression", name, conf_dir=conf_dir())
+    plan = option("compression", name=name, conf_dir=conf_dir())
     assert isinstance(plan, CompressionPlan)
     return plan
 
@@ -186,6 +186,6 @@ def compress_ddp(model: nn.Module, name: str, *, feedback: bool = True) -> Compr
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"compress_ddp takes a DistributedDataParallel, got {type(model)}")
     chosen = compression(name).averaged.averaging_choice
-    state = CompressedAveraging(model, chosen, feedback=feedback)
+    state = CompressedAveraging(model=model, compressor=chosen, feedback=feedback)
     model.register_comm_hook(state, compressed_averaging)
     return state

@@ -50,14 +50,18 @@ def main(words: Sequence[str]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
     try:
         # argparse knows flags at either end only
-        run_words(flags, [word if word.startswith("-") else with_home(word) for word in others])
+        run_words(
+            flags, words=[word if word.startswith("-") else with_home(word) for word in others]
+        )
     except (HydraException, OmegaConfBaseException) as error:
         if composed:
             raise
         from xcloud.job.given import explained
 
         overrides = [word for word in others if not word.startswith("-")]
-        for line in explained(error, overrides, conf_dir=conf_dir(), is_sweep=bool(flags)):
+        for line in explained(
+            error, overrides=overrides, conf_dir=conf_dir(), is_sweep=bool(flags)
+        ):
             say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
@@ -82,7 +86,7 @@ def run_words(flags: Sequence[str], words: Sequence[str]) -> None:
 
         overrides = [word for word in words if "=" in word and not word.startswith("-")]
         others = [word for word in words if word not in overrides]  # such as --cfg job
-        with_plus = completed(overrides, conf_dir())
+        with_plus = completed(overrides, conf_dir=conf_dir())
         if with_plus == overrides:
             raise
         sys.argv[1:] = [*flags, *others, *with_plus]
@@ -127,9 +131,9 @@ def run_composed(config: DictConfig) -> None:
         run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():
-        chosen = with_plan(Settings.of(config), run_dir)
+        chosen = with_plan(Settings.of(config), run_dir=run_dir)
         if chosen is not None:  # else it was only to be shown
-            carry_out(chosen, run_dir)
+            carry_out(chosen, run_dir=run_dir)
 
 
 def with_plan(settings: Settings, run_dir: Path) -> Settings | None:
@@ -139,7 +143,7 @@ def with_plan(settings: Settings, run_dir: Path) -> Settings | None:
         return settings
     from xcloud.planner.planning import planned
 
-    return planned(settings, run_dir)
+    return planned(settings, run_dir=run_dir)
 
 
 def resume(words: Sequence[str]) -> None:
@@ -153,9 +157,12 @@ def resume(words: Sequence[str]) -> None:
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
     run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
-    settings, has_more = resumed(run_dir, overrides, conf_dir=conf_dir())
+    settings, has_more = resumed(run_dir, overrides=overrides, conf_dir=conf_dir())
     carry_out(
-        settings, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
+        settings,
+        run_dir=run_dir,
+        resumes=partial(check_can_go_on, anew=ANEW in words),
+        has_more=has_more,
     )
 
 
@@ -173,7 +180,9 @@ def carry_out(
     if settings.plain.get("follow_up"):
         from xcloud.job.given import compose_follow_up
 
-        following = compose_follow_up(settings, conf_dir(), run_dir=run_dir, own=resumes is None)
+        following = compose_follow_up(
+            settings, conf_dir=conf_dir(), run_dir=run_dir, own=resumes is None
+        )
     if has_more:
         run(settings, run_dir, resumes=resumes, more_follows=following is not None)
     elif following is None:

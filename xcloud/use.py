@@ -135,7 +135,7 @@ class TrainedRun:
         """Return what arrives at the last stage of a batch; None if there is one stage."""
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
-            message = self.carry(number, stage(message, batch).send)
+            message = self.carry(number, message=stage(message, batch).send)
         return message
 
 
@@ -241,7 +241,7 @@ class TextGenerator(TrainedRun):
         """Write the model with its adapters added to its weights, for transformers."""
         model = cast(CausalLM, self.experiment.model)
         with exporting(out):
-            for folder in model.merge(self.stages, self.context(), out):
+            for folder in model.merge(self.stages, context=self.context(), out=out):
                 self.text.save(folder)
 
     def join(self, out: Path) -> None:

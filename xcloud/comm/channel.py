@@ -173,7 +173,7 @@ class Codec(StatefulTree):
         return {"compressor": self.compressor, "memory": self.memory}
 
 
-PLAIN = Codec(Chain(), NoMemory())
+PLAIN = Codec(compressor=Chain(), memory=NoMemory())
 
 
 class Codecs(StatefulTree):
@@ -278,7 +278,7 @@ class SendChannel(_Channel):
             carries: list[str] = []
             for field in self.fields:
                 tensor = message[field.name].detach()
-                spec = field.spec(field.num_rows(samples, counts))
+                spec = field.spec(field.num_rows(samples, counts=counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
                 encoded: Tensors = (tensor,)
                 if spec.is_floating:
@@ -297,7 +297,7 @@ class SendChannel(_Channel):
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
             return codec.compress_apart(tensor, stream=stream)
         self.raw_bytes += field.raw_bytes(len(tensor))
-        return codec.encode(tensor, rows)
+        return codec.encode(tensor, rows_of=rows)
 
     def send_start(self, tensors: Tensors) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))
@@ -314,7 +314,7 @@ class ReceiveChannel(_Channel):
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         with self.clock.during("wait"):
-            parts = list(self.link.recv(key, self.overdue_s))
+            parts = list(self.link.recv(key, overdue_s=self.overdue_s))
         try:
             return self._decoded(key, parts=parts, samples=samples, known=known)
         except FrameError as error:
@@ -327,7 +327,7 @@ class ReceiveChannel(_Channel):
             message = dict(known)
             for field in self.fields:
                 counts = message.get("counts")
-                spec = field.spec(field.num_rows(samples, counts))
+                spec = field.spec(field.num_rows(samples, counts=counts))
                 codec = PLAIN
                 if spec.is_floating:
                     codec = self.codecs[field.name].at(key.step)
@@ -364,7 +364,7 @@ class ReceiveChannel(_Channel):
 
     def recv_start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
         key = MessageKey(Kind.START)
-        parts = self.link.recv(key, self.overdue_s)
+        parts = self.link.recv(key, overdue_s=self.overdue_s)
         if tuple(TensorSpec.of(part) for part in parts) != specs:
             raise FrameError(f"{key}: not what the boundary between the stages promises")
         return tuple(part.to(self.device) for part in parts)

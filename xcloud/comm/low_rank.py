@@ -44,7 +44,7 @@ class WarmFactors(Compressor):
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
-        rank = self._rank(num_rows, num_features)
+        rank = self._rank(num_rows, num_features=num_features)
         sizes = ((num_rows, rank), (rank, num_features))
         return tuple(TensorSpec(shape=size, dtype=spec.dtype) for size in sizes)
 
@@ -53,7 +53,7 @@ class WarmFactors(Compressor):
         cast."""
         refuse_integers(tensor)
         num_rows, num_features = matrix_shape(tuple(tensor.shape))
-        rank = self._rank(num_rows, num_features)
+        rank = self._rank(num_rows, num_features=num_features)
         matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
         if rank == 0:
             return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))

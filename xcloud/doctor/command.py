@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
             listen = host_and_port(given.listen)
         except ValueError:
             raise ConfigError(f"--listen must be HOST:PORT, got {given.listen}") from None
-    case = read_case(given.experiment, given.cloud, run_dir=given.run_dir)
+    case = read_case(given.experiment, cloud=given.cloud, run_dir=given.run_dir)
     findings = examine(case, wait_s=given.wait, listen=listen)
     if given.json:
         say(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -77,7 +77,7 @@ def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
         raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
     asked.settings.job.cluster.ranks_in(name)  # raises for a cloud that is not there
     return Case(
-        file,
+        file=file,
         digest=asked.digest,
         settings=asked.settings,
         refusal=asked.refusal,
@@ -91,7 +91,7 @@ def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
 def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) -> list[Finding]:
     """Make all checks. wait_s, listen: see check_lines."""
     own, keys = check_own_key(case)
-    certificates = {peer: check_certificate(case, peer, keys) for peer in case.peers}
+    certificates = {peer: check_certificate(case, peer=peer, own=keys) for peer in case.peers}
     findings = [check_file(case), check_name(case), own, *certificates.values()]
     findings += [check(case) for check in machine.CHECKS]
     usable = {
@@ -100,8 +100,8 @@ def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) ->
         if finding.state is not State.RED
     }
     if keys is not None and usable:
-        known = read_line_keys(case.cloud, usable, policy_file=case.policy_file)
-        findings += check_lines(case, known, wait_s=wait_s, listen=listen)
+        known = read_line_keys(case.cloud, peers=usable, policy_file=case.policy_file)
+        findings += check_lines(case, keys=known, wait_s=wait_s, listen=listen)
     return findings
 
 

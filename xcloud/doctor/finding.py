@@ -31,12 +31,12 @@ class Finding:
 
 
 def ok(name: str, fact: str, **figures: float) -> Finding:
-    return Finding(name, State.OK, fact=fact, figures=figures)
+    return Finding(name=name, state=State.OK, fact=fact, figures=figures)
 
 
 def warn(name: str, fact: str, advice: str, **figures: float) -> Finding:
-    return Finding(name, State.WARN, fact=fact, advice=advice, figures=figures)
+    return Finding(name=name, state=State.WARN, fact=fact, advice=advice, figures=figures)
 
 
 def red(name: str, fact: str, advice: str, **figures: float) -> Finding:
-    return Finding(name, State.RED, fact=fact, advice=advice, figures=figures)
+    return Finding(name=name, state=State.RED, fact=fact, advice=advice, figures=figures)

@@ -98,31 +98,41 @@ def check_lines(
     listen: host and port to listen at, where it is not the address that others dial.
     """
     findings = list[Finding]()
-    tls = PinnedTls(keys, label=_LINE)
+    tls = PinnedTls(keys=keys, label=_LINE)
     refused: list[str] = []
     listener: Listener | None = None
     trials = list[LineTrial]()
     try:
         for peer in keys.peers:
-            if case.layout.listener_of(case.cloud, peer) == peer:
-                dialler = Dialler(case.address_of(peer), peer, tls)
-                trials.append(LineTrial(case, peer, dialler, dials=True, within_s=wait_s))
+            if case.layout.listener_of(case.cloud, there=peer) == peer:
+                dialler = Dialler(address=case.address_of(peer), cloud=peer, tls=tls)
+                trials.append(
+                    LineTrial(case=case, peer=peer, way=dialler, dials=True, within_s=wait_s)
+                )
                 continue
             at = listen or case.address_of(case.cloud)
             try:
                 listener = listener or Listener(
-                    at, tls, case.cloud, _RANK, run=_RUN, attempt=1, on_refused=refused.append
+                    address=at,
+                    tls=tls,
+                    cloud=case.cloud,
+                    rank=_RANK,
+                    run=_RUN,
+                    attempt=1,
+                    on_refused=refused.append,
                 )
             except OSError as error:
-                findings.append(_cannot_listen(peer, at, error))
+                findings.append(_cannot_listen(peer, at=at, error=error))
                 continue
-            trials.append(LineTrial(case, peer, listener, dials=False, within_s=wait_s))
+            trials.append(
+                LineTrial(case=case, peer=peer, way=listener, dials=False, within_s=wait_s)
+            )
         if trials:
             names = " and ".join(trial.peer for trial in trials)
             say(f"trying the line to {names}, for up to {human_duration(wait_s)} …", error=True)
         for trial in trials:
             trial.join()
-            findings += _of_trial(case, trial, refused)
+            findings += _of_trial(case, trial=trial, refused=refused)
     finally:
         if listener is not None:
             listener.close()
@@ -157,17 +167,17 @@ def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Find
         return
     yield ok(name, fact=fact)
     found = trial.measured
-    yield from _compared(peer, own_facts(case.digest), found.peer)
+    yield from _compared(peer, own=own_facts(case.digest), theirs=found.peer)
     yield ok(
         f"round trip to {peer}",
         fact=human_seconds(found.round_trip_s),
         round_trip_s=found.round_trip_s,
     )
     yield _clock(peer, found.clock_ahead_s)
-    yield _bandwidth(peer, found)
-    yield _connections(peer, found)
-    yield _control(peer, trial.congestion_control)
-    yield _step(case, peer, found)
+    yield _bandwidth(peer, found=found)
+    yield _connections(peer, found=found)
+    yield _control(peer, used=trial.congestion_control)
+    yield _step(case, peer=peer, found=found)
 
 
 def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
@@ -261,7 +271,7 @@ def _control(peer: str, used: str | None) -> Finding:
 
 def _step(case: Case, peer: str, found: Measured) -> Finding:
     """Say how long the line is busy in a step, from what the settings send at most."""
-    out, back = bytes_per_step(case, peer)
+    out, back = bytes_per_step(case, peer=peer)
     name = f"step over the line to {peer}"
     if not out + back:
         return ok(name, fact="the settings do not tell how much crosses in a step")

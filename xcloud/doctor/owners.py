@@ -58,10 +58,10 @@ def check_own_key(case: Case) -> tuple[Finding, LineKeys | None]:
         "the other owners"
     )
     try:
-        keys = read_line_keys(case.cloud, {}, policy_file=case.policy_file)
+        keys = read_line_keys(case.cloud, peers={}, policy_file=case.policy_file)
     except ConfigError as error:
         return red("own key", fact=str(error), advice=renew), None
-    return _dated("own key", [keys.own], renew), keys
+    return _dated("own key", certificates=[keys.own], advice=renew), keys
 
 
 def check_certificate(case: Case, peer: str, own: LineKeys | None) -> Finding:
@@ -79,10 +79,12 @@ def check_certificate(case: Case, peer: str, own: LineKeys | None) -> Finding:
     if own is None:
         return warn(name, fact="not looked at", advice="first mend this cloud's own key")
     try:
-        keys = read_line_keys(case.cloud, {peer: files}, policy_file=case.policy_file)
+        keys = read_line_keys(case.cloud, peers={peer: files}, policy_file=case.policy_file)
     except ConfigError as error:
         return red(name, fact=str(error), advice=f"{get}, and name it in `peers` of the policy")
-    return _dated(name, keys.peers[peer], f"ask the owner of {peer} for another one")
+    return _dated(
+        name, certificates=keys.peers[peer], advice=f"ask the owner of {peer} for another one"
+    )
 
 
 def _dated(name: str, certificates: Sequence[Certificate], advice: str) -> Finding:

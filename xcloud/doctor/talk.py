@@ -89,9 +89,9 @@ def lead(tls: socket.socket, peer: str, facts: Facts) -> Measured:
 
     Raises OSError where the connection ends, FrameError for a peer that breaks the rules.
     """
-    talk = _Talk(tls, peer)
+    talk = _Talk(tls=tls, peer=peer)
     talk.send(Kind.FACTS, pack_facts(facts))
-    theirs = unpack_facts(talk.receive(Kind.FACTS), peer)
+    theirs = unpack_facts(talk.receive(Kind.FACTS), peer=peer)
     round_trip_s, clock_ahead_s = _ping(talk)
     _send_bulk(talk)
     sent = talk.receive_rate()
@@ -104,8 +104,8 @@ def lead(tls: socket.socket, peer: str, facts: Facts) -> Measured:
 
 def follow(tls: socket.socket, peer: str, facts: Facts) -> Measured:
     """Measure the line, as the cloud that was dialled. Raises as `lead`."""
-    talk = _Talk(tls, peer)
-    theirs = unpack_facts(talk.receive(Kind.FACTS), peer)
+    talk = _Talk(tls=tls, peer=peer)
+    theirs = unpack_facts(talk.receive(Kind.FACTS), peer=peer)
     talk.send(Kind.FACTS, pack_facts(facts))
     for _ in range(_NUM_PINGS):
         talk.receive(Kind.PING)
@@ -114,7 +114,7 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> Measured:
     talk.send(Kind.RATE, _NUMBER.pack(received))
     _send_bulk(talk)
     sent = talk.receive_rate()
-    round_trip_s, clock_behind_s = talk.receive_numbers(Kind.FIGURES, _FIGURES)
+    round_trip_s, clock_behind_s = talk.receive_numbers(Kind.FIGURES, form=_FIGURES)
     talk.send(Kind.END)
     return Measured(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
 
@@ -138,17 +138,17 @@ class _Talk:
         return self.receive_any((kind,), until_s=time.monotonic() + ANSWER_S)[1]
 
     def receive_any(self, allowed: tuple[Kind, ...], until_s: float) -> tuple[Kind, bytes]:
-        number, num_bytes = HEAD.unpack(self._read(HEAD.size, until_s))
+        number, num_bytes = HEAD.unpack(self._read(HEAD.size, until_s=until_s))
         kind = next((one for one in allowed if one == number), None)
         if kind is None or num_bytes > _MAX_BYTES.get(kind, 0):
             wanted = " or ".join(one.name for one in allowed)
             raise FrameError(
                 f"the doctor of {self._peer} sent {num_bytes} bytes of kind {number}, not {wanted}"
             )
-        return kind, self._read(num_bytes, until_s)
+        return kind, self._read(num_bytes, until_s=until_s)
 
     def receive_number(self, kind: Kind) -> float:
-        return self.receive_numbers(kind, _NUMBER)[0]
+        return self.receive_numbers(kind, form=_NUMBER)[0]
 
     def receive_rate(self) -> float:
         rate = self.receive_number(Kind.RATE)

@@ -77,7 +77,7 @@ def evaluate(words: Sequence[str]) -> None:
         summary[EVALUATION] = {**summary.get(EVALUATION, {}), **scores}
         write_summary(run / SUMMARY_FILE, summary=summary)
         figures = dict(evaluation_metrics({EVALUATION: scores}))
-        if trouble := add_figures(run, generator.experiment.tracker, figures=figures):
+        if trouble := add_figures(run, tracker=generator.experiment.tracker, figures=figures):
             say(f"MLflow lacks these scores: {trouble}", error=True)
     from lm_eval.utils import make_table
 
@@ -107,7 +107,7 @@ def _tasks(names: Sequence[str], include: Path | None) -> tuple[Any, list[Any]]:
             continue
         if name.endswith((".yaml", ".yml")):
             raise ConfigError(f"--tasks: there is no file {name}")
-        hint = meant(name, manager.all_tasks)
+        hint = meant(name, known=manager.all_tasks)
         raise ConfigError(f"--tasks: lm-eval has no task {name!r}{hint}")
     chosen = []
     for name in names:
@@ -144,7 +144,7 @@ def _results(
     before = set(files.glob("*"))
     try:
         results: dict[str, Any] = simple_evaluate(
-            model=HarnessModel(generator, chats=chats, cached=cached),
+            model=HarnessModel(generator=generator, chats=chats, cached=cached),
             model_args={"model": str(run), "compressor": generator.compressor},
             tasks=list(tasks),
             task_manager=manager,

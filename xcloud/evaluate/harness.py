@@ -149,7 +149,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         asked = [(request.args[0], _understood(request.args[1])) for request in requests]
         texts = []
         for context, how in tqdm(asked, desc="generating", disable=disable_tqdm):
-            texts.append(self._written_on(context, how))
+            texts.append(self._written_on(context, how=how))
         return texts
 
     def _written_on(self, context: str, how: Mapping[str, Any]) -> str:

@@ -44,8 +44,8 @@ def main(words: Sequence[str]) -> int:
     say(f"\nSHA-256, to compare by phone with the other owner:\n{in_groups(asked.digest)}\n")
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
-    elif given.yes or _agrees(where, policy):
-        approve(where, asked.digest)
+    elif given.yes or _agrees(where, policy=policy):
+        approve(where, digest=asked.digest)
         say(f"approved in {where} now")
     return 0
 
@@ -84,11 +84,11 @@ def _described(settings: Settings) -> Iterator[str]:
         ranks = num_ranks_in_words(settings_of_cloud.num_ranks)
         yield f"\n{cloud}: {ranks}, device {settings_of_cloud.device}"
         for what, words in (("holders", "reads the fields"), ("weights", "holds the weights of")):
-            held = job.held_by(cloud, what)
+            held = job.held_by(cloud, what=what)
             if held is None:
                 continue
             others = [name for name in job.cluster.clouds if name != cloud]
-            stays = held.difference(*(job.held_by(name, what) or () for name in others))
+            stays = held.difference(*(job.held_by(name, what=what) or () for name in others))
             yield f"  {words} {_names(held) or 'none'}; only here: {_names(stays) or 'none'}"
         sent = [message for message in job.leaving() if message.sender == cloud]
         if not sent:
@@ -111,14 +111,14 @@ def approve(file: Path, digest: str) -> None:
     text = ""
     if target.exists():
         text = plain_text(target)
-    changed = with_approved(text, digest)
+    changed = with_approved(text, digest=digest)
     try:
         Policy.of(yaml.safe_load(changed), target)
     except yaml.YAMLError as error:  # such as all of it in one pair of braces
         more = f"approved: ['{digest}']"
         raise ConfigError(f"{target} cannot be added to; write {more} into it") from error
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, changed)
+    replace_text(target, text=changed)
 
 
 def with_approved(text: str, digest: str) -> str:

@@ -58,16 +58,16 @@ def settings_of(config: DictConfig, group: str) -> list[Setting]:
     for part in group.split("."):
         if not isinstance(node, dict) or part not in node:
             known = [str(key) for key in node if key not in NOT_SHOWN] if node is plain else groups
-            near = meant(group, known)
+            near = meant(group, known=known)
             raise ConfigError(f"there is no group {group!r}{near} There are: {', '.join(groups)}")
         node = node[part]
-    return list(_settings_in(node, group))
+    return list(_settings_in(node, path=group))
 
 
 def _settings_in(node: Any, path: str) -> Iterator[Setting]:
     if isinstance(node, dict) and "_target_" not in node and node:
         for name, value in node.items():  # such as the clouds of a cluster
-            yield from _settings_in(value, f"{path}.{name}")
+            yield from _settings_in(value, path=f"{path}.{name}")
         return
     if not isinstance(node, dict) or "_target_" not in node:
         yield Setting(key=path, takes="", default="", value=_word(node), means="")
@@ -79,10 +79,10 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
         key = f"{path}.{name}"
         default = parameter.default
         has_default = default is not parameter.empty
-        written = _default(target, name, default=default) if has_default else ""
+        written = _default(target, name=name, default=default) if has_default else ""
         value = node.get(name)
         if isinstance(value, dict) and value:
-            yield from _settings_in(value, key)
+            yield from _settings_in(value, path=key)
             continue
         yield Setting(
             key=key,
@@ -177,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     config = composed(overrides, conf_dir())
     if given.group is None:
         return _list_groups(config)
-    entries = settings_of(config, given.group)
+    entries = settings_of(config, group=given.group)
     if given.json:
         say(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=1))
         return 0

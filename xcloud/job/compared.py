@@ -50,7 +50,7 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
                 where = f"{key}.{name}" if key else str(name)
                 if name not in marks:
                     walk(entry, where, is_foreign and name != "_target_")
-                elif (text := _marked(marks[name], entry)) is not None:
+                elif (text := _marked(marks[name], value=entry)) is not None:
                     found[where] = text
         elif isinstance(node, list | tuple) and node:
             for index, entry in enumerate(node):
@@ -67,7 +67,7 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def _marked(leads: Leads, value: object) -> str | None:
     """Return what is compared of a setting that leads out of the experiment; None: nothing."""
     if leads.shared is not None:
-        return _contents(value, Tokenizer.load if leads.shared == "tokenizer" else None)
+        return _contents(value, check=Tokenizer.load if leads.shared == "tokenizer" else None)
     if leads.to == "hub":
         return PATH if isinstance(value, str) and is_place(value) else as_text(value)
     return None

@@ -59,9 +59,9 @@ class Settings:
         plain = resolved(config)
         if policy is not None:
             policy.check_build(plain)
-        check_keys(plain, "")
+        check_keys(plain, path="")
         plain = fill_in(plain)
-        check_keys(plain, "")  # of groups that change a default
+        check_keys(plain, path="")  # of groups that change a default
         return cls(Job.of(build(plain)), plain)
 
     @classmethod
@@ -101,7 +101,7 @@ class Settings:
 
     def write(self, file: Path) -> None:
         """Write the experiment file: everything that a worker on another machine needs."""
-        replace_text(file, OmegaConf.to_yaml(self.kept))
+        replace_text(file, text=OmegaConf.to_yaml(self.kept))
 
 
 def fill_in(node: Any) -> Any:
@@ -111,7 +111,7 @@ def fill_in(node: Any) -> Any:
     if not isinstance(node, Mapping):
         return node
     if "_target_" in node:
-        node = with_defaults(resolve_name(str(node["_target_"])), node)
+        node = with_defaults(resolve_name(str(node["_target_"])), given=node)
     return {key: fill_in(entry) for key, entry in node.items()}
 
 
@@ -140,11 +140,13 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         OmegaConf.resolve(plain)
     except InterpolationKeyError as error:
         raw = OmegaConf.to_container(plain)
-        raise ConfigError(does_not_fit(_lines(error)[0], dict(dotted(raw, "")))) from error
+        raise ConfigError(
+            does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
+        ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(_lines(error)[0]) from error
     settings = cast(dict[str, Any], OmegaConf.to_container(plain))
-    for key, value in dotted(settings, ""):
+    for key, value in dotted(settings, path=""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     missing = sorted(OmegaConf.missing_keys(plain))
@@ -164,7 +166,7 @@ def check_keys(node: Any, path: str) -> None:
     """
     if isinstance(node, list):
         for index, entry in enumerate(node):
-            check_keys(entry, f"{path}[{index}]")
+            check_keys(entry, path=f"{path}[{index}]")
     if not isinstance(node, Mapping):
         return
     if "_target_" in node:
@@ -179,13 +181,13 @@ def check_keys(node: Any, path: str) -> None:
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for key in () if open_ended else node:
             if key not in parameters and not str(key).startswith("_"):
-                raise ConfigError(unknown_key(path, str(key), known=list(parameters)))
+                raise ConfigError(unknown_key(path, name=str(key), known=list(parameters)))
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in node:
                 raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
     for key, entry in node.items():
-        check_keys(entry, f"{path}.{key}" if path else str(key))
+        check_keys(entry, path=f"{path}.{key}" if path else str(key))
 
 
 def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Any:
@@ -193,7 +195,7 @@ def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
     Raises ConfigError.
     """
-    text = plain_text(path, approve)
+    text = plain_text(path, approve=approve)
     try:
         return OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
@@ -217,7 +219,7 @@ def this_clouds_keys() -> LineKeys:
     Raises ConfigError.
     """
     policy = this_clouds_policy()
-    return read_line_keys(policy.me, policy.peers, policy_file=policy_file())
+    return read_line_keys(policy.me, peers=policy.peers, policy_file=policy_file())
 
 
 def policy_file() -> Path:
@@ -229,7 +231,7 @@ def policy_file() -> Path:
 def flatten(plain: Mapping[str, Any]) -> dict[str, object]:
     """Return settings by dotted name; of targets the last part of their path."""
     flat: dict[str, object] = {}
-    for path, value in dotted(plain, ""):
+    for path, value in dotted(plain, path=""):
         where, _, key = path.rpartition(".")
         if key == "_target_":
             flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]
@@ -242,7 +244,7 @@ def dotted(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what is no mapping (a list is one value), by dotted name."""
     if isinstance(node, Mapping):
         for key, entry in node.items():
-            yield from dotted(entry, f"{path}.{key}" if path else str(key))
+            yield from dotted(entry, path=f"{path}.{key}" if path else str(key))
     else:
         yield path, node
 

@@ -54,7 +54,7 @@ def read_config(
     Only the functions below may build what it says. Raises ConfigError if it is missing or no
     experiment file.
     """
-    loaded = read_plain(path, approve)
+    loaded = read_plain(path, approve=approve)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
     return loaded
@@ -77,8 +77,8 @@ def read_settings(path: Path) -> Settings:
 def read_shared(path: Path, run_dir: Path) -> Settings:
     """Read a file that several clouds share, if this cloud has approved it, and build its job."""
     policy = this_clouds_policy()
-    config = read_config(path, partial(policy.check_approved, policy_file=policy_file()))
-    return _shared(config, run_dir)
+    config = read_config(path, approve=partial(policy.check_approved, policy_file=policy_file()))
+    return _shared(config, run_dir=run_dir)
 
 
 class ToApprove(NamedTuple):
@@ -103,7 +103,7 @@ def read_to_approve(path: Path) -> ToApprove:
     def note(data: bytes, _: Path) -> None:
         found.append(hashlib.sha256(data).hexdigest())
 
-    config = read_config(path, note)
+    config = read_config(path, approve=note)
     settings = Settings.of(config, this_clouds_policy())
     refusal = None
     try:
@@ -123,7 +123,7 @@ def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
     policy.check(resolved(config), run_dir)
     settings = Settings.of(config, policy)
     policy.check_required(settings.job)
-    policy.check_held(settings.job.cluster.clouds, settings.job.held_by)
+    policy.check_held(settings.job.cluster.clouds, held_by=settings.job.held_by)
     return settings
 
 
@@ -167,8 +167,8 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
                 if _is_group(word):
                     chosen = compose("config", overrides=[str(word.input_line)])
                     value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif not (word.is_add() or is_optional(config, key)):
-                    for line in hint(config, key):
+                elif not (word.is_add() or is_optional(config, key=key)):
+                    for line in hint(config, key=key):
                         raise ConfigError(line)
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
@@ -184,7 +184,7 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Se
     """
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
-    settings = Settings.of(with_overrides(file, overrides, conf_dir=conf_dir))
+    settings = Settings.of(with_overrides(file, overrides=overrides, conf_dir=conf_dir))
     if read_summary(run_dir).get("status") == "finished":
         return settings, settings.job.max_steps > read_settings(file).job.max_steps
     return settings, True
@@ -199,7 +199,9 @@ def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
         with _composing(conf_dir):
             return _compose([*map(with_home, words)])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("\n".join(explained(error, words, conf_dir=conf_dir))) from error
+        raise ConfigError(
+            "\n".join(explained(error, overrides=words, conf_dir=conf_dir))
+        ) from error
 
 
 def _compose(words: Sequence[str]) -> DictConfig:
@@ -226,7 +228,7 @@ def completed(words: Sequence[str], conf_dir: Path) -> list[str]:
 
 def _with_plus(words: Sequence[str]) -> list[str]:
     config = _chosen(parsed(words))
-    return with_plus(words, lambda key: is_optional(config, key))
+    return with_plus(words, is_optional=lambda key: is_optional(config, key=key))
 
 
 def _chosen(overrides: Sequence[Override]) -> DictConfig:
@@ -259,9 +261,9 @@ def explained(
     error: Exception, overrides: Sequence[str], conf_dir: Path, is_sweep: bool = False
 ) -> list[str]:
     """Say why a command line does not compose, a line for each word that is wrong."""
-    if wrong := unreadable(overrides, is_sweep):
+    if wrong := unreadable(overrides, is_sweep=is_sweep):
         return wrong
-    return hints(overrides, conf_dir) or [in_one_line(error)]
+    return hints(overrides, conf_dir=conf_dir) or [in_one_line(error)]
 
 
 def in_one_line(error: Exception) -> str:
@@ -276,7 +278,7 @@ def in_one_line(error: Exception) -> str:
     if not found or not options:
         return message
     wrong = message.split("'")[-2]  # group/option
-    near = meant(wrong.rpartition("/")[2], options)
+    near = meant(wrong.rpartition("/")[2], known=options)
     return f"there is no {wrong}{near} There are: {', '.join(options)}"
 
 
@@ -301,14 +303,14 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
     return [
         line
         for key in keys
-        if not (key.startswith("hydra.") or is_optional(config, key))
-        for line in hint(config, key)
+        if not (key.startswith("hydra.") or is_optional(config, key=key))
+        for line in hint(config, key=key)
     ]
 
 
 def is_optional(config: DictConfig, key: str) -> bool:
     """Return whether a key can be added: a class has it, and the config leaves its default."""
-    return _has(effective(config), key) and not _has(config, key)
+    return _has(effective(config), key=key) and not _has(config, key=key)
 
 
 def effective(config: DictConfig) -> dict[str, Any]:
@@ -346,15 +348,15 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
             if key == "task.path":
                 own = "; with profile=files it is the folder of your corpus"
             known = [str(name) for name in node if name != "_target_"]
-            like = _elsewhere(settings, key)
-            yield unknown_key(path, part, known=known, elsewhere=like) + own
+            like = _elsewhere(settings, key=key)
+            yield unknown_key(path, name=part, known=known, elsewhere=like) + own
             return
         node = node[part]
 
 
 def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
     """Return the setting with nearly the last name of `key` that is most like it, if any."""
-    last = {name: name.rpartition(".")[2] for name, _ in dotted(settings, "")}
+    last = {name: name.rpartition(".")[2] for name, _ in dotted(settings, path="")}
     near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
     found = [name for name in last if last[name] in near]
     return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
@@ -392,7 +394,7 @@ def compose_follow_up(
     try:
         leaves = experiment.model.leaves(run_dir)
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
-        given = [as_override(f"++{key}", value) for key, value in first.items()]
+        given = [as_override(f"++{key}", text=value) for key, value in first.items()]
         with _composing(conf_dir):  # what follow_up names itself comes later, and counts
             if wrong := unreadable(experiment.follow_up):
                 raise ConfigError(wrong[0])
@@ -406,7 +408,7 @@ def compose_follow_up(
             config.tracker = settings.plain["tracker"]
         following = Settings.of(config, policy)
         if any(OmegaConf.select(config, key) == value for key, value in leaves.items()):
-            _check_reading(following.job.pipeline, experiment)
+            _check_reading(following.job.pipeline, first=experiment)
         else:
             following.job.check()
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:

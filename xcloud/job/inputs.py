@@ -25,9 +25,9 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     cache_dir: where digests of large files are kept.
     """
     digests = {}
-    for key, value in _flat(settings, ""):
+    for key, value in _flat(settings, key=""):
         if _READ.fullmatch(key) and isinstance(value, str) and value:
-            digest = contents_of(Path(value).expanduser(), cache_dir)
+            digest = contents_of(Path(value).expanduser(), cache_dir=cache_dir)
             if digest is not None:
                 digests[key] = digest
     return digests
@@ -36,9 +36,9 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
 def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(node, Mapping):
         for name, entry in node.items():
-            yield from _flat(entry, f"{key}.{name}" if key else str(name))
+            yield from _flat(entry, key=f"{key}.{name}" if key else str(name))
     elif isinstance(node, list | tuple):
         for entry in node:
-            yield from _flat(entry, key)
+            yield from _flat(entry, key=key)
     else:
         yield key, node

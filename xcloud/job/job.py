@@ -95,7 +95,7 @@ class Roster:
 
 
 def _checked_sweep(name: str) -> str:
-    check_name("sweep", name)
+    check_name("sweep", name=name)
     return name
 
 
@@ -192,7 +192,7 @@ class Job(Names, ABC):
     def roster(self) -> Roster:
         """The tasks of ranks; by default the run needs every rank, and each saves."""
         everyone = frozenset(range(self.cluster.num_ranks))
-        return Roster(everyone, everyone)
+        return Roster(essential=everyone, saving=everyone)
 
     def measured(self, run_dir: Path) -> Mapping[str, Any]:
         """Return what the summary has of a finished run that is measured after it."""
@@ -209,7 +209,7 @@ class Job(Names, ABC):
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
         kind = ElasticCollector if self.roster.is_elastic else StepCollector
-        return RunStatistics(kind(num_ranks), self.figures)
+        return RunStatistics(steps=kind(num_ranks), figures=self.figures)
 
     @property
     def figures(self) -> Sequence[FeatureFigure]:
@@ -312,7 +312,7 @@ class PipelineJob(Job):
         labels = {"compression": self.compression.label, "schedule": self.schedule.label,
                   "cluster": self.cluster.describe()}  # fmt: skip
         return ModelPlacement.held(
-            self.cluster, self.strategy, last_step=self.max_steps, labels=labels
+            self.cluster, strategy=self.strategy, last_step=self.max_steps, labels=labels
         )
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
@@ -324,7 +324,7 @@ class PipelineJob(Job):
         """
         last = self.cluster.num_stages - 1
         first_cloud, here, there, last_cloud = (
-            self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
+            self.cluster.stage_cloud(s, replica=replica) for s in (0, stage, stage + 1, last)
         )
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
         return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
@@ -334,7 +334,7 @@ class PipelineJob(Job):
         """The boundaries, by the stage before: what crosses from each stage to the next."""
         return {
             stage: self.model.boundary(
-                stage, self.cluster.num_stages, max_length=self.task.max_length
+                stage, num_stages=self.cluster.num_stages, max_length=self.task.max_length
             )
             for stage in range(self.cluster.num_stages - 1)
         }
@@ -386,7 +386,7 @@ class PipelineJob(Job):
         period = math.lcm(*periods)
         num_micro_batches = self.schedule.num_micro_batches
         if period == 1:
-            return BatchPlan(num_samples, batch_size=size, seed=self.seed)
+            return BatchPlan(num_samples=num_samples, batch_size=size, seed=self.seed)
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
         return PinnedBatchPlan(
             num_samples=num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks
@@ -405,4 +405,6 @@ class PipelineJob(Job):
 
     def _fields(self, stages: Sequence[int]) -> frozenset[str]:
         num_stages = self.cluster.num_stages
-        return frozenset[str]().union(*(self.model.fields(s, num_stages) for s in stages))
+        return frozenset[str]().union(
+            *(self.model.fields(s, num_stages=num_stages) for s in stages)
+        )

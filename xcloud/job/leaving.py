@@ -60,7 +60,7 @@ def leaving(job: SendingJob) -> Iterator[Leaving]:
     layout = job.cluster
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
-            yield from _at_boundary(job, stage, replica=replica)
+            yield from _at_boundary(job, stage=stage, replica=replica)
     first = layout.cloud_of(0)
     for cloud in layout.clouds:
         if cloud != first:
@@ -69,7 +69,7 @@ def leaving(job: SendingJob) -> Iterator[Leaving]:
 
 
 def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]:
-    here, there = (job.cluster.stage_cloud(s, replica) for s in (stage, stage + 1))
+    here, there = (job.cluster.stage_cloud(s, replica=replica) for s in (stage, stage + 1))
     if here == there:
         return
     boundary = job.boundaries[stage]
@@ -79,13 +79,13 @@ def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]
         yield Leaving(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
     num = -(-job.num_pieces // job.cluster.num_replicas)  # they share the micro-batches
     often = f"{num} a step"
-    what, num_bytes = _coded(job, stage, fields=boundary.fields, direction="forward")
+    what, num_bytes = _coded(job, stage=stage, fields=boundary.fields, direction="forward")
     yield Leaving(here, there, "activation", what, often, max_bytes=num_bytes, num_per_step=num)
     words = "the same tensors of texts that are scored"
     yield Leaving(here, there, "evaluation", words, "one for each micro-batch of an evaluation")
     if boundary.gradient_fields:
         fields = boundary.gradient_fields
-        what, num_bytes = _coded(job, stage, fields=fields, direction="backward")
+        what, num_bytes = _coded(job, stage=stage, fields=fields, direction="backward")
         yield Leaving(there, here, "gradient", what, often, max_bytes=num_bytes, num_per_step=num)
 
 

@@ -81,47 +81,47 @@ def sharding_clouds(job: PipelineJob) -> list[str]:
 
 no_plan = plain(
     lambda job: job.plan is not None,
-    "plan= prices one compression for the whole run",
+    setting="plan= prices one compression for the whole run",
     remedy="leave plan= out",
 )
 one_pipeline = plain(
     lambda job: job.cluster.num_replicas > 1,
-    "strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",
+    setting="strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",
     remedy="choose strategy=pipeline",
 )
 every_update_together = plain(
     lambda job: job.strategy.traits.trains_locally,
-    "strategy={job.strategy.name} brings whole replicas together from time to time",
+    setting="strategy={job.strategy.name} brings whole replicas together from time to time",
     remedy="choose one that averages gradients (strategy=data_parallel)",
 )
 all_clouds_stay = plain(
     lambda job: job.strategy.traits.is_elastic,
-    "strategy={job.strategy.name} lets clouds be late, leave and come back",
+    setting="strategy={job.strategy.name} lets clouds be late, leave and come back",
     remedy="choose strategy/averaging/late=wait",
 )
 no_privacy = plain(
     lambda job: job.security.privacy is not None,
-    "security.privacy noises them apart and bounds gradients of whole stages",
+    setting="security.privacy noises them apart and bounds gradients of whole stages",
     remedy="set security/privacy=none",
 )
 untied_ends = plain(
     ties_ends,
-    "model.embeddings=tie exchanges whole ones between both ends",
+    setting="model.embeddings=tie exchanges whole ones between both ends",
     remedy="take model.embeddings=untie or freeze",
 )
 unpacked_weights = plain(
     lambda job: getattr(job.model, "weights", None) in ("int8", "nf4"),
-    "model.weights={job.model.weights} packs weights into codes that cannot be dealt out",
+    setting="model.weights={job.model.weights} packs weights into codes that cannot be dealt out",
     remedy="choose model.weights=bfloat16 or float32",
 )
 whole_stages = plain(
     lambda job: bool(sharding_clouds(job)),
-    "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
+    setting="cluster.clouds.*.shard leaves each rank sums of a part of a stage",
     remedy="leave shard out",
 )
 noise_without_labels = plain(
     lambda job: any(d and d.needs_labels for d in [job.security.defences.get("forward")]),
-    "it needs labels, which are not available there",
+    setting="it needs labels, which are not available there",
     remedy="use it backward",
 )
 
@@ -133,7 +133,7 @@ def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
             acting = job.defences_at(stage, replica).get("backward")
             if acting is None or not acting.needs_labels:
                 continue
-            for rank in layout.ranks_of(stage + 1, replica):
+            for rank in layout.ranks_of(stage + 1, replica=replica):
                 if LABEL not in job.fields_of(rank):
                     cloud = layout.placement(rank).cloud
                     return Lack(
@@ -167,26 +167,26 @@ def nobody_waits_in_a_step(job: PipelineJob) -> Lack | None:
 
 
 MAILBOX = Use(
-    "cluster/wan=mailbox",
+    setting="cluster/wan=mailbox",
     asked=lambda job: isinstance(job.cluster.wan, Mailbox),
     why={nobody_waits_in_a_step: "takes seconds for a message"},
     without="choose cluster/wan=sealed",
 )
 SEALED = Use(
-    "cluster/wan=sealed or mailbox",
+    setting="cluster/wan=sealed or mailbox",
     asked=lambda job: job.cluster.is_sealed,
     why={all_clouds_stay: "joins clouds that stay to the end"},
     without="choose cluster/wan=real",
 )
 DEFENCES = (
     Use(
-        "security.defences.backward={.label}",
+        setting="security.defences.backward={.label}",
         asked=lambda job: job.security.defences.get("backward"),
         why={labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
         without="choose security/defences/backward=max_norm or gaussian_noise",
     ),
     Use(
-        "security.defences.forward={.label}",
+        setting="security.defences.forward={.label}",
         asked=lambda job: job.security.defences.get("forward"),
         why={noise_without_labels: "acts at evaluation too"},
         without="choose security/defences/forward=max_norm or gaussian_noise",

@@ -201,9 +201,9 @@ class Strategy:
             )
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
-            return _with_stages(layout, [stages] * number, per_replica=1)
+            return _with_stages(layout, stages=[stages] * number, per_replica=1)
         by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
-        return _with_stages(layout, by_cloud, per_replica=per_replica)
+        return _with_stages(layout, stages=by_cloud, per_replica=per_replica)
 
     def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
         num_replicas = layout.num_replicas

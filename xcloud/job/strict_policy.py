@@ -49,7 +49,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         "max_ranks": job.cluster.num_ranks,
     }
     for what in ("holders", "weights"):
-        held = {name: job.held_by(name, what) or frozenset() for name in clouds}
+        held = {name: job.held_by(name, what=what) or frozenset() for name in clouds}
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
             keys[what] = {name: [c for c in clouds if name in held[c]] for name in names}
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help=f"default: where {POLICY_FILE} is looked for")
     given = parser.parse_args(words)
     out: Path = given.out or this_owners_file(POLICY_FILE)
-    keys = strict_policy(given.new, given.cloud)
+    keys = strict_policy(given.new, cloud=given.cloud)
     Policy.of(keys, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:

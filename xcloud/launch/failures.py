@@ -68,11 +68,11 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     }
     # An error of a corpus may quote it, and what nobody expected may say anything.
     failure["may_quote"] = isinstance(error, DataError) or not expected
-    if first := failure_of(run_dir, rank):
+    if first := failure_of(run_dir, rank=rank):
         return _exit_code(first)
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
     with contextlib.suppress(OSError):
-        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
+        error_file(run_dir, rank=rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
         shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
         say(shown, error=True, end="")
@@ -128,7 +128,7 @@ def first_cause(
     codes = failed()
     rank = (own_failures(codes) or [*codes])[0]
     code = codes[rank]
-    failure = failure_of(run_dir, rank)
+    failure = failure_of(run_dir, rank=rank)
     log = run_dir / f"rank{rank}.log"
     if failure is not None:
         what = failure["message"]
@@ -152,7 +152,7 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
     codes: exit codes of the ranks that have ended before their time.
     """
     lost = {clouds[rank] for rank in codes}
-    if lost and _phase_of(run_dir, 0) == "evaluation":
+    if lost and _phase_of(run_dir, rank=0) == "evaluation":
         return set()
     own_errors = (EXIT_FAILED, EXIT_COMES_AGAIN)
     return lost - {clouds[rank] for rank, code in codes.items() if code in own_errors}
@@ -178,7 +178,7 @@ def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
     """Restart the clouds that lost a rank at least after_s seconds ago."""
     ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
     codes = {rank: code for rank, code in ended.items() if code}
-    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, codes=codes):
+    for cloud in lost_clouds(ranks.run_dir, clouds=ranks.clouds, codes=codes):
         if ranks.for_s(cloud) < after_s:
             continue
         del ranks.since_s[cloud]
@@ -187,13 +187,13 @@ def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
             ranks.processes[rank].kill()
         for rank in own:
             ranks.processes[rank].wait()
-            error_file(ranks.run_dir, rank).unlink(missing_ok=True)
+            error_file(ranks.run_dir, rank=rank).unlink(missing_ok=True)
             ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
             ranks.processes[rank] = ranks.start_rank(rank)
 
 
 def _phase_of(run_dir: Path, rank: int) -> str:
     try:
-        return str(json.loads(state_file(run_dir, rank).read_text())["phase"])
+        return str(json.loads(state_file(run_dir, rank=rank).read_text())["phase"])
     except (OSError, ValueError, KeyError):
         return ""

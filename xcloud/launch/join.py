@@ -103,7 +103,7 @@ def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) 
 
     Raises ConfigError before anything starts, RunFailed and RunStopped as `run` does.
     """
-    settings = given.read_shared(file, run_dir)
+    settings = given.read_shared(file, run_dir=run_dir)
     job = settings.job
     layout = job.cluster
     if not layout.is_sealed:
@@ -113,26 +113,28 @@ def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) 
         )
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     first = layout.ranks_in(cloud)[0]
-    check_peers(layout, cloud)
+    check_peers(layout, cloud=cloud)
     if layout.clouds[cloud].device == "cuda":
         check_gpu(cloud)
     ranks_of = partial(CloudRanks, cloud=cloud, more_words=more_words)
     with owned(run_dir):
-        check_unfinished(job, run_dir)
-        say(_lines_in_words(layout, cloud))
+        check_unfinished(job, run_dir=run_dir)
+        say(_lines_in_words(layout, cloud=cloud))
         if "--listen" in more_words:
-            say(labels_in_words(layout, cloud))
+            say(labels_in_words(layout, cloud=cloud))
         if first == 0:
             run_in_owned(
                 settings,
-                run_dir,
+                run_dir=run_dir,
                 resumes=has_events(run_dir),
                 more_follows=False,
                 ranks_of=ranks_of,
                 again=AGAIN,
             )
         else:
-            _run_part(settings, run_dir, ranks=ranks_of(job, run_dir, run_dir / EXPERIMENT_FILE))
+            _run_part(
+                settings, run_dir=run_dir, ranks=ranks_of(job, run_dir, run_dir / EXPERIMENT_FILE)
+            )
 
 
 def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
@@ -156,7 +158,7 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
 
 def labels_in_words(layout: ClusterLayout, cloud: str) -> str:
     """Say by which name in the clear an ingress finds each rank of this cloud."""
-    places = [place_of(layout, r, attempt=0, listen=None) for r in layout.ranks_in(cloud)]
+    places = [place_of(layout, rank=r, attempt=0, listen=None) for r in layout.ranks_in(cloud)]
     names = ", ".join(f"rank {one.rank} {one.label_of(one.rank)}" for one in places)
     return f"names in the TLS hello, for an ingress: {names}"
 
@@ -170,7 +172,7 @@ def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
         if cloud not in pair:
             continue
         (there,) = {*pair} - {cloud}
-        if layout.listener_of(cloud, there) == cloud:
+        if layout.listener_of(cloud, there=there) == cloud:
             ports = [
                 address[1] for r in layout.ranks_in(cloud) if (address := layout.address_of(r))
             ]

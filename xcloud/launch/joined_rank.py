@@ -58,19 +58,23 @@ class JoinedProcess(RankProcess):
     def rendezvous(self, job: Job) -> Rendezvous:
         layout = job.cluster
         assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
-        place = place_of(layout, self.rank, attempt=self._attempt, listen=self._listen)
+        place = place_of(layout, rank=self.rank, attempt=self._attempt, listen=self._listen)
         keys = this_clouds_keys()
         lines: OwnersLines
         if isinstance(layout.wan, Mailbox):
-            lines = MailboxLines(layout.wan.url, place, keys, say=self._say)
+            lines = MailboxLines(url=layout.wan.url, place=place, keys=keys, say=self._say)
         else:
-            lines = SealedLines(place, keys, say=self._say)
+            lines = SealedLines(place=place, keys=keys, say=self._say)
         self._lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon
         store = rendezvous_store(self.run_dir) if len(place.mates) > 1 else HashStore()
         return SealedRendezvous(
-            self.rank, layout.num_ranks, store, within_s=place.first_within_s, lines=lines
+            rank=self.rank,
+            num_ranks=layout.num_ranks,
+            store=store,
+            within_s=place.first_within_s,
+            lines=lines,
         )
 
     def _say(self, text: str) -> None:
@@ -87,7 +91,7 @@ class JoinedProcess(RankProcess):
         if self.is_first_here and self.rank:
             if verdict.from_step:
                 say(f"goes on from step {verdict.from_step}")
-            self.state.listener = OwnProgress(settings.job.max_steps, say).hear
+            self.state.listener = OwnProgress(max_steps=settings.job.max_steps, say=say).hear
         return super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
 
     @contextmanager
@@ -130,7 +134,7 @@ def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None)
         listens_at = host, port + rank - layout.ranks_in(layout.cloud_of(rank))[0]
     clouds = {name: [cloud.num_ranks, cloud.address] for name, cloud in layout.clouds.items()}
     return SealedPlace(
-        rank,
+        rank=rank,
         num_ranks=layout.num_ranks,
         run=hashlib.sha256(json.dumps(clouds).encode()).digest()[:RUN_BYTES],
         attempt=attempt,
@@ -161,6 +165,6 @@ def join_rank(
     file: Path, run_dir: Path, rank: int, attempt: int, listen: str | None, roll_back: bool
 ) -> NoReturn:
     """Run one rank of this cloud, then end the process."""
-    process = JoinedProcess(file, run_dir, rank=rank, attempt=attempt, listen=listen)
+    process = JoinedProcess(file=file, run_dir=run_dir, rank=rank, attempt=attempt, listen=listen)
     process.roll_back = roll_back
     process.main()

@@ -57,10 +57,10 @@ def run(
     """
     _check_job(settings.job)
     with owned(run_dir):
-        _check_folder(settings, run_dir, resumes=resumes)
+        _check_folder(settings, run_dir=run_dir, resumes=resumes)
         return run_in_owned(
             settings,
-            run_dir,
+            run_dir=run_dir,
             resumes=resumes is not None,
             more_follows=more_follows,
             ranks_of=_ranks,
@@ -105,10 +105,10 @@ def run_in_owned(
                 ranks,
                 job.launch.max_restarts,
                 next_attempt=monitor.next_attempt,
-                follow=lambda: _follow(ranks, monitor, file=file),
+                follow=lambda: _follow(ranks, monitor=monitor, file=file),
             )
         except BaseException as error:
-            cause = _cause(error, run_dir, again=again)
+            cause = _cause(error, run_dir=run_dir, again=again)
             if isinstance(error, RunStopped):
                 raise RunStopped(cause) from None
             raise
@@ -210,7 +210,7 @@ def train(
     """
     folder = CheckpointSteps(ranks.run_dir)
     for number in range(max_restarts + 1):
-        note_attempt(ranks.run_dir, max_restarts - number)
+        note_attempt(ranks.run_dir, restarts_left=max_restarts - number)
         ranks.start()
         try:
             return ranks.wait(meanwhile=follow)

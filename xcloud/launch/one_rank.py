@@ -125,28 +125,28 @@ def run_rank(
     rank = transport.rank
     layout = job.cluster
     is_resumed = has_events(run_dir)
-    device = _device_of(job, rank)
+    device = _device_of(job, rank=rank)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = None
     if events is not None:
         intake = ReportIntake(
-            events,
-            layout.cloud_of,
+            events=events,
+            cloud_of=layout.cloud_of,
             max_steps=job.max_steps,
             may_report=job.roster.may_report,
             clouds=tuple(layout.clouds),
         )
     # The role is there before anything is reported.
     reporter = Reporter(
-        rank,
-        layout.cloud_of(rank),
+        rank=rank,
+        cloud=layout.cloud_of(rank),
         sink=events.append if events else lambda lines: role.report(lines),
         state=process.state,
         is_abroad=process.crosses_owners and layout.cloud_of(rank) != layout.cloud_of(0),
     )
     context = RankContext(
-        job,
-        settings,
+        job=job,
+        settings=settings,
         run_dir=run_dir,
         device=device,
         reporter=reporter,
@@ -166,7 +166,7 @@ def run_rank(
     def write_audit() -> None:
         write_rank_audit(
             run_dir,
-            rank,
+            rank=rank,
             layout=layout,
             records=role.records,
             report_contents=reporter.contents,
@@ -183,8 +183,8 @@ def run_rank(
         write_audit()
 
     try:
-        with process.taking_part(role, final_report):
-            _play(role, verdict, reporter=reporter)
+        with process.taking_part(role, final_report=final_report):
+            _play(role, verdict=verdict, reporter=reporter)
         is_over = True
         return role.is_stopped
     except BaseException:

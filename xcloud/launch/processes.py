@@ -210,11 +210,11 @@ class LocalRanks:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
-        ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
+        ready = {rank for rank in failed if ready_file(self.run_dir, rank=rank).exists()}
         if failed.keys() - (ready - self.essential) or (failed and not have_joined):
             cause = first_cause(
                 self.run_dir,
-                dict(zip(self.ranks, self.clouds, strict=True)),
+                clouds=dict(zip(self.ranks, self.clouds, strict=True)),
                 failed=lambda: self.failed,
                 suspended=dict.fromkeys(self._suspended, self._liveness.lost_after_s),
             )
@@ -226,7 +226,7 @@ class LocalRanks:
             raise RunFailed(cause)
         if None in needed:
             if have_joined and self._restart_s is not None and not self.is_asked_to_stop:
-                start_lost_clouds(self, self._restart_s)
+                start_lost_clouds(self, after_s=self._restart_s)
             return False
         if self.for_s("end") <= LATE_S and None in codes:
             return False
@@ -240,7 +240,9 @@ class LocalRanks:
         return now_s - self.since_s.setdefault(what, now_s)
 
     def _new_detector(self) -> FailureDetector:
-        detector = FailureDetector(LAUNCHER, self.ranks.stop, self._liveness)
+        detector = FailureDetector(
+            rank=LAUNCHER, num_ranks=self.ranks.stop, liveness=self._liveness
+        )
         for peer in detector.peers.values():
             peer.hear()
         return detector

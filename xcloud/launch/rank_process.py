@@ -43,9 +43,9 @@ class RankProcess(Process):
         self.run_dir = run_dir
         self.rank = rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
-        set_aside(audit_file(run_dir, rank))
-        state = RankState(run_dir, rank, torchrun=self.by_torchrun, says=says)
+        error_file(run_dir, rank=rank).unlink(missing_ok=True)  # of an earlier run in this folder
+        set_aside(audit_file(run_dir, rank=rank))
+        state = RankState(run_dir=run_dir, rank=rank, torchrun=self.by_torchrun, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
@@ -92,15 +92,15 @@ class RankProcess(Process):
         job = settings.job
         if job.cluster.num_processes < job.cluster.num_ranks:
             return run_in_threads(
-                job, table, run_dir=self.run_dir, asked=self.asked, state=self.state
+                job, table=table, run_dir=self.run_dir, asked=self.asked, state=self.state
             )
         return run_rank(
             job,
-            self.run_dir,
+            run_dir=self.run_dir,
             settings=table["setting"],
             verdict=verdict,
             process=self,
-            transport=self.transport(job, rendezvous),
+            transport=self.transport(job, rendezvous=rendezvous),
         )
 
     def transport(self, job: Job, rendezvous: Rendezvous) -> Transport:
@@ -119,7 +119,7 @@ class RankProcess(Process):
 
     def fail(self, error: BaseException) -> int:
         """Record why this rank has failed. Return the exit code."""
-        return write_failure(self.run_dir, self.rank, error=error)
+        return write_failure(self.run_dir, rank=self.rank, error=error)
 
 
 def tie_to_parent(parent: int) -> None:

@@ -20,20 +20,20 @@ def run_in_threads(
 
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
-        own = RankState(run_dir, rank) if rank else state
+        own = RankState(run_dir=run_dir, rank=rank) if rank else state
         _, verdict = join(
             job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
         )
         is_stopped = run_rank(
             job,
-            run_dir,
+            run_dir=run_dir,
             settings=table["setting"],
             verdict=verdict,
-            process=Process(asked, own),
+            process=Process(asked=asked, state=own),
             transport=transport,
         )
         if rank:
             own.close(STOPPED if is_stopped else DONE)
         return is_stopped
 
-    return in_threads(job.cluster.num_ranks, work)[-1]
+    return in_threads(job.cluster.num_ranks, work=work)[-1]

@@ -54,32 +54,32 @@ class TorchrunProcess(RankProcess):
         self.is_first_here = is_first_here
         self.stop_signals = tuple(signals_to_stop())
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
-        leave_ending(rank, Ending.FAILED)  # if it says nothing else
+        leave_ending(rank, ending=Ending.FAILED)  # if it says nothing else
         self.asked.before_exit = partial(leave_ending, rank, Ending.STOPPED)
         self._cloud = cloud
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
 
     def read(self) -> Settings:
-        settings = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
+        settings = given.read_shared(self.file, run_dir=self.run_dir)  # it comes from elsewhere
         me = this_clouds_policy().me
         if settings.job.cluster.is_sealed:
             raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
-        _check_cloud(settings.job, self.rank, cloud=self._cloud, me=me)
+        _check_cloud(settings.job, rank=self.rank, cloud=self._cloud, me=me)
         return settings
 
     def rendezvous(self, job: Job) -> Rendezvous:
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
         self._detector = FailureDetector(
-            self.rank,
-            job.cluster.num_ranks,
-            job.cluster.liveness,
+            rank=self.rank,
+            num_ranks=job.cluster.num_ranks,
+            liveness=job.cluster.liveness,
             name_of=partial(rank_name, job),
             on_lost=self._end_alone,
             needs=needs,
         )
         return rendezvous_under_torchrun(
-            job, self.rank, run_dir=self.run_dir, detector=self._detector, say=self._say
+            job, rank=self.rank, run_dir=self.run_dir, detector=self._detector, say=self._say
         )
 
     def _say(self, text: str) -> None:
@@ -91,7 +91,7 @@ class TorchrunProcess(RankProcess):
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         detector = self._detector
         assert detector is not None, "there is one from the rendezvous on"
-        detector.connected(role.needs, final_report)
+        detector.connected(role.needs, final_report=final_report)
         try:
             with super().taking_part(role, final_report):
                 yield
@@ -106,19 +106,19 @@ class TorchrunProcess(RankProcess):
         """Run what all ranks have agreed on; one rank of each machine says how it goes."""
         job = settings.job
         _check_started(job)
-        check_unfinished(job, self.run_dir)
+        check_unfinished(job, run_dir=self.run_dir)
         if self.is_first_here:
-            keep_experiment(self.file, settings, run_dir=self.run_dir)
+            keep_experiment(self.file, settings=settings, run_dir=self.run_dir)
             say(job.headline)
         if verdict.from_step:
             self._say(f"goes on from step {verdict.from_step}")
         if self.is_first_here and self.rank:
-            self.state.listener = OwnProgress(job.max_steps, self._say).hear
+            self.state.listener = OwnProgress(max_steps=job.max_steps, say=self._say).hear
         if self.rank == 0:
-            self._monitor = _start_monitor(self.run_dir, self.file)
+            self._monitor = _start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
         if is_stopped:
-            leave_ending(self.rank, Ending.STOPPED)
+            leave_ending(self.rank, ending=Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
         self._say_what_left()
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
@@ -140,7 +140,7 @@ class TorchrunProcess(RankProcess):
         if self._detector is not None:
             self._detector.close()
         if isinstance(error, ConfigError | DataError):
-            leave_ending(self.rank, Ending.REFUSED)
+            leave_ending(self.rank, ending=Ending.REFUSED)
         code = super().fail(error)
         self._await_table()
         self._say_how_to_go_on()
@@ -148,7 +148,7 @@ class TorchrunProcess(RankProcess):
 
     def _end_alone(self, error: LinkError) -> None:
         """End the process from another thread: the main one may wait in torch for a lost rank."""
-        code = write_failure(self.run_dir, self.rank, error=error)
+        code = write_failure(self.run_dir, rank=self.rank, error=error)
         self.state.close(failed(error))
         self._await_table()
         self._say_how_to_go_on()
@@ -184,7 +184,7 @@ def keep_experiment(file: Path, settings: Settings, run_dir: Path) -> None:
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """Start the process that follows the events of rank 0, as no launcher watches the run."""
     drop_unfinished(run_dir)
-    past = sum(1 for _ in EventReader(run_dir / EVENTS_FILE, warn=False))
+    past = sum(1 for _ in EventReader(path=run_dir / EVENTS_FILE, warn=False))
     words = ["monitor", str(run_dir), "--experiment", str(file), "--parent", str(os.getpid())]
     command = python_command("xcloud", *words, "--past", str(past))
     return subprocess.Popen(command, env={**os.environ, **module_paths()})
@@ -241,7 +241,7 @@ def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None
 
     me: the cloud that the policy names.
     """
-    cloud = cloud_meant(cloud, me)
+    cloud = cloud_meant(cloud, me=me)
     if cloud is None or rank >= job.cluster.num_ranks:
         return  # too many ranks are refused when all have joined, whatever file they read
     found = job.cluster.placement(rank).cloud
@@ -266,7 +266,7 @@ def run_under_torchrun(
             check_owned_by_parent(run_dir)
         rank = int(os.environ["RANK"])
         process = TorchrunProcess(
-            file, run_dir, rank=rank, cloud=cloud, is_first_here=is_first_here
+            file=file, run_dir=run_dir, rank=rank, cloud=cloud, is_first_here=is_first_here
         )
         process.roll_back = roll_back
         process.main()

@@ -84,21 +84,25 @@ class Machines(RendezvousHandler):
 
     def _open(self) -> TCPStore:
         if self._number != 0:
-            waiting = Waiting(f"for {self._host}:{self._port}", self._within_s, say=self._say)
-            while (why := why_unreachable(self._host, self._port)) is not None:
-                waiting.go_on(why, _LOOK_EVERY_S)
-        return store_at(self._host, self._port, serves=self._number == 0, within_s=self._within_s)
+            waiting = Waiting(
+                what=f"for {self._host}:{self._port}", within_s=self._within_s, say=self._say
+            )
+            while (why := why_unreachable(self._host, port=self._port)) is not None:
+                waiting.go_on(why, look_every_s=_LOOK_EVERY_S)
+        return store_at(
+            self._host, port=self._port, serves=self._number == 0, within_s=self._within_s
+        )
 
     def _await_all(self, store: TCPStore) -> None:
         store.set(f"machine.{self._number}", "here")
-        waiting = Waiting("for all machines", self._within_s, say=self._say)
+        waiting = Waiting(what="for all machines", within_s=self._within_s, say=self._say)
         while not store.check(["machines"]):
             missing = [n for n in range(self._num_machines) if not store.check([f"machine.{n}"])]
             if self._number == 0 and not missing:
                 store.set("machines", "all")
                 return
             who = ", ".join(map(str, missing)) or "0"
-            waiting.go_on(f"--node-rank {who} has not come", _LOOK_EVERY_S)
+            waiting.go_on(f"--node-rank {who} has not come", look_every_s=_LOOK_EVERY_S)
 
     def get_backend(self) -> str:
         return "xcloud"
@@ -127,8 +131,8 @@ def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
     host, port = _host_and_port(parameters.endpoint)
     within_s = float(parameters.config.get("timeout", JOIN_WITHIN_S))
     return Machines(
-        host,
-        port,
+        host=host,
+        port=port,
         number=int(parameters.config["rank"]),
         num_machines=parameters.max_nodes,
         run_id=parameters.run_id,
@@ -174,7 +178,7 @@ def torchrun(words: Sequence[str]) -> int:
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or _DEFAULT_PORT}"
     is_ours = given.rdzv_backend == "static" and not given.standalone
     if is_ours:
-        _take_over_rendezvous(given, place)
+        _take_over_rendezvous(given, place=place)
     say(f"waiting for all machines at {place}")
     with tempfile.TemporaryDirectory(prefix="xcloud-") as folder:
         os.environ[ENDINGS] = folder
@@ -202,7 +206,7 @@ def torchrun(words: Sequence[str]) -> int:
             say(f"xcloud: rendezvous failed at {place}: {why}. {advice}", error=True)
             return 1
         if code and is_ours and given.node_rank:  # the store ends with the first machine
-            _tell(place, {**killed, **_endings()}, code=code)
+            _tell(place, endings={**killed, **_endings()}, code=code)
     return code
 
 
@@ -230,10 +234,10 @@ def _endings() -> dict[int, Ending]:
 def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
     """Leave word for rank 0 that this machine's ranks come no more."""
     host, port = _host_and_port(place)
-    if why_unreachable(host, port, within_s=_TELL_WITHIN_S) is not None:
+    if why_unreachable(host, port=port, within_s=_TELL_WITHIN_S) is not None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):
-        store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)
+        store = store_at(host, port=port, serves=False, within_s=_TELL_WITHIN_S)
         for rank, ending in endings.items():
             reported = Ending.STOPPED if code == EXIT_START_AGAIN else ending
             store.set(ended_key(rank), reported.value)

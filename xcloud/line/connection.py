@@ -309,7 +309,10 @@ class Connections:
             wanted = self._hello()._replace(connection=number, of=self._of)
             try:
                 made = self._way.connect(
-                    wanted, self._is_bulk, timeout_s=_LOOK_EVERY_S, wake=self._wakers[number].wake
+                    wanted,
+                    is_bulk=self._is_bulk,
+                    timeout_s=_LOOK_EVERY_S,
+                    wake=self._wakers[number].wake,
                 )
             except LineDown as reason:
                 if self._note_down(str(reason)):
@@ -318,7 +321,7 @@ class Connections:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
-            if self._carried(made, number, wanted):
+            if self._carried(made, number=number, wanted=wanted):
                 self._stop.set()
                 self.wake()
                 return
@@ -326,14 +329,14 @@ class Connections:
     def _carried(self, made: Connected, number: int, wanted: Hello) -> bool:
         """Return whether the stream has ended; False after a cut."""
         connection = Connection(
-            made.tls,
-            self._wakers[number],
+            tls=made.tls,
+            waker=self._wakers[number],
             has_ended=lambda: self._stop.is_set() or self._way.has_come_again(wanted),
         )
         reason = ""
         try:
             self._begin(number, made.of, made.expected)
-            self._note_up(number, made)
+            self._note_up(number, made=made)
             self._carry(connection, number)
             return True
         except LineDown as error:
@@ -386,7 +389,7 @@ class Connections:
             self._state.waits(reason)
             return False
         self._state.went_down(
-            self._stream, since_s, until_s=since_s + self._reconnect_s, reason=reason
+            self._stream, since_s=since_s, until_s=since_s + self._reconnect_s, reason=reason
         )
         if now_s - since_s > self._reconnect_s:
             raise LinkClosed(

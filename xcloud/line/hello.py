@@ -111,14 +111,14 @@ def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
     try:
         if data[:4] == _REFUSAL_MAGIC:
             _, version, reason = _REFUSAL.unpack(data)
-            _check_version(version, sender)
+            _check_version(version, sender=sender)
             return Refusal(reason)
         (magic, version, connection, of, attempt, known, sends, receives, expected, run) = (
             _HEAD.unpack_from(data)
         )
         if magic != _MAGIC:
             raise ValueError(f"it begins with {magic!r}")
-        _check_version(version, sender)
+        _check_version(version, sender=sender)
         names = []
         at = _HEAD.size
         for _ in range(3):
@@ -157,8 +157,8 @@ def read_hello(connection: socket.socket, sender: str) -> Hello | Refusal:
     """Read a greeting or refusal. Raises FrameError for anything else, TimeoutError for one that
     takes longer than HELLO_S, OSError where the connection ends."""
     until_s = time.monotonic() + HELLO_S
-    [length] = _read(connection, 1, until_s=until_s)
-    return decode_hello(_read(connection, length, until_s=until_s), sender)
+    [length] = _read(connection, num_bytes=1, until_s=until_s)
+    return decode_hello(_read(connection, num_bytes=length, until_s=until_s), sender=sender)
 
 
 def _check_version(version: int, sender: str) -> None:

@@ -101,12 +101,12 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
 
     Raises ConfigError for a name that is none, and where a file is there already.
     """
-    check_name("the name of a cloud", cloud, spoken=True)
+    check_name("the name of a cloud", name=cloud, spoken=True)
     if len(cloud) > _MAX_NAME:
         raise ConfigError(f"a certificate holds a name of at most {_MAX_NAME} characters: {cloud}")
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    key_file, pem_file = _files_of(cloud, folder)
+    key_file, pem_file = _files_of(cloud, folder=folder)
     for file in (key_file, pem_file):
         if os.path.lexists(file):
             raise ConfigError(f"{file} is there already; move it away to make another")
@@ -131,8 +131,8 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    _write_new(key_file, secret, mode=0o600)
-    _write_new(pem_file, signed.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    _write_new(key_file, data=secret, mode=0o600)
+    _write_new(pem_file, data=signed.public_bytes(serialization.Encoding.PEM), mode=0o644)
     return Certificate(signed.public_bytes(serialization.Encoding.DER))
 
 
@@ -187,9 +187,9 @@ def read_line_keys(
     if me is None:
         raise ConfigError(f"{policy_file} must say which cloud this is: me: cloud_a")
     folder = policy_file.parent
-    key_file, pem_file = _files_of(me, folder)
+    key_file, pem_file = _files_of(me, folder=folder)
     key = read_key(key_file)
-    own = _certificate_of(me, pem_file)
+    own = _certificate_of(me, file=pem_file)
     if own.public_key.public_numbers() != key.public_key().public_numbers():
         raise ConfigError(f"{pem_file} is not the certificate of {key_file}")
     if me in peers:
@@ -200,8 +200,8 @@ def read_line_keys(
             raise ConfigError(
                 f"{policy_file}: peers.{cloud} must be one file, or two on the day of a change"
             )
-        known[cloud] = [_certificate_of(cloud, folder / file, own=own) for file in files]
-    return LineKeys(own, key_file, pem_file=pem_file, peers=known)
+        known[cloud] = [_certificate_of(cloud, file=folder / file, own=own) for file in files]
+    return LineKeys(own=own, key_file=key_file, pem_file=pem_file, peers=known)
 
 
 def describe(certificate: Certificate) -> str:
@@ -226,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show.add_argument("file", type=Path)
     given = parser.parse_args(arguments)
     if given.command == "new":
-        made = make_key(given.cloud, given.folder)
-        key_file, pem_file = _files_of(given.cloud, given.folder)
+        made = make_key(given.cloud, folder=given.folder)
+        key_file, pem_file = _files_of(given.cloud, folder=given.folder)
         say(
             f"{describe(made)}\n{key_file} stays here; give {pem_file} to the owner of the other "
             "cloud, and compare the SHA-256 by phone"

@@ -252,7 +252,7 @@ class Box:
 
     @property
     def folder(self) -> str:
-        return folder_of(self.run, self.receiver)
+        return folder_of(self.run, receiver=self.receiver)
 
     def name(self, number: int) -> str:
         """Return the name of an object in its receiver's folder."""
@@ -264,24 +264,26 @@ class Box:
 
     def put(self, number: int, data: bytes, keys: BoxKeys) -> int:
         """Seal and write an object. Return its bytes."""
-        sealed = seal(data, keys.peer, keys.key, context=self._context(number))
-        self.store.put(self.path(number), sealed)
+        sealed = seal(data, receiver=keys.peer, sender=keys.key, context=self._context(number))
+        self.store.put(self.path(number), data=sealed)
         return len(sealed)
 
     def try_put(self, number: int, data: bytes, keys: BoxKeys) -> None:
         """Seal and write an object, unless that fails."""
-        sealed = seal(data, keys.peer, keys.key, context=self._context(number))
-        self.store.try_put(self.path(number), sealed)
+        sealed = seal(data, receiver=keys.peer, sender=keys.key, context=self._context(number))
+        self.store.try_put(self.path(number), data=sealed)
 
     def open(self, number: int, sealed: bytes, keys: BoxKeys, max_bytes: int) -> bytes:
         """Return what an object holds, at most max_bytes.
 
         Raises FrameError for anything that the sender has not put at this place.
         """
-        self.check_size(number, len(sealed), max_bytes)
+        self.check_size(number, num_bytes=len(sealed), max_bytes=max_bytes)
         context = self._context(number)
         try:
-            return open_sealed(sealed, keys.key, keys.own, keys.peer, context)
+            return open_sealed(
+                sealed, key=keys.key, own=keys.own, sender=keys.peer, context=context
+            )
         except SealError as error:
             raise FrameError(f"object {number} in the mailbox: {error}") from error
 
@@ -315,17 +317,17 @@ class MailboxOutLink(SendingEnd):
         self._untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
         self._over = threading.Event()
         self._queue: ByteQueue[Outgoing] = ByteQueue(
-            settings.window.max_queued_bytes, settings.queued
+            max_bytes=settings.window.max_queued_bytes, total=settings.queued
         )
         threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._is_closing = True
-            self._send(MessageKey(Kind.CLOSE), (), ())
+            self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
         await_peer(
             self._over.wait,
-            self._settings,
+            end=self._settings,
             timeout_s=timeout_s,
             failing="has left no room in the mailbox",
         )
@@ -339,14 +341,14 @@ class MailboxOutLink(SendingEnd):
         the two objects one comes after a frame that may be on its way.
         """
         for number in (self._num_put, self._num_put + 1):
-            self._box.try_put(number, _ENDED, self._keys)
+            self._box.try_put(number, data=_ENDED, keys=self._keys)
 
     @property
     def _is_idle(self) -> bool:
         return self._queue.is_empty
 
     def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item)
+        self._put_into(self._queue, item=item)
 
     def _run(self) -> None:
         box = self._box
@@ -355,12 +357,12 @@ class MailboxOutLink(SendingEnd):
             while True:
                 key, sequence, frame, queued_at_s = self._queue.get()
                 self._await_room(frame.numel())
-                seal_frame(frame, -time.monotonic())
+                seal_frame(frame, deliver_at_s=-time.monotonic())
                 self.record.sending(
-                    key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
+                    key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
                 )
                 data = frame.numpy().tobytes()
-                self._untaken[sequence] = box.put(sequence, data, keys)
+                self._untaken[sequence] = box.put(sequence, data=data, keys=keys)
                 self._num_put = sequence + 1
                 self._settings.note_progress(key.kind)
                 if key.kind is Kind.CLOSE:
@@ -408,7 +410,7 @@ class MailboxInLink(ReceivingEnd):
         max_bytes = self._settings.capacity_bytes
         try:
             for number in count():
-                data = take(self._arrivals, box, number, keys, max_bytes)
+                data = take(self._arrivals, box=box, number=number, keys=keys, max_bytes=max_bytes)
                 if data == _ENDED:
                     raise LinkClosed(f"{self.peer_name} has ended without closing its link")
                 frame = self._open(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -432,8 +434,8 @@ def take(arrivals: Arrivals, box: Box, number: int, keys: BoxKeys, max_bytes: in
     while True:
         size = arrivals.wait(box.name(number))
         assert size is not None, "it waits for ever"
-        box.check_size(number, size, max_bytes)
-        sealed = box.store.get(box.path(number), sealed_bytes(max_bytes))
+        box.check_size(number, num_bytes=size, max_bytes=max_bytes)
+        sealed = box.store.get(box.path(number), max_bytes=sealed_bytes(max_bytes))
         if sealed is not None:
             return box.open(number, sealed, keys, max_bytes)
 

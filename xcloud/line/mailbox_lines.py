@@ -109,11 +109,14 @@ class Meeting:
         """
         place = self._place
         mine = Entry(secrets.token_bytes(_NUMBER_BYTES), self._keys.own.fingerprint)
-        waiting = Waiting("for the other clouds", place.first_within_s, say=say)
-        begin = self._gather(mine, waiting) if place.rank == 0 else self._answer(mine, waiting)
+        waiting = Waiting(what="for the other clouds", within_s=place.first_within_s, say=say)
+        begin = (
+            self._gather(mine, waiting=waiting) if place.rank == 0 else self._answer(mine, waiting)
+        )
         attempt = hashlib.sha256(encode_note(begin)).hexdigest()[:32]
         found = [
-            self._certificate(rank, entry.fingerprint) for rank, entry in enumerate(begin.entries)
+            self._certificate(rank, fingerprint=entry.fingerprint)
+            for rank, entry in enumerate(begin.entries)
         ]
         return attempt, found
 
@@ -121,7 +124,7 @@ class Meeting:
         others = range(1, self._place.num_ranks)
         offer = Note(NoteKind.OFFER, mine.number)
         for rank in others:
-            self._leave(rank, offer)
+            self._leave(rank, note=offer)
         entries = {0: mine}
         while missing := [rank for rank in others if rank not in entries]:
             for rank in missing:
@@ -131,10 +134,10 @@ class Meeting:
                     entries[rank] = note.entries[0]
             absent = ", ".join(self._name(rank) for rank in others if rank not in entries)
             if absent:
-                waiting.go_on(f"{absent} has not come", self._pause(waiting))
+                waiting.go_on(f"{absent} has not come", look_every_s=self._pause(waiting))
         begin = Note(NoteKind.BEGIN, mine.number, [entries[rank] for rank in sorted(entries)])
         for rank in others:
-            self._leave(rank, begin)
+            self._leave(rank, note=begin)
         return begin
 
     def _answer(self, mine: Entry, waiting: Waiting) -> Note:
@@ -144,22 +147,22 @@ class Meeting:
             note = self._read(0, max_entries=place.num_ranks)
             if note is not None and note.kind is NoteKind.OFFER and note.offer != answered:
                 answered = note.offer
-                self._leave(0, Note(NoteKind.ANSWER, answered, [mine]))
+                self._leave(0, note=Note(NoteKind.ANSWER, answered, [mine]))
             has_begun = note is not None and note.kind is NoteKind.BEGIN
             if note is not None and has_begun and len(note.entries) == place.num_ranks:
                 if note.entries[place.rank] == mine:
                     return note
             state = "not all clouds have come" if answered else f"{self._name(0)} has not come"
-            waiting.go_on(state, self._pause(waiting))
+            waiting.go_on(state, look_every_s=self._pause(waiting))
 
     def _pause(self, waiting: Waiting) -> float:
         return min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
 
     def _leave(self, rank: int, note: Note) -> None:
         body = encode_note(note)
-        signature = sign(self._signed(self._place.rank, rank, body), self._key)
-        path = self._path(self._place.rank, rank)
-        self._store.put(path, bytes([len(signature)]) + signature + body)
+        signature = sign(self._signed(self._place.rank, receiver=rank, body=body), key=self._key)
+        path = self._path(self._place.rank, receiver=rank)
+        self._store.put(path, data=bytes([len(signature)]) + signature + body)
 
     def _read(self, rank: int, max_entries: int) -> Note | None:
         """Return the note that a rank has left for this one, None for none.
@@ -167,18 +170,18 @@ class Meeting:
         Raises FrameError for anything that its cloud has not signed.
         """
         most = 1 + 255 + 1 + _NUMBER_BYTES + max_entries * _ENTRY_BYTES
-        data = self._store.get(self._path(rank, self._place.rank), most)
+        data = self._store.get(self._path(rank, receiver=self._place.rank), max_bytes=most)
         if not data:
             return None
         signature = data[1 : 1 + data[0]]
         body = data[1 + data[0] :]
-        signed = self._signed(rank, self._place.rank, body)
+        signed = self._signed(rank, receiver=self._place.rank, body=body)
         for certificate in self._known(rank):
             try:
-                verify(signed, signature, certificate)
+                verify(signed, signature=signature, certificate=certificate)
             except SealError:
                 continue
-            return decode_note(body, self._name(rank), max_entries)
+            return decode_note(body, sender=self._name(rank), max_entries=max_entries)
         raise FrameError(
             f"{self._name(rank)} has not signed the note in its name in the mailbox, or not with "
             "the certificate that this cloud has of it"
@@ -191,7 +194,7 @@ class Meeting:
 
     def _path(self, sender: int, receiver: int) -> str:
         cloud_of = self._place.cloud_of
-        folder = folder_of(self._place.run, (cloud_of(receiver), receiver))
+        folder = folder_of(self._place.run, receiver=(cloud_of(receiver), receiver))
         return f"{folder}/note-{digest((cloud_of(sender), sender))}"
 
     def _name(self, rank: int) -> str:
@@ -235,10 +238,10 @@ class MailboxLines:
         self._store = Store(url)
         self._keys = keys
         self._key = read_key(keys.key_file)
-        meeting = Meeting(self._store, place, keys, self._key)
+        meeting = Meeting(store=self._store, place=place, keys=keys, key=self._key)
         self._attempt, self._certificates = meeting.hold(say)
-        folder = folder_of(place.run, (place.cloud_of(place.rank), place.rank))
-        self._arrivals = Arrivals(self._store, folder)
+        folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
+        self._arrivals = Arrivals(store=self._store, folder=folder)
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []
@@ -251,20 +254,20 @@ class MailboxLines:
 
     def out(self, line: str, peer: int, settings: OutSettings) -> MailboxOutLink:
         """Return the sending end of a link to a rank of another cloud."""
-        out = MailboxOutLink(*self._box(line, self.place.rank, peer), settings)
+        out = MailboxOutLink(*self._box(line, sender=self.place.rank, receiver=peer), settings)
         self._outs.append(out)
         return out
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> MailboxInLink:
         """Return the receiving end of a link from a rank of another cloud."""
-        box, keys = self._box(line, peer, self.place.rank)
-        incoming = MailboxInLink(box, keys, self._arrivals, settings)
+        box, keys = self._box(line, sender=peer, receiver=self.place.rank)
+        incoming = MailboxInLink(box=box, keys=keys, arrivals=self._arrivals, settings=settings)
         self._incoming.append(incoming)
         return incoming
 
     def words_with(self, peer: int) -> WordLine:
         """Return the line of words with a rank of another cloud."""
-        line = SealedWordLine(self, peer)
+        line = SealedWordLine(lines=self, peer=peer)
         self._words.append(line)
         return line
 
@@ -291,11 +294,11 @@ class MailboxLines:
         place = self.place
         peer = receiver if sender == place.rank else sender
         box = Box(
-            self._store,
-            place.run,
-            self._attempt,
-            line,
+            store=self._store,
+            run=place.run,
+            attempt=self._attempt,
+            line=line,
             sender=(place.cloud_of(sender), sender),
             receiver=(place.cloud_of(receiver), receiver),
         )
-        return box, BoxKeys(self._key, self._keys.own, peer=self._certificates[peer])
+        return box, BoxKeys(key=self._key, own=self._keys.own, peer=self._certificates[peer])

@@ -114,7 +114,7 @@ class Outbox:
             while self._returned:
                 piece = heapq.heappop(self._returned)
                 if piece.frame in self._kept:
-                    return self._sends(number, piece)
+                    return self._sends(number, piece=piece)
             last = self._kept.get(self._next - 1)
             if last is None or last.num_begun == len(last.data):
                 if (last := self._begin_frame()) is None:
@@ -122,7 +122,7 @@ class Outbox:
             size = min(PIECE_BYTES, len(last.data) - last.num_begun)
             piece = Piece(self._next - 1, last.num_begun, size)
             last.num_begun += size
-            return self._sends(number, piece)
+            return self._sends(number, piece=piece)
 
     def ask(self, number: int) -> None:
         """Note that a question is sent over this connection."""

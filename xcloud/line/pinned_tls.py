@@ -33,22 +33,26 @@ class PinnedTls:
         self._keys = keys
         self._label = label
         everyone = [one for peer in keys.peers.values() for one in peer]
-        self._accepting = self._context(ssl.PROTOCOL_TLS_SERVER, everyone)
+        self._accepting = self._context(ssl.PROTOCOL_TLS_SERVER, certificates=everyone)
         self._accepting.num_tickets = 0
         self._dialling = {
-            cloud: self._context(ssl.PROTOCOL_TLS_CLIENT, certificates)
+            cloud: self._context(ssl.PROTOCOL_TLS_CLIENT, certificates=certificates)
             for cloud, certificates in keys.peers.items()
         }
 
     def dial(self, plain: socket.socket, cloud: str) -> ssl.SSLSocket:
         """Return TLS over a connection that this cloud has made to `cloud`, whose certificate it
         shows. Raises LineDown; `plain` is closed then."""
-        return self._shake_hands(plain, self._dialling[cloud], self._label, peer=cloud)[0]
+        return self._shake_hands(
+            plain, context=self._dialling[cloud], label=self._label, peer=cloud
+        )[0]
 
     def accept(self, plain: socket.socket) -> tuple[ssl.SSLSocket, str]:
         """Return TLS over a connection that somebody has made to this cloud, and which cloud it
         is. Raises LineDown; `plain` is closed then."""
-        return self._shake_hands(plain, self._accepting, None, peer="who has dialled")
+        return self._shake_hands(
+            plain, context=self._accepting, label=None, peer="who has dialled"
+        )
 
     def _context(
         self, protocol: ssl._SSLMethod, certificates: Iterable[Certificate]

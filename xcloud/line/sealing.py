@@ -42,9 +42,9 @@ def seal(data: bytes, receiver: Certificate, sender: PrivateKey, context: bytes)
         serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint
     )
     shared = ephemeral.exchange(ec.ECDH(), receiver.public_key)
-    bound = _bound(context, receiver, point=point)
-    body = point + _cipher(shared, bound).encrypt(_NONCE, data, bound)
-    signature = sender.sign(_signed(b"xcloud sealed 1", bound + body), _ECDSA)
+    bound = _bound(context, receiver=receiver, point=point)
+    body = point + _cipher(shared, bound=bound).encrypt(_NONCE, data, bound)
+    signature = sender.sign(_signed(b"xcloud sealed 1", data=bound + body), _ECDSA)
     return _MAGIC + bytes([len(signature)]) + signature + body
 
 
@@ -64,12 +64,12 @@ def open_sealed(
     signature = sealed[start:body_at]
     body = sealed[body_at:]
     point = body[:_POINT_BYTES]
-    bound = _bound(context, own, point=point)
+    bound = _bound(context, receiver=own, point=point)
     try:
-        sender.public_key.verify(signature, _signed(b"xcloud sealed 1", bound + body), _ECDSA)
+        sender.public_key.verify(signature, _signed(b"xcloud sealed 1", data=bound + body), _ECDSA)
         ephemeral = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
         shared = key.exchange(ec.ECDH(), ephemeral)
-        return _cipher(shared, bound).decrypt(_NONCE, body[_POINT_BYTES:], bound)
+        return _cipher(shared, bound=bound).decrypt(_NONCE, body[_POINT_BYTES:], bound)
     except (InvalidSignature, InvalidTag, ValueError):
         raise SealError(
             f"a message is not one that {sender.cloud} sealed for {own.cloud} as {context!r:.200}"
@@ -78,13 +78,13 @@ def open_sealed(
 
 def sign(data: bytes, key: PrivateKey) -> bytes:
     """Return this key's signature of data, 70 to 72 bytes."""
-    return key.sign(_signed(b"xcloud signed 1", data), _ECDSA)
+    return key.sign(_signed(b"xcloud signed 1", data=data), _ECDSA)
 
 
 def verify(data: bytes, signature: bytes, certificate: Certificate) -> None:
     """Raise SealError unless the owner of the certificate has signed this data."""
     try:
-        certificate.public_key.verify(signature, _signed(b"xcloud signed 1", data), _ECDSA)
+        certificate.public_key.verify(signature, _signed(b"xcloud signed 1", data=data), _ECDSA)
     except InvalidSignature:
         raise SealError(f"this is not what {certificate.cloud} has signed") from None
 

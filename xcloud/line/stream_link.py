@@ -85,17 +85,19 @@ class StreamOutLink(SendingEnd):
         self._state = stream.state
         self._over = threading.Event()
         self._queue: ByteQueue[Outgoing] = ByteQueue(
-            settings.window.max_queued_bytes, settings.queued
+            max_bytes=settings.window.max_queued_bytes, total=settings.queued
         )
         self._outbox = Outbox(
-            settings.window.max_queued_bytes, self._next_frame, queued=settings.queued
+            max_bytes=settings.window.max_queued_bytes,
+            next_frame=self._next_frame,
+            queued=settings.queued,
         )
         self._idle: set[int] = set()
         self._close_taken = False
         self._is_abandoned = False
         self._connections = Connections(
-            stream.way,
-            stream.state,
+            way=stream.way,
+            state=stream.state,
             peer=settings.peer,
             first_within_s=stream.first_within_s,
             reconnect_s=stream.reconnect_s,
@@ -111,10 +113,10 @@ class StreamOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._is_closing = True
-            self._send(MessageKey(Kind.CLOSE), (), ())
+            self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
         await_peer(
             self._over.wait,
-            self._settings,
+            end=self._settings,
             timeout_s=timeout_s,
             failing="did not take the last messages",
         )
@@ -141,7 +143,7 @@ class StreamOutLink(SendingEnd):
         return self._queue.is_empty
 
     def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item)
+        self._put_into(self._queue, item=item)
         self._wake_one()
 
     def _fail(self, reason: LinkError) -> None:
@@ -158,9 +160,9 @@ class StreamOutLink(SendingEnd):
         if self._queue.is_empty:
             return None
         key, sequence, frame, queued_at_s = self._queue.get()
-        seal_frame(frame, -time.monotonic())
+        seal_frame(frame, deliver_at_s=-time.monotonic())
         self.record.sending(
-            key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None
+            key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None
         )
         self._settings.note_progress(key.kind)
         self._close_taken = key.kind is Kind.CLOSE
@@ -179,9 +181,11 @@ class StreamOutLink(SendingEnd):
                 num_read += num_bytes
                 if num_read == ACKNOWLEDGEMENT.size:
                     num_read = 0
-                    self._acknowledged(number, ACKNOWLEDGEMENT.unpack(acknowledgement)[0])
+                    self._acknowledged(
+                        number, num_pieces=ACKNOWLEDGEMENT.unpack(acknowledgement)[0]
+                    )
             if connection.has_unsent or (
-                not self._is_abandoned and self._queue_pieces(connection, number)
+                not self._is_abandoned and self._queue_pieces(connection, number=number)
             ):
                 if not connection.write():
                     connection.wait(SPEAK_EVERY_S)
@@ -193,7 +197,9 @@ class StreamOutLink(SendingEnd):
                 connection.queue(ASK)
                 continue
             self._idle.add(number)
-            if not self._queue_pieces(connection, number):  # it may have come before that line
+            if not self._queue_pieces(
+                connection, number=number
+            ):  # it may have come before that line
                 connection.wait(SPEAK_EVERY_S)
             self._idle.discard(number)
 
@@ -245,15 +251,17 @@ class StreamInLink(ReceivingEnd):
     def __init__(self, stream: Stream, settings: InSettings) -> None:
         super().__init__(settings)
         window_bytes = settings.window.max_queued_bytes
-        self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(window_bytes, settings.queued)
+        self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(
+            max_bytes=window_bytes, total=settings.queued
+        )
         self._assembly = Assembly(
-            settings.capacity_bytes,
+            capacity_bytes=settings.capacity_bytes,
             max_bytes=window_bytes + 2 * settings.capacity_bytes,
             deliver=self._add_ready,
         )
         self._connections = Connections(
-            stream.way,
-            stream.state,
+            way=stream.way,
+            state=stream.state,
             peer=settings.peer,
             first_within_s=stream.first_within_s,
             reconnect_s=stream.reconnect_s,
@@ -281,11 +289,11 @@ class StreamInLink(ReceivingEnd):
             raise FrameError(f"{self.peer_name} sends, and expects frame {expected}")
 
     def _fail(self, reason: LinkError) -> None:
-        self._ready.put(reason, 0)
+        self._ready.put(reason, num_bytes=0)
 
     def _add_ready(self, frame: Tensor) -> None:
         # It never blocks here: the connections stop reading.
-        self._ready.put(frame, frame.numel(), max_bytes=sys.maxsize)
+        self._ready.put(frame, num_bytes=frame.numel(), max_bytes=sys.maxsize)
 
     def _open_all(self) -> None:
         """Open and deliver frames until the sender closes the link."""
@@ -320,8 +328,12 @@ class StreamInLink(ReceivingEnd):
             receiving.read(header)
             frame, frame_bytes, offset, num_bytes = HEADER.unpack(header)
             if frame_bytes:
-                receiving.read(self._assembly.place(frame, frame_bytes, offset, num_bytes))
-                self._assembly.arrived(frame, offset, num_bytes)
+                receiving.read(
+                    self._assembly.place(
+                        frame, frame_bytes=frame_bytes, offset=offset, num_bytes=num_bytes
+                    )
+                )
+                self._assembly.arrived(frame, offset=offset, num_bytes=num_bytes)
             elif offset:
                 gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
                 return self._fail(gone)  # nobody looks where it has closed it

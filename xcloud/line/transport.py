@@ -144,19 +144,23 @@ class SealedLines:
 
     def out(self, line: str, peer: int, settings: OutSettings) -> StreamOutLink:
         """Return the sending end of a line to a rank of another cloud."""
-        out = StreamOutLink(self._stream(line, self.place.rank, receiver=peer), settings)
+        out = StreamOutLink(
+            stream=self._stream(line, sender=self.place.rank, receiver=peer), settings=settings
+        )
         self._outs.append(out)
         return out
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> StreamInLink:
         """Return the receiving end of a line from a rank of another cloud."""
-        incoming = StreamInLink(self._stream(line, peer, receiver=self.place.rank), settings)
+        incoming = StreamInLink(
+            stream=self._stream(line, sender=peer, receiver=self.place.rank), settings=settings
+        )
         self._incoming.append(incoming)
         return incoming
 
     def words_with(self, peer: int) -> WordLine:
         """Return the line of words with a rank of another cloud."""
-        line = SealedWordLine(self, peer)
+        line = SealedWordLine(lines=self, peer=peer)
         self._words.append(line)
         return line
 
@@ -190,7 +194,7 @@ class SealedLines:
             receiver=receiver,
         )
         return Stream(
-            name,
+            name=name,
             run=place.run,
             attempt=place.attempt,
             way=self._way_to(peer),
@@ -202,7 +206,7 @@ class SealedLines:
     def _state_of(self, peer: int) -> LineState:
         if peer not in self._states:
             name = f"rank {peer} of {self.place.cloud_of(peer)}"
-            self._states[peer] = LineState(name, self._say)
+            self._states[peer] = LineState(peer_name=name, say=self._say)
         return self._states[peer]
 
     def _way_to(self, peer: int) -> Way:
@@ -223,8 +227,8 @@ class SealedLines:
             return self._listener
         address = place.address_of(peer)
         assert address is not None, "the layout has been checked"
-        tls = PinnedTls(self._keys, place.label_of(peer))
-        return Dialler(address, there, tls, self._attempts)
+        tls = PinnedTls(keys=self._keys, label=place.label_of(peer))
+        return Dialler(address=address, cloud=there, tls=tls, attempts=self._attempts)
 
     def _listen(self) -> Listener | None:
         place = self.place
@@ -235,7 +239,7 @@ class SealedLines:
         host, port = address
         listen = partial(
             Listener,
-            tls=PinnedTls(self._keys, place.label_of(place.rank)),
+            tls=PinnedTls(keys=self._keys, label=place.label_of(place.rank)),
             cloud=place.cloud,
             rank=place.rank,
             run=place.run,
@@ -290,7 +294,7 @@ class SealedWordLine:
         self._out.send(_WORD, (encode(message),), ("a word before the first step, as text",))
 
     def receive(self, within: timedelta = FOREVER) -> Message:
-        (part,) = self._incoming.recv(_WORD, within.total_seconds())
+        (part,) = self._incoming.recv(_WORD, overdue_s=within.total_seconds())
         return decode(part, self._peer_name)
 
     def close(self) -> None:
@@ -314,7 +318,7 @@ class SealedRendezvous(Rendezvous):
     def words(self) -> Words:
         return words_of(
             self.store,
-            self.rank,
+            rank=self.rank,
             num_ranks=self.num_ranks,
             within_s=self.within_s,
             beginning=None,
@@ -326,7 +330,13 @@ class SealedRendezvous(Rendezvous):
         assert self.lines is not None, "a sealed rendezvous has lines"
         peer = 0 if self.rank else rank
         if self.lines.place.is_mate(peer):
-            return joined_over_gloo(self.store, self.rank == 0, rank, beginning, within_s)
+            return joined_over_gloo(
+                self.store,
+                is_first=self.rank == 0,
+                rank=rank,
+                beginning=beginning,
+                within_s=within_s,
+            )
         return self.lines.words_with(peer)
 
 
@@ -337,7 +347,7 @@ class SealedTransport(Transport):
         super().__init__(rendezvous)
         assert rendezvous.lines is not None
         self.lines = rendezvous.lines
-        self._inside = GlooTransport(rendezvous, self.lines.place.mates)
+        self._inside = GlooTransport(rendezvous=rendezvous, world=self.lines.place.mates)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         way = self._inside if self.lines.place.is_mate(peer) else self.lines
@@ -350,4 +360,4 @@ class SealedTransport(Transport):
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         mates = [self.lines.place.is_mate(rank) for rank in ranks]
         assert all(mates) or not any(mates), "no collective spans two owners"
-        return self._inside.group(ranks, device) if all(mates) else None
+        return self._inside.group(ranks, device=device) if all(mates) else None

@@ -134,16 +134,16 @@ class Dialler:
         except OSError as error:
             host, port = self._address
             raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
-        tune(plain, is_bulk)
+        tune(plain, is_bulk=is_bulk)
         started_s = time.monotonic()
-        tls = self._tls.dial(plain, self._cloud)
+        tls = self._tls.dial(plain, cloud=self._cloud)
         round_trip_s = time.monotonic() - started_s
         of = wanted.of or (num_connections(round_trip_s) if is_bulk else 1)
         said = wanted._replace(of=of, known=self._attempts.of(self._cloud))
         try:
             tls.settimeout(HELLO_S)
             tls.sendall(encode_hello(said))
-            answer = read_hello(tls, self._cloud)
+            answer = read_hello(tls, sender=self._cloud)
             if isinstance(answer, Refusal):
                 self._refused(answer)
             elif (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (
@@ -233,7 +233,7 @@ class Listener:
         try:
             if wanted.of not in (0, hello.of):
                 raise FrameError(f"{peer} wants {hello.of} connections for {stream}")
-            tune(tls, is_bulk)
+            tune(tls, is_bulk=is_bulk)
             tls.settimeout(HELLO_S)
             tls.sendall(encode_hello(wanted._replace(of=hello.of, known=hello.attempt)))
         except OSError as error:
@@ -278,7 +278,7 @@ class Listener:
         try:
             tls, cloud = self._tls.accept(plain)
             try:
-                self._hand_over(tls, cloud)
+                self._hand_over(tls, cloud=cloud)
             except BaseException:
                 tls.close()
                 raise
@@ -292,7 +292,7 @@ class Listener:
                 self._handshakes += Counter()  # forgets addresses that have none
 
     def _hand_over(self, tls: ssl.SSLSocket, cloud: str) -> None:
-        hello = read_hello(tls, cloud)
+        hello = read_hello(tls, sender=cloud)
         if isinstance(hello, Refusal):
             raise FrameError(f"{cloud} refuses what nobody asked")
         stream = hello.stream
@@ -303,7 +303,7 @@ class Listener:
             )
         key = (stream, hello.connection)
         with self._changed:
-            reason = self._refusal_of(hello, cloud)
+            reason = self._refusal_of(hello, cloud=cloud)
             if reason is None:
                 if (earlier := self._arrived.pop(key, None)) is not None:
                     earlier[0].close()

@@ -141,7 +141,7 @@ class AbNet(EncoderDecoder):
         return super().fields(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        return rows_boundary(self.encoder.width(), max_length)
+        return rows_boundary(self.encoder.width(), max_length=max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         is_last = stage == num_stages - 1

@@ -143,7 +143,9 @@ class OwnSizes(WeightSource):
 
     def config(self, ids: TokenIds, max_length: int, types: int = 1) -> EncoderConfig:
         sizes = {size.name: getattr(self, size.name) for size in fields(OwnSizes)}
-        return EncoderConfig(ids.size, max_positions=max_length, type_vocab_size=types, **sizes)
+        return EncoderConfig(
+            vocab_size=ids.size, max_positions=max_length, type_vocab_size=types, **sizes
+        )
 
 
 @settings("OwnBackbone")
@@ -325,7 +327,7 @@ class PretrainedBackbone(WeightSource):
                 f"the task's has {ids.size} and {ids.pad}: use the checkpoint's own tokenizer"
             )
         found = read_weights(resolve(self.name_or_path))
-        return replace(found, bases=self.digests(name, context))
+        return replace(found, bases=self.digests(name, context=context))
 
     def digests(self, name: str, context: BuildContext) -> dict[str, str]:
         """Return digests of the whole checkpoint, for Stage.architecture."""

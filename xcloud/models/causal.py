@@ -174,7 +174,7 @@ class CausalLM(TextModel):
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
-        below = range(self._parts(config, num_stages)[stage].blocks.stop)
+        below = range(self._parts(config, num_stages=num_stages)[stage].blocks.stop)
         whole = int(config.hidden_size)
         draws = any(getattr(config, name, 0) for name in DROPOUTS)
         trains = self.embeddings != "freeze" or len(below) > 0
@@ -204,13 +204,13 @@ class CausalLM(TextModel):
             context = replace(context, max_length=int(about["max_length"]))
             if self.lora is None:
                 config = config_of(about["config"])
-                part = self._parts(config, num_stages)[stage]
+                part = self._parts(config, num_stages=num_stages)[stage]
                 network = network_of(config, part=part)
                 return self._stage(
-                    network, part, stage=stage, name="", bases=about[BASES], context=context
+                    network, part=part, stage=stage, name="", bases=about[BASES], context=context
                 )
         # Checked before anything is made.
-        self._parts(self._config(context.max_length), num_stages)
+        self._parts(self._config(context.max_length), num_stages=num_stages)
         name = self._base(context)
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
@@ -221,9 +221,9 @@ class CausalLM(TextModel):
                 f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
                 f"{ids.size}: use the checkpoint's own tokenizer"
             )
-        part = self._parts(config, num_stages)[stage]
+        part = self._parts(config, num_stages=num_stages)[stage]
         network = laid_out(config, part=part)
-        built = self._stage(network, part, stage=stage, name=name, bases={}, context=context)
+        built = self._stage(network, part=part, stage=stage, name=name, bases={}, context=context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -231,7 +231,7 @@ class CausalLM(TextModel):
             context.deal(block)
 
         load_weights(network, name_or_path=name, weights=self._kept_as, end_block=end_block)
-        built.architecture[BASES].update(self._digests(name, context))
+        built.architecture[BASES].update(self._digests(name, context=context))
         return built
 
     def _base(self, context: BuildContext) -> str:
@@ -250,7 +250,7 @@ class CausalLM(TextModel):
                     "anew on another processor is another one"
                 )
             name = str(folder)
-        now = self._digests(name, context)
+        now = self._digests(name, context=context)
         differing = [f for f in now.keys() & about[BASES].keys() if now[f] != about[BASES][f]]
         if differing:
             raise DataError(
@@ -484,7 +484,10 @@ class CausalLM(TextModel):
         return 0
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
-        return [len(part.blocks) for part in self._parts(self._config(max_length), num_stages)]
+        return [
+            len(part.blocks)
+            for part in self._parts(self._config(max_length), num_stages=num_stages)
+        ]
 
     def with_block_counts(self, counts: Sequence[int]) -> CausalLM:
         return replace(self, blocks_per_stage=tuple(counts[:-1]))

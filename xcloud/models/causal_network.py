@@ -296,7 +296,9 @@ def load_weights(
         if module is not network:
             keep_matrices(
                 module,
-                lambda name: weights or files.dtype(place_of(_of_base(f"{prefix}.{name}"))),
+                kind_of=lambda name: (
+                    weights or files.dtype(place_of(_of_base(f"{prefix}.{name}")))
+                ),
             )
             return
         for inner in (kind.embeddings, *kind.first):
@@ -304,7 +306,11 @@ def load_weights(
             if isinstance(table, nn.Embedding):
                 table_kind = kind_at_end(f"{base}{inner}.weight")
                 if table_kind != "float32":
-                    setattr(network.base_model, inner, FrozenEmbedding(table, table_kind))
+                    setattr(
+                        network.base_model,
+                        inner,
+                        FrozenEmbedding(embedding=table, kind=table_kind),
+                    )
         head = getattr(network, HEAD)
         if isinstance(head, nn.Linear):
             head.to(DTYPES[kind_at_end(f"{HEAD}.weight")])

@@ -151,8 +151,8 @@ class CausalStage(Stage):
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Return for each sample [millionths of a nat, tokens guessed] of one document after the
         other."""
-        packing, rows = self._rows(received, batch)
-        losses, guessed = self._losses(rows, packing, batch=batch)
+        packing, rows = self._rows(received, batch=batch)
+        losses, guessed = self._losses(rows, packing=packing, batch=batch)
         starts_R = packing.positions == 0
         num_documents = int(starts_R.sum())
         owners = starts_R.cumsum(0)[guessed] - 1
@@ -168,8 +168,8 @@ class CausalStage(Stage):
     def likelihoods(self, received: Message | None, batch: Batch) -> list[tuple[float, bool]]:
         """Return for each sample the log-likelihood of its labels in nats, and whether each of
         them is the most probable token at its place."""
-        packing, rows = self._rows(received, batch)
-        losses, guessed = self._losses(rows, packing, batch=batch)
+        packing, rows = self._rows(received, batch=batch)
+        losses, guessed = self._losses(rows, packing=packing, batch=batch)
         labels = packing.pack(batch[LABEL])[guessed]
         misses = (self._most_probable(rows[guessed]) != labels).double()
         num_samples = len(packing.counts)
@@ -197,7 +197,7 @@ class CausalStage(Stage):
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> Tensor:
         """Logits [B, V] of what follows each sample."""
-        packing, rows = self._rows(received, batch, past)
+        packing, rows = self._rows(received, batch=batch, past=past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
         return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
 

@@ -73,11 +73,11 @@ class FrozenMatrix(nn.Module):
             scales = blocks.abs().amax(1)
             values = torch.tensor(NF4_VALUES, device=flat.device)
             middles = (values[1:] + values[:-1]) / 2
-            nearest = torch.bucketize(_over(blocks, scales), middles).to(torch.uint8)
+            nearest = torch.bucketize(_over(blocks, scales=scales), middles).to(torch.uint8)
             codes = (nearest[:, 0::2] << 4) | nearest[:, 1::2]
         elif self.kind == "int8":
             scales = dense.float().abs().amax(1)
-            codes = _over(dense.float(), scales).mul_(127).round_()
+            codes = _over(dense.float(), scales=scales).mul_(127).round_()
         else:
             self.weight.copy_(dense)
             return
@@ -147,7 +147,7 @@ def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in f".{name}":
             kind = kind_of(f"{name}.weight")
             if kind != "float32":
-                block.set_submodule(name, FrozenMatrix(module, kind))
+                block.set_submodule(name, FrozenMatrix(linear=module, kind=kind))
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:

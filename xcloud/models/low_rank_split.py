@@ -99,7 +99,7 @@ class LowRankSplit(TextModel):
         if stage == 0:
             return rows_boundary(
                 split.width(whole),
-                max_length,
+                max_length=max_length,
                 whole=whole,
                 gradient_returns=not split.freeze_bottom,
                 start=split.start_specs(whole, max_length=max_length),
@@ -115,7 +115,7 @@ class LowRankSplit(TextModel):
                 ),
                 max_rows_per_sample=1,
             )
-        return rows_boundary(width, max_length, whole=whole)
+        return rows_boundary(width, max_length=max_length, whole=whole)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         split = self.split
@@ -157,7 +157,7 @@ class LowRankSplit(TextModel):
             blocks = range(split.block, num_blocks)
         else:
             blocks = range(split.block + 1)
-        encoder = self._part(weights, blocks, is_bottom=stage == 0)
+        encoder = self._part(weights, blocks=blocks, is_bottom=stage == 0)
         layers = dict(encoder.layers)
         cut_block = encoder.layer(split.block)
         if stage or split.is_inside:
@@ -206,7 +206,7 @@ class LowRankSplit(TextModel):
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
-        encoder = self._part(weights, range(self.split.block + 1), is_bottom=True)
+        encoder = self._part(weights, blocks=range(self.split.block + 1), is_bottom=True)
         about = {"backbone": asdict(weights.config)}
         has_types = weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)

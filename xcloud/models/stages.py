@@ -64,7 +64,7 @@ class RowsStage(Stage):
             self.requires_grad_(False)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        return self._sent(*self._rows(received, batch))
+        return self._sent(*self._rows(received, batch=batch))
 
     @staticmethod
     def _sent(rows: Tensor, packing: Packing) -> StageOutput:
@@ -114,7 +114,7 @@ class UpperStage(RowsStage):
         if self._pooling is not None:
             return StageOutput({"pooled": rows.float()})
         assert packing is not None
-        return self._sent(rows, packing)
+        return self._sent(rows, packing=packing)
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
@@ -127,7 +127,7 @@ class UpperStage(RowsStage):
         assert received is not None
         if "counts" not in received:
             return self.way(received["pooled"]), None
-        rows, packing = self._rows(received, batch)
+        rows, packing = self._rows(received, batch=batch)
         if self._pooling is not None:
             rows = pool(rows, packing=packing, how=self._pooling)
         return self.way(rows), packing

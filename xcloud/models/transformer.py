@@ -71,7 +71,7 @@ class Greedy(Limits):
             if not len(going):
                 break
             if len(going) < len(alive):
-                decoder.keep(going, going)
+                decoder.keep(going, sentences=going)
                 alive = alive[going]
                 tokens = tokens[going]
         return _texts(written, eos=ids.eos)
@@ -140,7 +140,7 @@ class Beam(Limits):
             if not len(going):
                 break
             rows_BK = going[:, None] * beams + parent[going]
-            decoder.keep(rows_BK.flatten(), going if len(going) < len(alive) else None)
+            decoder.keep(rows_BK.flatten(), sentences=going if len(going) < len(alive) else None)
             alive = alive[going]
             total_BK = total_BK[going]
             tokens_N = word[going].flatten()
@@ -237,7 +237,7 @@ class TargetStage(Stage):
         assert int(target_BS[0, 0]) == self._ids.bos, "a target must start with bos"
         # eos is not an input, bos not an output: one row fewer than tokens.
         packing = Packing((target_BS != self._ids.pad).sum(1) - 1)
-        scores = self.scores(packing.pack(target_BS), packing, caches=self.open(received))
+        scores = self.scores(packing.pack(target_BS), packing=packing, caches=self.open(received))
         loss = F.cross_entropy(
             scores.float(),
             packing.pack(target_BS[:, 1:]),
@@ -286,13 +286,13 @@ class CachedDecoder:
             counts=torch.ones_like(tokens_N), positions=torch.full_like(tokens_N, self._position)
         )
         self._position += 1
-        return self._stage.scores(tokens_N, packing, self._caches)
+        return self._stage.scores(tokens_N, packing=packing, caches=self._caches)
 
     def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
         """Hypothesis i continues the former hypothesis rows[i]; sentence j is the former sentence
         sentences[j] (None: unchanged). All sentences have equally many, adjacent hypotheses."""
         for cache in self._caches:
-            cache.keep(rows, sentences)
+            cache.keep(rows, sentences=sentences)
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
@@ -376,7 +376,7 @@ class Transformer(EncoderDecoder):
         return f"Transformer from scratch, {layers} x {self.hidden}"
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        return rows_boundary(self.hidden, max_length)
+        return rows_boundary(self.hidden, max_length=max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         is_last = stage == num_stages - 1

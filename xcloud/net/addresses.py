@@ -100,7 +100,7 @@ def store_at(host: str, port: int, serves: bool, within_s: float = JOIN_WITHIN_S
     """
     within = timedelta(seconds=within_s)
     try:
-        listening = _listen(host, port) if serves else None
+        listening = _listen(host, port=port) if serves else None
         store = TCPStore(
             host, port, None, serves, within, wait_for_workers=False, master_listen_fd=listening
         )

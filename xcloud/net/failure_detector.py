@@ -103,9 +103,11 @@ class FailureDetector:
         self._looked_at_s = clock_s()
         self._stood_still_s = 0.0
         self.peers = {
-            peer: Peer(liveness, self._now_s) for peer in range(num_ranks) if peer != rank
+            peer: Peer(liveness=liveness, now_s=self._now_s)
+            for peer in range(num_ranks)
+            if peer != rank
         }
-        self._store = Peer(liveness, self._now_s)
+        self._store = Peer(liveness=liveness, now_s=self._now_s)
         self._outs: dict[int, SendingEnd] = {}
         self._watches: dict[int, _Watch] = {}  # one of each peer counts
         self._greeted: dict[int, _Watch] = {}  # the newest of each peer
@@ -147,11 +149,11 @@ class FailureDetector:
             if rank in (0, self._rank):
                 continue
             if age_s == _ENDED:
-                self._lose(Loss.ENDED, rank)
+                self._lose(Loss.ENDED, rank=rank)
             elif 0 <= age_s < float("inf"):
                 self.peers[rank].hear(age_s)
                 if age_s > self.liveness.lost_after_s:
-                    self._lose(Loss.SILENT, rank)
+                    self._lose(Loss.SILENT, rank=rank)
                 else:
                     self._note_heard(rank)
 
@@ -198,7 +200,7 @@ class FailureDetector:
             outs += self._outs.values()
         for out in outs:
             with contextlib.suppress(LinkError):  # whoever needs that rank finds out itself
-                out.say_alive(parts, _CARRIES[: len(parts)])
+                out.say_alive(parts, carries=_CARRIES[: len(parts)])
 
     def _age_s(self, rank: int) -> float:
         """Return what rank 0 tells of a rank: for how long it has heard nothing of it; infinite
@@ -232,7 +234,7 @@ class FailureDetector:
                 silent.append(STORE)
             silent = [rank for rank in silent if rank not in self._lost]
         for rank in silent:
-            self._lose(Loss.SILENT, rank)
+            self._lose(Loss.SILENT, rank=rank)
 
     def _note_heard(self, rank: int) -> None:
         with self._lock:
@@ -254,7 +256,7 @@ class FailureDetector:
         at_once: it replaces an earlier link to that rank; else only once the peer was heard over
             it, where a number in the store is all that says so.
         """
-        watch = _Watch(peer, restarted)
+        watch = _Watch(peer=peer, restarted=restarted)
         with self._lock:
             if at_once or peer not in self._watches:
                 self._watches[peer] = watch
@@ -326,16 +328,18 @@ class FailureDetector:
             watch.is_over = True
             if self._watches[peer] is watch:
                 self._unreached[peer] = why
-                self._lose(Loss.ENDED, peer)
+                self._lose(Loss.ENDED, rank=peer)
             return
-        out = OutSettings(self._name_of(peer), _CAPACITY_BYTES, peer=self.peers[peer])
+        out = OutSettings(
+            peer_name=self._name_of(peer), capacity_bytes=_CAPACITY_BYTES, peer=self.peers[peer]
+        )
         incoming = InSettings(
-            self._name_of(peer),
-            _CAPACITY_BYTES,
+            peer_name=self._name_of(peer),
+            capacity_bytes=_CAPACITY_BYTES,
             peer=self.peers[peer],
-            handlers={Kind.ALIVE: lambda frame: self.hear(peer, frame)},
+            handlers={Kind.ALIVE: lambda frame: self.hear(peer, frame=frame)},
             on_arrival=lambda frame, at_s: self._note_come(watch),
-            on_end=lambda reason: self._note_end(watch, reason),
+            on_end=lambda reason: self._note_end(watch, reason=reason),
         )
         with self._lock:  # until both ends are there to be closed
             watch.out, watch.incoming = connect(out, incoming)
@@ -369,7 +373,7 @@ class FailureDetector:
             self._close(watch)
         elif is_current:
             is_late = any(sign in str(reason).lower() for sign in ("timed out", "timeout"))
-            self._lose(Loss.SILENT if is_late else Loss.ENDED, watch.peer)
+            self._lose(Loss.SILENT if is_late else Loss.ENDED, rank=watch.peer)
 
     def _close(self, watch: _Watch) -> None:
         with self._lock:

@@ -225,7 +225,7 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         for _ in range(num_parts):
             code, axes = struct.unpack_from("<BB", view, offset)
             shape = struct.unpack_from(f"<{axes}I", view, offset + 2)
-            specs.append(TensorSpec(shape, _DTYPES[code]))
+            specs.append(TensorSpec(shape=shape, dtype=_DTYPES[code]))
             offset += 2 + 4 * axes
         end = offset + payload
         if end > len(view) or payload != sum(spec.num_bytes for spec in specs):

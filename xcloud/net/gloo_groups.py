@@ -139,15 +139,15 @@ class OpenGroups:
         if key not in self._parts:
             own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", rendezvous.store)
             self._parts[key] = of_this_attempt(
-                own, rendezvous.rank, ranks=ranks, within_s=rendezvous.within_s
+                own, rank=rendezvous.rank, ranks=ranks, within_s=rendezvous.within_s
             )
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        return GroupCollectives.joined_in(store, rendezvous.rank, ranks=ranks)
+        return GroupCollectives.joined_in(store, rank=rendezvous.rank, ranks=ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""
         store = self.rendezvous.store
-        newest = {peer: count_of(store, f"beginnings.{peer}") for peer in ranks}
+        newest = {peer: count_of(store, name=f"beginnings.{peer}") for peer in ranks}
         if any(count <= self.times(peer) for peer, count in newest.items()):
             return False
         self._known |= newest

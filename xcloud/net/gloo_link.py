@@ -50,9 +50,9 @@ class GlooOutLink(SendingEnd):
         self._pair = pair
         clock = settings.clock
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
-        self._posted = PostedReceives(settings.window.num_posted, latency_at)
+        self._posted = PostedReceives(num_posted=settings.window.num_posted, latency_at=latency_at)
         self._queue: ByteQueue[Outgoing | None] = ByteQueue(
-            settings.window.max_queued_bytes, settings.queued
+            max_bytes=settings.window.max_queued_bytes, total=settings.queued
         )
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
@@ -60,10 +60,10 @@ class GlooOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes()
-            self._queue.put(None, 0)
+            self._queue.put(None, num_bytes=0)
         await_peer(
             self._has_ended,
-            self._settings,
+            end=self._settings,
             timeout_s=timeout_s,
             failing="did not take the last messages",
         )
@@ -79,7 +79,7 @@ class GlooOutLink(SendingEnd):
         return not self._thread.is_alive()
 
     def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item)
+        self._put_into(self._queue, item=item)
 
     def _run(self) -> None:
         settings = self._settings
@@ -88,12 +88,19 @@ class GlooOutLink(SendingEnd):
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
-                seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
+                seal_frame(
+                    frame,
+                    deliver_at_s=slot.deliver_at_s if slot is not None else -time.monotonic(),
+                )
                 self.record.sending(
-                    key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=slot
+                    key,
+                    sequence=sequence,
+                    num_bytes=frame.numel(),
+                    queued_at_s=queued_at_s,
+                    slot=slot,
                 )
                 if slot is not None:
-                    settings.note_progress(key.kind, slot.deliver_at_s)
+                    settings.note_progress(key.kind, at_s=slot.deliver_at_s)
                 self._pair.isend(frame, sequence % _TAGS).wait()
                 if slot is None:
                     settings.note_progress(key.kind)
@@ -143,7 +150,7 @@ class GlooInLink(ReceivingEnd):
                 while len(posted) < self._settings.window.num_posted:
                     size = self._settings.capacity_bytes
                     buffer = spare.pop() if spare else message_buffer(size)
-                    work = self._pair.irecv(buffer, next(sequence) % _TAGS)
+                    work = self._pair.irecv(buffer, tag=next(sequence) % _TAGS)
                     posted.append((buffer, work))
                 buffer, work = posted.popleft()
                 work.wait()
@@ -177,13 +184,13 @@ def heartbeat_link(
     within_s: how long the other side may take to join it.
     """
     pair = Pair(
-        store,
-        "life",
+        store=store,
+        line="life",
         ranks="heartbeats",
         place=int(rank != 0),
         join_within=timedelta(seconds=within_s),
     )
-    return GlooOutLink(pair, out), GlooInLink(pair, incoming)
+    return GlooOutLink(pair=pair, settings=out), GlooInLink(pair=pair, settings=incoming)
 
 
 class GlooTransport(Transport):
@@ -207,10 +214,10 @@ class GlooTransport(Transport):
             )
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(self._pair(line, self.rank, receiver=peer), settings)
+        return GlooOutLink(pair=self._pair(line, self.rank, receiver=peer), settings=settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(self._pair(line, peer, receiver=self.rank), settings)
+        return GlooInLink(pair=self._pair(line, peer, receiver=self.rank), settings=settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         if self._open is not None:
@@ -219,7 +226,11 @@ class GlooTransport(Transport):
             return None
         places = [self._world.index(rank) for rank in ranks]  # torch counts within the world
         group = dist.new_group(places, timeout=FOREVER)
-        return GlooCollectives(group, ranks, device) if self.rank in ranks else None
+        return (
+            GlooCollectives(group=group, ranks=ranks, device=device)
+            if self.rank in ranks
+            else None
+        )
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         return self._open is not None and self._open.begins_again(ranks)
@@ -229,5 +240,5 @@ class GlooTransport(Transport):
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
         return Pair.claimed(
-            self.rendezvous.store, line, ranks=ranks, place=int(self.rank == receiver)
+            self.rendezvous.store, line=line, ranks=ranks, place=int(self.rank == receiver)
         )

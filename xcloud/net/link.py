@@ -169,7 +169,9 @@ class LinkRecord:
         key = (kind, tuple(carries), dtypes, tuple(part.dim() for part in parts))
         if (entry := self._entries.get(key)) is None:
             sizes = [[(size, size) for size in part.shape] for part in parts]
-            entry = _Entry(carries or ("unnamed",) * len(parts), dtypes, sizes=sizes)
+            entry = _Entry(
+                carries=carries or ("unnamed",) * len(parts), dtypes=dtypes, sizes=sizes
+            )
             self._entries[key] = entry
         entry.num_messages += 1
         entry.num_bytes += num_bytes
@@ -327,7 +329,7 @@ class LinkClock:
                 now = time.monotonic() if now_s is None else now_s
                 origin, free_at, last_arrival, messages = _STATE.unpack(self._state[:])
                 start = max(now, free_at)
-                sent_s = self.profile.sent_at(start - origin, num_bytes)
+                sent_s = self.profile.sent_at(start - origin, num_bytes=num_bytes)
                 sent = origin + sent_s
                 jitter = jitter_share(messages)
                 arrival = sent + self.profile.latency_at(sent_s) + jitter * self.profile.jitter_s

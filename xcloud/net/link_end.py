@@ -212,7 +212,7 @@ class SendingEnd(ABC):
         carries: what each part is, in words, for the record of what left the cloud.
         """
         with self._sending:
-            self._send(key, parts, carries)
+            self._send(key, parts=parts, carries=carries)
 
     def say_alive(self, parts: Tensors = (), carries: Sequence[str] = ()) -> None:
         """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
@@ -221,7 +221,7 @@ class SendingEnd(ABC):
         try:
             # What waits here is a heartbeat itself as soon as it arrives.
             if not self._is_closing and self._is_idle:
-                self._send(MessageKey(Kind.ALIVE), parts, carries)
+                self._send(MessageKey(Kind.ALIVE), parts=parts, carries=carries)
         finally:
             self._sending.release()
 
@@ -251,7 +251,7 @@ class SendingEnd(ABC):
         def put(timeout_s: float) -> bool:
             if self._failure is not None:
                 raise self._failure
-            return queue.put(item, num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
+            return queue.put(item, num_bytes=num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
 
         if put(0.0):
             return
@@ -288,7 +288,7 @@ class SendingEnd(ABC):
         """Send the last messages, one for each receive that the peer has posted."""
         self._is_closing = True
         for _ in range(self._settings.window.num_posted):
-            self._send(MessageKey(Kind.CLOSE), (), ())
+            self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
 
 
 class ReceivingEnd:
@@ -301,7 +301,7 @@ class ReceivingEnd:
         self._settings = settings
         self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
         self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(
-            settings.window.max_queued_bytes, settings.queued
+            max_bytes=settings.window.max_queued_bytes, total=settings.queued
         )
         self._over = threading.Event()
         self._expected = 0
@@ -330,27 +330,30 @@ class ReceivingEnd:
             )
         found = self._inbox.get()
         if isinstance(found, LinkError):
-            self._inbox.put(found, 0)  # whoever asks next shall hear it too
+            self._inbox.put(found, num_bytes=0)  # whoever asks next shall hear it too
             raise found
-        return expect(found, key, sender=self.peer_name).parts
+        return expect(found, key=key, sender=self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
         """Wait until the peer has closed the link, as long as it sends heartbeats."""
         await_peer(
-            self._over.wait, self._settings, timeout_s=timeout_s, failing="did not close its link"
+            self._over.wait,
+            end=self._settings,
+            timeout_s=timeout_s,
+            failing="did not close its link",
         )
 
     def _open(self, buffer: Tensor) -> Frame:
         """Return the frame in a buffer, checked. Raises FrameError."""
         settings = self._settings
         now_s = time.monotonic()
-        frame = decode_frame(buffer, self.peer_name)
+        frame = decode_frame(buffer, sender=self.peer_name)
         if not settings.is_emulated:  # or the peer says how long this rank waits
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
         settings.on_arrival(frame, now_s)
         arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
         settings.peer.hear(time.monotonic() - arrives_at_s)
-        settings.note_progress(frame.key.kind, arrives_at_s)
+        settings.note_progress(frame.key.kind, at_s=arrives_at_s)
         if frame.sequence != self._expected:
             raise FrameError(
                 f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"
@@ -374,14 +377,16 @@ class ReceivingEnd:
         """Queue a frame for `recv`. Return whether there was room for it within timeout_s
         seconds."""
         room_bytes = self._settings.room_bytes(frame.key.kind)
-        return self._inbox.put(frame, frame.num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
+        return self._inbox.put(
+            frame, num_bytes=frame.num_bytes, timeout_s=timeout_s, max_bytes=room_bytes
+        )
 
     def _leave(self) -> None:
         self.has_closed = True
         self._end(LinkClosed(f"{self.peer_name} has closed its link"))
 
     def _end(self, reason: LinkError) -> None:
-        self._inbox.put(reason, 0)
+        self._inbox.put(reason, num_bytes=0)
         self._settings.on_end(reason)
         self._over.set()
 

@@ -45,7 +45,7 @@ class MemoryWorld:
         self._lines: dict[tuple[str, int, int], _MemoryLine] = {}
 
     def transport(self, rank: int) -> MemoryTransport:
-        return MemoryTransport(self, rank)
+        return MemoryTransport(world=self, rank=rank)
 
     def line(self, name: str, sender: int, receiver: int) -> _MemoryLine:
         with self._lock:
@@ -68,7 +68,7 @@ class MemoryTransport(Transport):
     """The transport of a rank that shares its process with all others."""
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        super().__init__(Rendezvous(rank, world.num_ranks, store=world.store))
+        super().__init__(Rendezvous(rank=rank, num_ranks=world.num_ranks, store=world.store))
         self._world = world
         self.computing = world.computing
         self._num_groups = 0
@@ -76,17 +76,17 @@ class MemoryTransport(Transport):
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         if settings.clock is not None:
             raise ConfigError("links in memory emulate no line; set cluster/wan=free")
-        return MemoryOutLink(self._world.line(line, self.rank, peer), settings)
+        return MemoryOutLink(line=self._world.line(line, self.rank, peer), settings=settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return MemoryInLink(self._world.line(line, peer, self.rank), settings)
+        return MemoryInLink(line=self._world.line(line, peer, self.rank), settings=settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         self._num_groups += 1
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         store = PrefixStore(f"group {self._num_groups}", self.rendezvous.store)
-        return GroupCollectives.joined_in(store, self.rank, ranks=ranks, timeout=PATIENCE)
+        return GroupCollectives.joined_in(store, rank=self.rank, ranks=ranks, timeout=PATIENCE)
 
 
 class _MemoryLine:
@@ -128,8 +128,10 @@ class MemoryOutLink(SendingEnd):
 
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
-        seal_frame(frame, -time.monotonic())
-        self.record.sending(key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s)
+        seal_frame(frame, deliver_at_s=-time.monotonic())
+        self.record.sending(
+            key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
+        )
         self._line.carry(frame)
 
 

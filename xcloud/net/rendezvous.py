@@ -81,7 +81,7 @@ def ended_key(rank: int) -> str:
 
 def ending_of(store: KeyValueStore, rank: int) -> Ending | None:
     """Return how a rank has ended, None if it has not or if something else stands there."""
-    text = value_of(store, ended_key(rank))
+    text = value_of(store, name=ended_key(rank))
     return next((ending for ending in Ending if ending.value == text), None)
 
 
@@ -95,7 +95,7 @@ def value_of(store: KeyValueStore, name: str) -> str:
 
 def count_of(store: KeyValueStore, name: str) -> int:
     """Return a counter's value without a write; 0 if it is not there, or is no number."""
-    text = value_of(store, name)
+    text = value_of(store, name=name)
     return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
@@ -163,7 +163,7 @@ def of_this_attempt(
     names: dict[int, str] = {}
     mine = uuid.uuid4().hex
     until_s = time.monotonic() + within_s
-    waiting = Waiting("for the other ranks", float("inf"), say=say)
+    waiting = Waiting(what="for the other ranks", within_s=float("inf"), say=say)
     taken_s = None  # since when another process has this rank in the attempt that this one joined
     part = ""
     state = f"{name_of(first)} has not begun"
@@ -178,19 +178,19 @@ def of_this_attempt(
         if rank == first:
             for other in [r for r in missing if store.check([f"{part}.{r}"])]:
                 missing.remove(other)
-                names[other] = value_of(store, f"{part}.{other}")
-                watch(other, _line(store, part, name=names[other]))
+                names[other] = value_of(store, name=f"{part}.{other}")
+                watch(other, _line(store, part=part, name=names[other]))
             if not missing:
                 store.set(f"{part}.all", ",".join(names.values()))
                 return PrefixStore(part, store)
             for other in missing:
-                if (ending := ending_of(store, other)) is not None:
+                if (ending := ending_of(store, rank=other)) is not None:
                     raise LinkClosed(f"{name_of(other)} {ending.text}")
             state = f"{', '.join(map(name_of, missing))} has not come"
         elif store.check(["attempt"]):
-            current = value_of(store, "attempt")
+            current = value_of(store, name="attempt")
             if store.check([f"{current}.all"]):
-                if mine in value_of(store, f"{current}.all").split(","):
+                if mine in value_of(store, name=f"{current}.all").split(","):
                     return PrefixStore(current, store)
                 if current == part:  # unless all begin again: its place may be a dead one's
                     taken_s = taken_s or time.monotonic()
@@ -207,7 +207,7 @@ def of_this_attempt(
                 part = current
                 taken_s = None
                 store.set(f"{part}.{rank}", mine)
-                watch(first, _line(store, part, name=mine))
+                watch(first, _line(store, part=part, name=mine))
                 state = "not all ranks have come"
         waiting.go_on(state)
     who = ", ".join(map(str, missing))

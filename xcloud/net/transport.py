@@ -79,7 +79,7 @@ class Rendezvous:
         """The texts that this rank and rank 0 tell each other."""
         return words_of(
             self.store,
-            self.rank,
+            rank=self.rank,
             num_ranks=self.num_ranks,
             within_s=self.within_s,
             beginning=self.beginning if self.is_open else None,
@@ -87,7 +87,7 @@ class Rendezvous:
 
     def write(self, name: str, text: str) -> None:
         """Tell rank 0 something by this name, once; rank 0 tells it to every rank that asks."""
-        self.words.tell(name, text)
+        self.words.tell(name, text=text)
 
     def read(self, name: str, rank: int) -> str:
         """Return what rank 0 tells by this name or, in rank 0, what `rank` does. Raises

@@ -78,13 +78,17 @@ def words_of(
     """
     if join is None:
         if isinstance(store, HashStore):
-            return WordsInOneProcess(store, rank, within_s=within_s)
+            return WordsInOneProcess(store=store, rank=rank, within_s=within_s)
         join = partial(joined_over_gloo, store, rank == 0)
     if rank != 0:
         own = partial(join, rank, beginning or 1, within_s)
-        return WordsToFirst(own, rank, within_s=within_s)
+        return WordsToFirst(join=own, rank=rank, within_s=within_s)
     return WordsOfFirst(
-        store, num_ranks, join=join, within_s=within_s, is_open=beginning is not None
+        store=store,
+        num_ranks=num_ranks,
+        join=join,
+        within_s=within_s,
+        is_open=beginning is not None,
     )
 
 
@@ -92,8 +96,8 @@ def joined_over_gloo(
     store: Store, is_first: bool, rank: int, beginning: int, within_s: float
 ) -> WordLine:
     """Join the line of words of a rank over gloo. is_first: whether this is rank 0's end."""
-    pair = line_of(store, rank, beginning=beginning, is_first=is_first, within_s=within_s)
-    return _JoinedLine(pair, peer=rank if is_first else 0)
+    pair = line_of(store, rank=rank, beginning=beginning, is_first=is_first, within_s=within_s)
+    return _JoinedLine(pair=pair, peer=rank if is_first else 0)
 
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> Pair:
@@ -104,7 +108,9 @@ def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: f
     """
     own = PrefixStore(f"words {rank}.{beginning}", store)
     within = timedelta(seconds=within_s)
-    return Pair(own, "life", ranks=f"0-{rank}", place=0 if is_first else 1, join_within=within)
+    return Pair(
+        store=own, line="life", ranks=f"0-{rank}", place=0 if is_first else 1, join_within=within
+    )
 
 
 class WordKind(IntEnum):
@@ -171,7 +177,7 @@ class _JoinedLine:
 
     def receive(self, within: timedelta = FOREVER) -> Message:
         buffer = torch.zeros(WORD_BYTES, dtype=torch.uint8)
-        self._pair.irecv(buffer, 0).wait(within)
+        self._pair.irecv(buffer, tag=0).wait(within)
         return decode(buffer, f"rank {self._peer}")
 
 
@@ -187,7 +193,7 @@ class WordsToFirst:
 
     def tell(self, name: str, text: str) -> None:
         self._own[name] = text
-        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text=text)), name)
+        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text=text)), name=name)
 
     def hear(self, name: str, rank: int) -> str:
         if rank == self._rank:
@@ -201,7 +207,7 @@ class WordsToFirst:
                 raise FrameError(f"rank 0 answered {answer.name!r:.80} when asked for {name!r}")
             return answer.text
 
-        return self._carried(ask, name)
+        return self._carried(ask, name=name)
 
     def _carried(self, call: Callable[[WordLine], str | None], name: str) -> str:
         try:
@@ -262,7 +268,7 @@ class WordsOfFirst:
         while True:
             for rank, before in list(self._greeted.items()):
                 try:
-                    beginning = count_of(store, f"beginnings.{rank}")
+                    beginning = count_of(store, name=f"beginnings.{rank}")
                 except RuntimeError:
                     return
                 is_awaited = rank in awaited and awaited[rank].is_alive()
@@ -279,7 +285,7 @@ class WordsOfFirst:
                 line = self._join(rank, beginning, within_s)
             except RuntimeError as error:
                 if not self._is_open:
-                    self._end(rank, LinkClosed(f"rank {rank} is gone: {error!s:.200}"))
+                    self._end(rank, reason=LinkClosed(f"rank {rank} is gone: {error!s:.200}"))
                 return
             with self._changed:
                 self._greeted[rank] = beginning
@@ -297,15 +303,15 @@ class WordsOfFirst:
             while self._greeted[rank] == beginning:
                 message = line.receive()
                 if message.kind is WordKind.TELL:
-                    self._keep(rank, message)
+                    self._keep(rank, message=message)
                 elif message.kind is WordKind.ASK:
                     line.send(Message(WordKind.ANSWER, message.name, text=self._own(message.name)))
                 else:
                     raise FrameError(f"rank {rank} answers what nobody asked")
         except LinkError as error:
-            self._end(rank, error)
+            self._end(rank, reason=error)
         except RuntimeError:
-            self._end(rank, LinkClosed(f"rank {rank} ended while the ranks joined"))
+            self._end(rank, reason=LinkClosed(f"rank {rank} ended while the ranks joined"))
 
     def _keep(self, rank: int, message: Message) -> None:
         with self._changed:

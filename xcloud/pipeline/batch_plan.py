@@ -104,7 +104,7 @@ class SampleFeed:
         for i, ids in enumerate(pieces):
             if any(i % period == first for first, period in self.turns):
                 batch = self.fetch(ids)
-                found[i] = on_device(batch, self.device)
+                found[i] = on_device(batch, device=self.device)
                 self.work.num_own += len(ids)
                 self.work.num_tokens += sum(
                     int((batch[name] != pad).sum()) for name, pad in self.token_pads.items()

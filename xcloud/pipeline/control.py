@@ -26,7 +26,7 @@ REPORT_CARRIES = ("report lines, see reports",)
 _LOOK_S = 0.1  # at a barrier rank 0 looks at one link so long, then at the next
 _NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
-_CODE = TensorSpec((1,), torch.uint8)
+_CODE = TensorSpec(shape=(1,), dtype=torch.uint8)
 _NUMBER = ("which of the last steps all ranks report int64",)
 
 
@@ -80,11 +80,11 @@ class StageSums:
             for stage, value in values.items():
                 norms[stage] = value
             self.out[first].send(key, (norms,), _NORMS)
-            return reply_of(self.incoming[first].recv(key, self.overdue_s), first)
+            return reply_of(self.incoming[first].recv(key, overdue_s=self.overdue_s), first=first)
         collected = dict(values)
         for leader in others:
-            received = self.incoming[leader].recv(key, self.overdue_s)
-            of_stages = check_norms(received, num_stages, leader=leader)
+            received = self.incoming[leader].recv(key, overdue_s=self.overdue_s)
+            of_stages = check_norms(received, num_stages=num_stages, leader=leader)
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
             collected.update({stage: of_stages[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
@@ -102,7 +102,7 @@ class StageSums:
 def check_norms(parts: Tensors, num_stages: int, leader: int) -> list[float]:
     """Return a leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
     found = [*map(TensorSpec.of, parts)]
-    expected = [TensorSpec((num_stages,), torch.float64)]
+    expected = [TensorSpec(shape=(num_stages,), dtype=torch.float64)]
     norms: list[float] = parts[0].tolist() if found == expected else []
     if not norms or any(norm < 0 for norm in norms):
         raise FrameError(
@@ -117,7 +117,10 @@ def reply_of(parts: Tensors, first: int) -> Reply:
     else."""
     specs = [*map(TensorSpec.of, parts)]
     code = int(Signal.GO_ON)
-    fits = specs[:1] == [TensorSpec((1,), torch.float64)] and specs[1:] in ([], [_CODE])
+    fits = specs[:1] == [TensorSpec(shape=(1,), dtype=torch.float64)] and specs[1:] in (
+        [],
+        [_CODE],
+    )
     if fits and len(parts) == 2:
         code = int(parts[1])
     if not fits or code not in [*Signal]:
@@ -129,7 +132,7 @@ def number_of(parts: Tensors) -> int:
     """Return the number that rank 0 gives at a barrier, 0 for none. Raises FrameError for anything
     else."""
     specs = [*map(TensorSpec.of, parts)]
-    if specs not in ([], [TensorSpec((1,), torch.int64)]):
+    if specs not in ([], [TensorSpec(shape=(1,), dtype=torch.int64)]):
         raise FrameError(f"rank 0 sent {specs} to a barrier of all ranks")
     return int(parts[0]) if parts else 0
 
@@ -172,7 +175,7 @@ class Control:
         came: dict[int, Tensors] = {}
         while missing:  # in turn, so that the end of any of them is seen at once
             for peer in missing:
-                if (parts := self._come(peer, key, started_s)) is not None:
+                if (parts := self._come(peer, key=key, started_s=started_s)) is not None:
                     came[peer] = parts
             missing = [peer for peer in missing if peer not in came]
         if self.rank != 0:
@@ -185,11 +188,11 @@ class Control:
     def _come(self, peer: int, key: MessageKey, started_s: float) -> Tensors | None:
         """Return the message of a rank that has come, None for one that has not yet."""
         try:
-            return self.incoming[peer].recv(key, _LOOK_S)
+            return self.incoming[peer].recv(key, overdue_s=_LOOK_S)
         except LinkTimeout:
             record = self.detector.peers[peer]
             waited_s = time.monotonic() - started_s
-            if record.left_s(waited_s, self.overdue_s) > 0:
+            if record.left_s(waited_s, overdue_s=self.overdue_s) > 0:
                 return None
             raise LinkTimeout(
                 f"rank {peer} has not come to the barrier of all ranks, and sent no heartbeat for "
@@ -208,7 +211,7 @@ class Control:
 
     def report(self, lines: bytes) -> None:
         """Send report lines to rank 0."""
-        send_report(self.out[0], lines)
+        send_report(self.out[0], lines=lines)
 
 
 def send_report(link: SendingEnd, lines: bytes) -> None:

@@ -64,7 +64,7 @@ class Ends:
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.records: list[LinkRecord] = []
         self.detector = transport.rendezvous.detector or FailureDetector(
-            self.rank, layout.num_ranks, layout.liveness
+            rank=self.rank, num_ranks=layout.num_ranks, liveness=layout.liveness
         )
         self._messages = messages
         self._run_dir = run_dir
@@ -94,10 +94,12 @@ class Ends:
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> RankGroup | None:
         """Return the group of these ranks, in this order; None outside it. device: see
         Transport."""
-        joined = self.transport.group(ranks, device)
+        joined = self.transport.group(ranks, device=device)
         if self.rank not in ranks:
             return None
-        return RankGroup(self.rank, tuple(ranks), group=joined, peers=self.detector.peers)
+        return RankGroup(
+            rank=self.rank, ranks=tuple(ranks), group=joined, peers=self.detector.peers
+        )
 
     def out(
         self,
@@ -127,10 +129,10 @@ class Ends:
             progress=None if may_be_late else self._progress,
             queued=self.queued,
             clock=self._clock_to(peer),
-            overdue_s=self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            overdue_s=self.layout.overdue_s(self.rank, peer=peer, num_bytes=capacity_bytes),
             blocked=blocked,
         )
-        end = self.transport.out(line, peer, settings)
+        end = self.transport.out(line, peer=peer, settings=settings)
         self._ends.append((peer, end))
         return end
 
@@ -147,7 +149,7 @@ class Ends:
         may_be_late: bool = False,
     ) -> ReceivingEnd:
         """Make a receiving end. boundary, may_be_late: see `out`."""
-        wan = self.layout.wan_between(self.rank, peer)
+        wan = self.layout.wan_between(self.rank, peer=peer)
         record = self._record(LinkName(boundary, peer, receiver=self.rank))
         if record.to is not None:
             self.records.append(record)
@@ -164,7 +166,7 @@ class Ends:
             on_end=on_end,
             on_arrival=on_arrival,
         )
-        end = self.transport.incoming(line, peer, settings)
+        end = self.transport.incoming(line, peer=peer, settings=settings)
         self._ends.append((peer, end))
         return end
 
@@ -179,7 +181,7 @@ class Ends:
         may_be_late: bool = False,
     ) -> tuple[SendingEnd, ReceivingEnd]:
         """Make a link to `peer` and one from it. boundary, may_be_late: see `out`."""
-        of = (line, peer, capacity_bytes, self.window(under_way, capacity_bytes))
+        of = (line, peer, capacity_bytes, self.window(under_way, frame_bytes=capacity_bytes))
         out = self.out(*of, boundary=boundary, may_be_late=may_be_late)
         return out, self.incoming(
             *of, handlers=handlers, boundary=boundary, may_be_late=may_be_late
@@ -192,7 +194,10 @@ class Ends:
     def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
         """Return a link's window; both ends give the same arguments. See LinkWindow.covering."""
         return LinkWindow.covering(
-            under_way, frame_bytes, budget_bytes=self.layout.link_budget_bytes, num_ahead=ahead
+            under_way,
+            frame_bytes=frame_bytes,
+            budget_bytes=self.layout.link_budget_bytes,
+            num_ahead=ahead,
         )
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
@@ -207,16 +212,18 @@ class Ends:
 
     def overdue_s(self, peers: Iterable[int], num_bytes: int = 1024) -> float:
         """Return how long to wait for a message of this size from the slowest of the peers."""
-        return max(self.layout.overdue_s(self.rank, peer, num_bytes) for peer in peers)
+        return max(
+            self.layout.overdue_s(self.rank, peer=peer, num_bytes=num_bytes) for peer in peers
+        )
 
     def leaves_cloud(self, peer: int) -> bool:
-        return self.layout.wan_between(self.rank, peer) is not None
+        return self.layout.wan_between(self.rank, peer=peer) is not None
 
     def _record(self, name: LinkName) -> LinkRecord:
         """Build a link's record. Inside a cloud it notes nothing but the number of messages."""
-        if self.layout.wan_between(name.sender, name.receiver) is None:
+        if self.layout.wan_between(name.sender, peer=name.receiver) is None:
             return LinkRecord(name)
-        return LinkRecord(name, self.layout.cloud_of(name.receiver), log=self._messages)
+        return LinkRecord(link=name, to=self.layout.cloud_of(name.receiver), log=self._messages)
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
@@ -224,12 +231,12 @@ class Ends:
     def _clock_to(self, peer: int) -> LinkClock | None:
         """Return the clock of messages from this rank to `peer`, shared by all ranks of the two
         clouds; None where nothing is emulated."""
-        wan = self.layout.wan_between(self.rank, peer)
+        wan = self.layout.wan_between(self.rank, peer=peer)
         if wan is None or not wan.emulated or wan.profile is None:
             return None
         here = self.layout.cloud_of(self.rank)
         there = self.layout.cloud_of(peer)
         if there not in self._clocks:
             name = f"link-{here}-to-{there}.{self._run_number}.clock"
-            self._clocks[there] = LinkClock(wan.profile, self._run_dir / name)
+            self._clocks[there] = LinkClock(profile=wan.profile, path=self._run_dir / name)
         return self._clocks[there]

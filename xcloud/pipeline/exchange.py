@@ -42,7 +42,7 @@ class RankGroup:
 
     @staticmethod
     def alone(rank: int = 0) -> RankGroup:
-        return RankGroup(rank, (rank,))
+        return RankGroup(rank=rank, ranks=(rank,))
 
     @property
     def group_rank(self) -> int:
@@ -76,7 +76,7 @@ class RankGroup:
 
     def from_leader(self, values: Tensor) -> Tensor:
         """Broadcast in place."""
-        self._call("broadcast", lambda group: group.broadcast(values, self.leader))
+        self._call("broadcast", lambda group: group.broadcast(values, source=self.leader))
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
@@ -134,7 +134,7 @@ class FlatBuffer:
         self.flat = torch.zeros(size + 1, dtype=first.dtype, device=first.device)
         pieces = torch.split(self.gradients, [part.numel() for part in own])
         for parameter, part, piece in zip(self.parameters, own, pieces, strict=True):
-            parameter.grad = with_part(parameter, piece.view_as(part))
+            parameter.grad = with_part(parameter, part=piece.view_as(part))
 
     @property
     def gradients(self) -> Tensor:
@@ -260,7 +260,7 @@ class AllReduce(Exchange):
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        return {s: b.sum_over(self.groups[s], losses[s]) for s, b in buffers.items()}
+        return {s: b.sum_over(self.groups[s], loss=losses[s]) for s, b in buffers.items()}
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

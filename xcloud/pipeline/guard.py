@@ -23,7 +23,7 @@ class Guard:
         self._chance = np.random.default_rng()
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        return self._channel.send(key, self._protected(message, samples), samples)
+        return self._channel.send(key, self._protected(message, samples=samples), samples)
 
     def _protected(self, message: Message, samples: Samples) -> Message:
         labels = None
@@ -35,6 +35,6 @@ class Guard:
                 if field.dtype.is_floating_point:
                     counts = field.counts(message.get("counts"))
                     protected[field.name] = self._defence.protect(
-                        message[field.name], counts, labels, self._chance
+                        message[field.name], counts=counts, labels=labels, chance=self._chance
                     )
         return protected

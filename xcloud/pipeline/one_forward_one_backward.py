@@ -49,7 +49,7 @@ class OneForwardOneBackward(Schedule):
         return f"1f1b m={self.num_micro_batches} in flight={self.num_in_flight or 'p'}"
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
-        warm_up = self._warm_up(stage, num_stages)
+        warm_up = self._warm_up(stage, num_stages=num_stages)
         actions = [Action("forward", stage, micro_batch=i) for i in range(warm_up)]
         for i in range(self.num_micro_batches):
             actions.append(Action("backward", stage, micro_batch=i))
@@ -64,7 +64,9 @@ class OneForwardOneBackward(Schedule):
 
     def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
         """Return it with other numbers in flight, its own first."""
-        counts = _counts_in_flight(num_stages, num_lanes, num_micro_batches=self.num_micro_batches)
+        counts = _counts_in_flight(
+            num_stages, num_lanes=num_lanes, num_micro_batches=self.num_micro_batches
+        )
         return [self, *(replace(self, num_in_flight=k) for k in counts)]
 
     def _warm_up(self, stage: int, num_stages: int) -> int:
@@ -100,7 +102,7 @@ class ZeroBubble(OneForwardOneBackward):
         if stage == 0:
             return order
         memory = self.num_in_memory or self.num_in_flight or num_stages
-        max_late = max(0, memory - self._warm_up(stage, num_stages))
+        max_late = max(0, memory - self._warm_up(stage, num_stages=num_stages))
         num_late = num_weights = 0
         actions: list[Action] = []
         for action in order:
@@ -122,7 +124,7 @@ class ZeroBubble(OneForwardOneBackward):
 
     def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
         m = self.num_micro_batches
-        counts = [*_counts_in_flight(num_stages, num_lanes, num_micro_batches=m), m]
+        counts = [*_counts_in_flight(num_stages, num_lanes=num_lanes, num_micro_batches=m), m]
         return [self, *(replace(self, num_in_flight=k, num_in_memory=k) for k in counts)]
 
 
@@ -229,7 +231,7 @@ class _Linear(torch.autograd.Function):
         ctx.kept = kept
         ctx.save_for_backward(rows)
         # Not cast by autocast, which would keep a copy without a graph for later calls.
-        weight_OI = _weight_OI(layer, rows.dtype)
+        weight_OI = _weight_OI(layer, dtype=rows.dtype)
         bias = None if layer.bias is None else layer.bias.to(rows.dtype)
         return nn.functional.linear(rows, weight_OI, bias)
 
@@ -244,7 +246,7 @@ class _Linear(torch.autograd.Function):
                 )
             )
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
-        to_rows = gradient_NO.mm(_weight_OI(layer, gradient.dtype))
+        to_rows = gradient_NO.mm(_weight_OI(layer, dtype=gradient.dtype))
         return to_rows.view(rows.shape), None, None
 
 

@@ -54,7 +54,7 @@ class OverlappedSums(Hook):
         self._order: list[_Bucket] = []
         for stage in sorted(buffers, reverse=True):
             if groups[stage].group_size > 1 and not buffers[stage].is_sharded:
-                self._add(stage, buffers[stage], bucket_bytes)
+                self._add(stage, buffer=buffers[stage], bucket_bytes=bucket_bytes)
         self._num_started = 0
         self._waits: list[tuple[int, Callable[[], object]]] = []
 
@@ -81,7 +81,9 @@ class OverlappedSums(Hook):
         end = len(buffer.gradients)
         for run in runs:
             first = end - sum(p.numel() for p in run)
-            bucket = _Bucket(stage, buffer.gradients[first:end], num_parameters=len(run))
+            bucket = _Bucket(
+                stage=stage, values=buffer.gradients[first:end], num_parameters=len(run)
+            )
             for parameter in run:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._hook(bucket)

@@ -31,16 +31,20 @@ class PinnedBatchPlan(BatchPlan):
         super().__init__(num_samples, batch_size, seed)
         places: dict[int, list[Tensor]] = {}
         for piece, group in zip(
-            cut(torch.arange(batch_size), len(group_of_piece)), group_of_piece, strict=True
+            cut(torch.arange(batch_size), num_pieces=len(group_of_piece)),
+            group_of_piece,
+            strict=True,
         ):
             places.setdefault(group, []).append(piece)
         self._places = [torch.cat(places[group]) for group in sorted(places)]
-        shares = _shares(num_samples, [len(group) for group in self._places])
+        shares = _shares(num_samples, weights=[len(group) for group in self._places])
         generator = torch.Generator().manual_seed(seed)
         self._samples = torch.split(torch.randperm(num_samples, generator=generator), shares)
         self._plans = [
             # Unrelated orders, or samples of two groups would meet again in every epoch.
-            BatchPlan(share, len(group), seed=(seed * 4099 + number) % 2**32)
+            BatchPlan(
+                num_samples=share, batch_size=len(group), seed=(seed * 4099 + number) % 2**32
+            )
             for number, (share, group) in enumerate(zip(shares, self._places, strict=True), 1)
         ]
 

@@ -134,7 +134,7 @@ class Pipeline:
         after_micro_batch: called with each stage whose gradients of a micro-batch are all there.
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
-        now = Pass(step, first_micro_batch)
+        now = Pass(step=step, first_micro_batch=first_micro_batch)
         actions, splits = self._plan(schedule)
         in_flight: dict[tuple[int, int], InFlight] = {}
         deferred = {place: split() for place, split in splits.items()}
@@ -152,7 +152,7 @@ class Pipeline:
                 if work.loss is not None:
                     loss += work.loss.detach() / weight
             elif action.kind == "backward":
-                self._backward(action, in_flight.pop(place), now=now, weight=weight)
+                self._backward(action, work=in_flight.pop(place), now=now, weight=weight)
             else:
                 with self.clock.during("weights"):
                     deferred.pop(place).compute()
@@ -171,7 +171,7 @@ class Pipeline:
         Ranks of replica 0 call it. Those without the last stage return nothing.
         """
         predictions: dict[int, list[int]] = {}
-        now = Pass(step, kind=Kind.EVALUATION)
+        now = Pass(step=step, kind=Kind.EVALUATION)
         for stage in self.stages.values():
             stage.eval()
         num_replicas = self.layout.num_replicas
@@ -183,7 +183,7 @@ class Pipeline:
                 self._forward(action, batch, received=received, now=now)
                 continue
             with self.clock.during("forward"), self.autocast():
-                found = self.stages[action.stage].predict(received, batch)
+                found = self.stages[action.stage].predict(received, batch=batch)
             predictions.update(zip(batch["ids"].tolist(), found, strict=True))
         for stage in self.stages.values():
             stage.train()
@@ -192,9 +192,9 @@ class Pipeline:
     def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
         """Return this rank's actions, and what splits their backwards."""
         if schedule not in self._plans:
-            fitted = schedule.for_lanes(self.num_stages, self.layout.num_lanes)
+            fitted = schedule.for_lanes(self.num_stages, num_lanes=self.layout.num_lanes)
             actions = rank_actions(
-                fitted, sorted(self.stages), num_stages=self.num_stages, turn_of=self.turns
+                fitted, stages=sorted(self.stages), num_stages=self.num_stages, turn_of=self.turns
             )
             late = split_backwards(actions)
             splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
@@ -224,23 +224,25 @@ class Pipeline:
                 output: StageOutput = self.stages[action.stage](received, batch)
         sent = output.send
         if sent is not None:
-            peer = self.layout.owner(action.stage + 1, action.micro_batch)
+            peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)
             sent = self.ports[action.stage].forward_out[peer].send(now.key(action), sent, batch)
-        return InFlight(batch, received, send=sent, loss=output.loss, weights=weights)
+        return InFlight(
+            batch=batch, received=received, send=sent, loss=output.loss, weights=weights
+        )
 
     def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:
             with self.clock.during("backward"):
                 work.backward([work.loss / weight], None)
-        elif not self._receive_gradient(action, work, now=now):
+        elif not self._receive_gradient(action, work=work, now=now):
             return
         if work.received is not None:
-            self._send_gradient(action, work.received, batch=work.batch, now=now)
+            self._send_gradient(action, received=work.received, batch=work.batch, now=now)
 
     def _receive(self, action: Action, batch: Batch, now: Pass) -> Message | None:
         if action.stage == 0:
             return None
-        peer = self.layout.owner(action.stage - 1, action.micro_batch)
+        peer = self.layout.owner(action.stage - 1, micro_batch=action.micro_batch)
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
 
     def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
@@ -249,7 +251,7 @@ class Pipeline:
         if not port.boundary.gradient_fields:
             return False
         assert work.send is not None
-        peer = self.layout.owner(action.stage + 1, action.micro_batch)
+        peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)
         known = _integers(work.send)
         gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
         with self.clock.during("backward"):
@@ -268,7 +270,7 @@ class Pipeline:
             value = received[entry.name]
             # A field that the stage did not use has gradient zero.
             message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
-        peer = self.layout.owner(action.stage - 1, action.micro_batch)
+        peer = self.layout.owner(action.stage - 1, micro_batch=action.micro_batch)
         port.backward_out[peer].send(now.key(action), message, batch)
 
 

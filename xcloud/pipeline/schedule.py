@@ -124,10 +124,10 @@ def rank_actions(
     wait for.
     """
     if len(stages) > 1:
-        ticks = ideal_ticks(schedule, num_stages)
+        ticks = ideal_ticks(schedule, num_stages=num_stages)
         order = [action for tick in ticks for action in reversed(tick)]
     else:
-        order = schedule.actions(stages[0], num_stages)
+        order = schedule.actions(stages[0], num_stages=num_stages)
     return [
         action
         for action in order
@@ -142,12 +142,14 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
 
     Raises ValueError for a schedule that deadlocks.
     """
-    queues = [deque(schedule.actions(stage, num_stages)) for stage in range(num_stages)]
+    queues = [deque(schedule.actions(stage, num_stages=num_stages)) for stage in range(num_stages)]
     done: set[Action] = set()
     ticks: list[list[Action]] = []
     while any(queues):
         tick = [
-            queue[0] for queue in queues if queue and _has_input(queue[0], num_stages, done=done)
+            queue[0]
+            for queue in queues
+            if queue and _has_input(queue[0], num_stages=num_stages, done=done)
         ]
         if not tick:
             raise ValueError(

@@ -157,14 +157,14 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 def is_emulated(precision: str, device: torch.device) -> bool:
     """bf16 on a CPU that multiplies it in software: some 50 times slower than fp32."""
-    chosen = device.type == "cpu" and resolve_precision(precision, device) == "bf16"
+    chosen = device.type == "cpu" and resolve_precision(precision, device=device) == "bf16"
     return chosen and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def autocast_for(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
-    if resolve_precision(precision, device) == "fp32":
+    if resolve_precision(precision, device=device) == "fp32":
         return nullcontext
     if device.type == "cpu":
         return _bf16_on_cpu

@@ -63,11 +63,11 @@ class DivergenceGuard(StatefulTree):
         not be left out."""
         if self._on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
-            raise diverged(f"{what} is not finite", remark)
+            raise diverged(f"{what} is not finite", remark=remark)
         num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
         if num_in_a_row > self._most:
             what = f"{what} is not finite, after {self._most} skipped updates in a row"
-            raise diverged(what, f"training.max_skips_in_a_row is {self._most}")
+            raise diverged(what, remark=f"training.max_skips_in_a_row is {self._most}")
         self.num_in_a_row = num_in_a_row
         self.last_step = step
         return (
@@ -125,9 +125,9 @@ class TrainedModule:
                 "the frozen parameters are not those that this was trained with: a checkpoint or "
                 "a kept backbone has changed since. Put the old one back, or start a new run"
             )
-        parts = split_state(rest, ("values", "moments"), owner="a trained module")
+        parts = split_state(rest, names=("values", "moments"), owner="a trained module")
         own = {name: local_part(value) for name, value in self._values.items()}
-        fill(own, parts["values"], owner="a trained module")
+        fill(own, state=parts["values"], owner="a trained module")
         self._load_moments(parts["moments"])
 
     def _load_moments(self, state: State) -> None:
@@ -148,7 +148,7 @@ class TrainedModule:
         for name, kept in moments.items():
             for what, value in kept.items():
                 if isinstance(value, Tensor) and value.shape == local_part(trained[name]).shape:
-                    kept[what] = with_part(trained[name], value)
+                    kept[what] = with_part(trained[name], part=value)
         numbered = {n: moments[name] for n, name in enumerate(trained) if name in moments}
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
@@ -218,7 +218,9 @@ class Trainer(StatefulTree):
         self.sums = sums
         self.losses = losses
         self.num_updates = 0
-        self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
+        self.guard = DivergenceGuard(
+            on_divergence=settings.on_divergence, max_skips_in_a_row=settings.max_skips_in_a_row
+        )
         self.stages: dict[int, TrainedStage] = {}
         for stage, module in sorted(pipeline.stages.items()):
             module.train()
@@ -226,25 +228,29 @@ class Trainer(StatefulTree):
             trained = buffer.parameters
             optimizer = settings.optimizer.build(trained) if trained else None
             self.stages[stage] = TrainedStage(
-                TrainedModule(module, optimizer), buffer, group=groups[stage]
+                trained=TrainedModule(module=module, optimizer=optimizer),
+                buffer=buffer,
+                group=groups[stage],
             )
 
     def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
         """Make one update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
-        report = StepReport(step, 0.0, clock=clock, learning_rate=self._learning_rate(step))
+        report = StepReport(
+            step=step, step_s=0.0, clock=clock, learning_rate=self._learning_rate(step)
+        )
         work = Work()
         if self.exchange.is_idle(step):
             signal = hooks.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
-            loss = self._compute_gradients(step, hooks)
-            total_loss = self._exchange_gradients(step, loss, hooks=hooks)
-            reply = self._agree(step, hooks)
+            loss = self._compute_gradients(step, hooks=hooks)
+            total_loss = self._exchange_gradients(step, loss=loss, hooks=hooks)
+            reply = self._agree(step, hooks=hooks)
             if not math.isfinite(reply.total):
                 what = f"the loss or gradient of step {step}"
-                report.skipped = self.guard.skip_update(step, what)
+                report.skipped = self.guard.skip_update(step, what=what)
             else:
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
@@ -278,7 +284,7 @@ class Trainer(StatefulTree):
         return [optimizer for optimizer in every if optimizer is not None]
 
     def _learning_rate(self, step: int) -> float:
-        return self.settings.optimizer.learning_rate_at(step, self.settings.max_steps)
+        return self.settings.optimizer.learning_rate_at(step, max_steps=self.settings.max_steps)
 
     def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
         """Compute the gradients of this rank's micro-batches into the buffers, and return their
@@ -294,7 +300,7 @@ class Trainer(StatefulTree):
         for first in range(0, num_passes * m, m):
             with self.pipeline.clock.during("fetch"):
                 batches = self.feed.batches(pieces[first : first + m])
-            hooks.before_pass(step, batches)
+            hooks.before_pass(step, batches=batches)
             loss += self.pipeline.step(
                 self.schedule, batches, step, self.feed.work.weight, first, hooks.after_micro_batch
             )
@@ -339,7 +345,7 @@ class Trainer(StatefulTree):
             }
         if squares:
             with clock.during("wait"):
-                reply = self.sums.sum_over_stages(step, squares, hooks.signal)
+                reply = self.sums.sum_over_stages(step, values=squares, signal_at=hooks.signal)
         return self._within_stages(reply)
 
     def _within_stages(self, reply: Reply) -> Reply:

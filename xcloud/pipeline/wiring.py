@@ -150,18 +150,20 @@ def wire(
         stage: group
         for stage in range(layout.num_stages)
         for ranks in layout.replicas_of(stage)
-        if (group := ends.group(ranks, device)) is not None
+        if (group := ends.group(ranks, device=device)) is not None
     }
-    control = join_control(ends, on_report) if layout.num_ranks > 1 else None
+    control = join_control(ends, on_report=on_report) if layout.num_ranks > 1 else None
     rejoin = None
     if control is not None and is_elastic:
         rejoin = partial(_join_peer, control, ends, on_report)
     return Wiring(
-        ends,
-        groups,
+        ends=ends,
+        groups=groups,
         control=control,
-        sums=_join_sums(job, ends, control=control),
-        boundaries=Boundaries(job, ends, clock=clock, device=device, make_receiver=make_receiver),
+        sums=_join_sums(job, ends=ends, control=control),
+        boundaries=Boundaries(
+            job=job, ends=ends, clock=clock, device=device, make_receiver=make_receiver
+        ),
         is_elastic=is_elastic,
         rejoin=rejoin,
     )
@@ -173,10 +175,14 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
     everyone = range(ends.layout.num_ranks)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
     control = Control(
-        ends.rank, {}, incoming={}, overdue_s=ends.overdue_s(peers), detector=ends.detector
+        rank=ends.rank,
+        out={},
+        incoming={},
+        overdue_s=ends.overdue_s(peers),
+        detector=ends.detector,
     )
     for peer in peers:
-        _join_peer(control, ends, on_report=on_report, peer=peer)
+        _join_peer(control, ends=ends, on_report=on_report, peer=peer)
     return control
 
 
@@ -189,9 +195,9 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
         handlers[Kind.ALIVE] = partial(ends.detector.hear, peer)
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     control.out[peer], control.incoming[peer] = ends.both(
-        "control", peer, capacity, _CONTROL_AHEAD, handlers
+        "control", peer=peer, capacity_bytes=capacity, under_way=_CONTROL_AHEAD, handlers=handlers
     )
-    ends.detector.beat_over(peer, control.out[peer])
+    ends.detector.beat_over(peer, out=control.out[peer])
 
 
 def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
@@ -199,7 +205,7 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
     a star of their own."""
     layout = job.cluster
     rank = ends.rank
-    sums = StageSums(rank, layout.leader_of(layout.placement(rank).replica))
+    sums = StageSums(rank=rank, leader_of=layout.leader_of(layout.placement(rank).replica))
     first, *others = sums.leaders
     if first == 0 and control is not None:
         return replace(
@@ -208,7 +214,10 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
     if rank not in sums.leaders or not others:
         return sums
     peers = others if rank == first else [first]
-    star = {p: ends.both("norms", p, FRAME_SLACK_BYTES, _CONTROL_AHEAD) for p in peers}
+    star = {
+        p: ends.both("norms", peer=p, capacity_bytes=FRAME_SLACK_BYTES, under_way=_CONTROL_AHEAD)
+        for p in peers
+    }
     return replace(
         sums,
         out={peer: out for peer, (out, _) in star.items()},
@@ -220,7 +229,7 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
 def _pair_of_each_micro_batch(layout: ClusterLayout, stage: int) -> list[tuple[int, int]]:
     """Return between which ranks each micro-batch of a period crosses from `stage` to the next."""
     return [
-        (layout.owner(stage, i), layout.owner(stage + 1, i))
+        (layout.owner(stage, micro_batch=i), layout.owner(stage + 1, micro_batch=i))
         for i in range(layout.rank_period(stage))
     ]
 
@@ -228,7 +237,7 @@ def _pair_of_each_micro_batch(layout: ClusterLayout, stage: int) -> list[tuple[i
 def rank_pairs(layout: ClusterLayout, stage: int, replica: int) -> set[tuple[int, int]]:
     """Return the ranks of a replica, before and behind the boundary after `stage`, that have a
     micro-batch in common."""
-    return {*_pair_of_each_micro_batch(layout, stage)[replica :: layout.num_replicas]}
+    return {*_pair_of_each_micro_batch(layout, stage=stage)[replica :: layout.num_replicas]}
 
 
 _FORWARD_AHEAD = 32
@@ -274,24 +283,26 @@ class Boundaries:
         job = self._job
         layout = job.cluster
         rank = self._ends.rank
-        pairs = rank_pairs(layout, stage, replica=layout.placement(rank).replica)
+        pairs = rank_pairs(layout, stage=stage, replica=layout.placement(rank).replica)
         if not any(rank in pair for pair in pairs):
             return
-        all_pairs = _pair_of_each_micro_batch(layout, stage)
+        all_pairs = _pair_of_each_micro_batch(layout, stage=stage)
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
-            fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
-            actions = fitted.actions(stage, layout.num_stages)
-            in_flight |= max_in_flight(actions, lambda i: all_pairs[i % len(all_pairs)])
+            fitted = schedule.for_lanes(layout.num_stages, num_lanes=layout.num_lanes)
+            actions = fitted.actions(stage, num_stages=layout.num_stages)
+            in_flight |= max_in_flight(actions, link=lambda i: all_pairs[i % len(all_pairs)])
         boundary = job.boundaries[stage]
         self.ports[stage] = BoundaryPorts(boundary)
         for a, b in sorted(pair for pair in pairs if rank in pair):
             # What waits for nothing from behind may be blocked, and is in flight one at a time.
             under_way = in_flight[a, b] if boundary.gradient_fields else 1
-            self._join_one_way(stage, "forward", sender=a, receiver=b, under_way=under_way)
+            self._join_one_way(
+                stage, direction="forward", sender=a, receiver=b, under_way=under_way
+            )
             if boundary.gradient_fields:
                 self._join_one_way(
-                    stage, "backward", sender=b, receiver=a, under_way=in_flight[a, b]
+                    stage, direction="backward", sender=b, receiver=a, under_way=in_flight[a, b]
                 )
 
     def _join_one_way(
@@ -302,7 +313,7 @@ class Boundaries:
         ends = self._ends
         ports = self.ports[stage]
         boundary = ports.boundary
-        wan = job.cluster.wan_between(sender, receiver)
+        wan = job.cluster.wan_between(sender, peer=receiver)
         fields = boundary.fields
         outs = ports.forward_out
         ins = ports.forward_in
@@ -315,15 +326,15 @@ class Boundaries:
             return
         compression = Compression() if wan is None else job.compression.at_boundary(stage)
         codecs = partial(self._codecs, compression, direction)
-        frame, capacity = self._frame_bytes(boundary, fields, codecs=codecs())
+        frame, capacity = self._frame_bytes(boundary, fields=fields, codecs=codecs())
         if direction == "forward":
             start = sum(spec.num_bytes for spec in boundary.start)
             capacity = max(capacity, start + FRAME_SLACK_BYTES)
         ahead = _FORWARD_AHEAD if direction == "forward" else 0
-        window = ends.window(under_way, frame, ahead)
+        window = ends.window(under_way, frame_bytes=frame, ahead=ahead)
         line = f"{stage}.{direction}"
         identity = ChannelId(
-            job.seed, stage, direction=direction, sender=sender, receiver=receiver
+            seed=job.seed, boundary=stage, direction=direction, sender=sender, receiver=receiver
         )
         if sender == ends.rank:
             link = ends.out(
@@ -335,14 +346,16 @@ class Boundaries:
                 blocked=partial(self._clock.during, "wait"),
             )
             channel = SendChannel(
-                link, fields, new_codecs=codecs, clock=self._clock, identity=identity
+                link=link, fields=fields, new_codecs=codecs, clock=self._clock, identity=identity
             )
             self.channels[str(identity)] = outs[receiver] = channel
             if wan is not None:
                 self.wan_sends.append(channel)
                 replica = job.cluster.placement(sender).replica
                 defence = job.defences_at(stage, replica).get(direction)
-                outs[receiver] = channel if defence is None else Guard(channel, defence)
+                outs[receiver] = (
+                    channel if defence is None else Guard(channel=channel, defence=defence)
+                )
             return
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
@@ -355,7 +368,7 @@ class Boundaries:
             clock=self._clock,
             identity=identity,
             device=self._device,
-            overdue_s=job.cluster.overdue_s(ends.rank, sender, capacity),
+            overdue_s=job.cluster.overdue_s(ends.rank, peer=sender, num_bytes=capacity),
             max_rows_per_sample=boundary.max_rows_per_sample,
         )
         self.channels[str(identity)] = ins[sender] = received
@@ -368,7 +381,9 @@ class Boundaries:
         known."""
         frame = capacity = FRAME_SLACK_BYTES
         for entry in fields:
-            rows = entry.max_rows(self._job.max_micro_batch, boundary.max_rows_per_sample)
+            rows = entry.max_rows(
+                self._job.max_micro_batch, max_rows_per_sample=boundary.max_rows_per_sample
+            )
             spec = entry.spec(rows)
             coded = codecs.max_bytes(spec) if entry.is_compressed else spec.num_bytes
             frame += coded
@@ -378,9 +393,14 @@ class Boundaries:
     def _codecs(self, compression: CompressionPlan, direction: str) -> Codecs:
         """Build fresh codecs: every channel has its own state."""
         codecs = [
-            (until, Codec(getattr(c, direction), getattr(c, f"{direction}_memory")))
+            (
+                until,
+                Codec(compressor=getattr(c, direction), memory=getattr(c, f"{direction}_memory")),
+            )
             for until, c in compression.by_step
         ]
         if isinstance(compression, Selectable):
-            return SelectableCodecs([codec for _, codec in codecs], self.shared(Selection))
+            return SelectableCodecs(
+                codecs=[codec for _, codec in codecs], selection=self.shared(Selection)
+            )
         return Codecs(codecs)

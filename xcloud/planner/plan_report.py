@@ -137,11 +137,11 @@ class Report:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         best = self.ranked.best
-        return [self.row(priced, self.ranked.advice(i)) for i, priced in enumerate(best)]
+        return [self.row(priced, advice=self.ranked.advice(i)) for i, priced in enumerate(best)]
 
     @cached_property
     def own_row(self) -> dict[str, Any]:
-        return self.row(self.ranked.own, self.ranked.advice_to_own)
+        return self.row(self.ranked.own, advice=self.ranked.advice_to_own)
 
     @property
     def best_count(self) -> AtCount | None:
@@ -161,7 +161,7 @@ class Report:
             mean_s = chosen.step_s if epochs is None else epochs.mean_s
         return {
             "predicted_step_time_s": mean_s,
-            "chosen": None if chosen is None else self.row(chosen, ""),
+            "chosen": None if chosen is None else self.row(chosen, advice=""),
             "own": self.own_row,
             "plans": self.rows,
             "num_plans": self.ranked.num_plans,

@@ -94,7 +94,7 @@ class Planner:
                 "choose one compression for all"
             )
         batch_size = job.training.batch_size // job.training.accumulate_steps
-        self.counts = self.plan.counts(batch_size, job.schedule.num_micro_batches)
+        self.counts = self.plan.counts(batch_size, own=job.schedule.num_micro_batches)
         assert isinstance(job.compression, Compression | Phased), (
             "a plan is refused where a run chooses its compression itself"
         )
@@ -321,6 +321,6 @@ class Planner:
         """Return how steps change after the first epoch, of plans whose steps do."""
         changes = dict[Plan, OverEpochs]()
         for plan, feature in product(plans, self.features):
-            if (change := feature.over_epochs(self.job, pricer, plan)) is not None:
+            if (change := feature.over_epochs(self.job, pricer=pricer, plan=plan)) is not None:
                 changes[plan] = change
         return changes

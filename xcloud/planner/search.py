@@ -356,7 +356,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
             clouds = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
             for (a, b), way in zip((clouds, clouds[::-1]), ways, strict=True):
                 if a != b:
-                    line = pricer.line(plan.strategy, a, b)
+                    line = pricer.line(plan.strategy, here=a, there=b)
                     sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
                     latency_s = max(latency_s, line.latency_s)
         tt = sum(sent_s) / max(1, len(sent_s))

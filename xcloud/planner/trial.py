@@ -392,7 +392,7 @@ class TrialRun:
         model = self.model
         length = self.job.task.max_length
         p = self.layout.num_stages
-        own = [model.boundary(stage, p, max_length=length) for stage in range(p - 1)]
+        own = [model.boundary(stage, num_stages=p, max_length=length) for stage in range(p - 1)]
         crossed = {
             (boundary.fields, boundary.gradient_returns): stage
             for stage, boundary in enumerate(own)

@@ -84,7 +84,7 @@ def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     num_ranks = job.cluster.num_processes
     within_s = job.cluster.liveness.join_within_s
     store = rendezvous_store(run_dir) if num_ranks > 1 else HashStore()
-    return Rendezvous(rank, num_ranks, store=store, within_s=within_s)
+    return Rendezvous(rank=rank, num_ranks=num_ranks, store=store, within_s=within_s)
 
 
 def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: Newest) -> Verdict:
@@ -105,11 +105,13 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
     if rank in compared:
         rendezvous.write("table", encode_table(mine))
     if rank == 0:
-        found = _Comparison(job, rendezvous, mine=mine, peers=compared - {0}).verdict(newest)
+        found = _Comparison(
+            job=job, rendezvous=rendezvous, mine=mine, peers=compared - {0}
+        ).verdict(newest)
         found = replace(found, text=_printable(found.text), attempt=time.time_ns())
         rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:
-        own = _Comparison(job, rendezvous, mine=mine, peers={0}).judge()
+        own = _Comparison(job=job, rendezvous=rendezvous, mine=mine, peers={0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
     verdict = decode_verdict(rendezvous.read("verdict", 0))
@@ -137,9 +139,9 @@ def agree_on(
     theirs = facts
     others = range(0 if rendezvous.is_open else rendezvous.num_ranks)
     for peer in others[1:] if rendezvous.rank == 0 else [0]:
-        theirs = decode_facts(rendezvous.read(what, peer), peer)
+        theirs = decode_facts(rendezvous.read(what, peer), peer=peer)
         unneeded = left_out.get(max(peer, rendezvous.rank), ())
-        compare_facts(facts, theirs, peer=peer, left_out=unneeded)
+        compare_facts(facts, theirs=theirs, peer=peer, left_out=unneeded)
     return facts if rendezvous.rank == 0 else theirs
 
 
@@ -153,18 +155,18 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
     """
     rendezvous.write("shared", json.dumps(dict(facts)))
     if rendezvous.rank != 0:
-        first = decode_facts(rendezvous.read("what is shared", 0), 0)
-        return _compare_shared(facts, first, whose="another rank")
+        first = decode_facts(rendezvous.read("what is shared", 0), peer=0)
+        return _compare_shared(facts, theirs=first, whose="another rank")
     first = dict(facts)
     odd = dict[int, dict[str, str]]()
     for peer in range(1, rendezvous.num_ranks):
-        theirs = decode_facts(rendezvous.read("shared", peer), peer)
+        theirs = decode_facts(rendezvous.read("shared", peer), peer=peer)
         if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
             odd[peer] = theirs
         first = {**theirs, **first}
     rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
-        _compare_shared(first, theirs, whose=f"rank {peer}")
+        _compare_shared(first, theirs=theirs, whose=f"rank {peer}")
 
 
 def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:
@@ -181,7 +183,7 @@ def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: s
 
 
 def decode_facts(text: str, peer: int) -> dict[str, str]:
-    return _decoded(_FACTS, text, what=f"rank {peer} sent no names and values of facts")
+    return _decoded(_FACTS, text=text, what=f"rank {peer} sent no names and values of facts")
 
 
 def compare_facts(
@@ -218,7 +220,7 @@ class _Comparison:
         for peer in sorted(peers):
             text = rendezvous.read("table", peer)
             try:
-                self._tables[peer] = decode_table(text, self._name_of(peer))
+                self._tables[peer] = decode_table(text, sender=self._name_of(peer))
             except FrameError as error:
                 if rendezvous.rank != 0:
                     raise
@@ -234,7 +236,7 @@ class _Comparison:
         try:
             step, note = newest(held, self._name_of)
         except ConfigError as error:
-            return Verdict("stop", text=str(error))
+            return Verdict(kind="stop", text=str(error))
         return replace(found, text="; ".join(filter(None, (found.text, note))), from_step=step)
 
     def judge(self) -> Verdict:
@@ -242,14 +244,18 @@ class _Comparison:
         differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
         bad = {*self._unread}.union(*(r for keys in differing.values() for r in keys.values()))
         if not bad:
-            torches = self._values("info", "torch", self._differing("info").get("torch", []))
+            torches = self._values(
+                "info", key="torch", ranks=self._differing("info").get("torch", [])
+            )
             return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
 
         said = list(self._unread.values())
         files = differing.pop("code")
         shown = [(section, key) for section, keys in differing.items() for key in sorted(keys)]
         for section, key in shown[:_MAX_SHOWN]:
-            said.append(f"{key} is {self._values(section, key, differing[section][key])}")
+            said.append(
+                f"{key} is {self._values(section, key=key, ranks=differing[section][key])}"
+            )
         if len(shown) > _MAX_SHOWN:
             said.append(f"and {len(shown) - _MAX_SHOWN} more settings")
         if files:
@@ -258,7 +264,7 @@ class _Comparison:
             said.append(
                 f"the code of {self._names(ranks)} is not that of {self._name_of(0)}, in "
                 f"{', '.join(sorted(files)[:_MAX_SHOWN])}{more} (commit "
-                f"{self._values('info', 'commit', ranks)})"
+                f"{self._values('info', key='commit', ranks=ranks)})"
             )
         text = (
             "the ranks do not run the same experiment:\n"
@@ -269,7 +275,7 @@ class _Comparison:
         # A rank with another layout cannot even join the process groups.
         fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
         refused = self._job.refused_with(frozenset(bad)) if fits else ()
-        return Verdict("go" if refused else "stop", refused=tuple(sorted(refused)), text=text)
+        return Verdict(kind="go" if refused else "stop", refused=tuple(sorted(refused)), text=text)
 
     def _differing(self, section: str) -> dict[str, list[int]]:
         """Return the ranks that have something else in a section than rank 0, by key."""
@@ -320,11 +326,11 @@ def encode_table(table: Table) -> str:
 def decode_table(text: str, sender: str) -> Table:
     """Return the table that `sender` sent. Raises FrameError for anything but what encode_table
     makes."""
-    return _decoded(_TABLE, text, what=f"{sender} sent no table of settings and digests")
+    return _decoded(_TABLE, text=text, what=f"{sender} sent no table of settings and digests")
 
 
 def decode_verdict(text: str) -> Verdict:
-    return _decoded(_VERDICT, text, what="rank 0 sent no verdict on what the ranks run")
+    return _decoded(_VERDICT, text=text, what="rank 0 sent no verdict on what the ranks run")
 
 
 def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:

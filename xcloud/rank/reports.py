@@ -52,11 +52,11 @@ class TypicalStep(Hook):
         if not steps or messages is None:  # the last step was made before the run was resumed
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
-        typical = steps[most_typical([step.step for step in steps], step_s)].step
+        typical = steps[most_typical([step.step for step in steps], step_s=step_s)].step
         number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
-                for part in timeline_events(step, messages):
+                for part in timeline_events(step, messages=messages):
                     self.reporter.event("timeline", **part)
         self.reporter.flush()
 
@@ -93,12 +93,12 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
              m.key.micro_batch, m.num_bytes, us(m.queued_at_s), us(m.line_from_s),
              None if m.line_until_s is None else us(m.line_until_s)]
             for m in list(messages.sent)
-            if _belongs(m.key, m.queued_at_s, step=step)
+            if _belongs(m.key, at_s=m.queued_at_s, step=step)
         ],
         "received": [
             [m.link.boundary, m.link.sender, m.sequence, us(m.received_at_s)]
             for m in list(messages.received)
-            if _belongs(m.key, m.received_at_s, step=step)
+            if _belongs(m.key, at_s=m.received_at_s, step=step)
         ],
     }  # fmt: skip
     head = {
@@ -227,8 +227,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(whole, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
-        kept = _KeptTensor(tensor, self, address=storage.data_ptr(), num_bytes=storage.nbytes())
-        self._add(kept.address, 1, kept.num_bytes)
+        kept = _KeptTensor(
+            tensor=tensor, owner=self, address=storage.data_ptr(), num_bytes=storage.nbytes()
+        )
+        self._add(kept.address, count=1, num_bytes=kept.num_bytes)
         return kept
 
     def _add(self, address: int, count: int, num_bytes: int) -> None:
@@ -250,7 +252,7 @@ class _KeptTensor:
     num_bytes: int
 
     def __del__(self) -> None:
-        self.owner._add(self.address, -1, self.num_bytes)
+        self.owner._add(self.address, count=-1, num_bytes=self.num_bytes)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

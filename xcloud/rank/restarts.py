@@ -60,7 +60,7 @@ def enter_late(
     from_step: of the checkpoint that all go on from.
     """
     if rendezvous.rank not in job.roster.essential:
-        ready_file(run_dir, rendezvous.rank).touch()
+        ready_file(run_dir, rank=rendezvous.rank).touch()
     if rendezvous.beginning > 1 or from_step:
         trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
@@ -81,12 +81,12 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     store = (
         rendezvous_store(run_dir)
         if host is None
-        else server_store(rank, host, port=port, within_s=within_s)
+        else server_store(rank, host=host, port=port, within_s=within_s)
     )
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return Rendezvous(
-        rank,
-        job.cluster.num_processes,
+        rank=rank,
+        num_ranks=job.cluster.num_processes,
         store=store,
         within_s=within_s,
         is_open=True,
@@ -100,7 +100,7 @@ def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_
     Later waits last as long as both ranks are alive; a server that ends is noticed at once. Raises
     ConfigError for a port that is taken.
     """
-    return store_at(host, port, serves=rank == 0, within_s=within_s)
+    return store_at(host, port=port, serves=rank == 0, within_s=within_s)
 
 
 def rendezvous_under_torchrun(
@@ -114,30 +114,36 @@ def rendezvous_under_torchrun(
     port = int(os.environ["MASTER_PORT"])
     address = choose_interface(host)
     if job.roster.is_elastic:
-        rendezvous = rendezvous_at_any_time(job, rank, run_dir=run_dir)
-        watch(rendezvous, detector, layout=job.cluster)
+        rendezvous = rendezvous_at_any_time(job, rank=rank, run_dir=run_dir)
+        watch(rendezvous, detector=detector, layout=job.cluster)
         return replace(rendezvous, detector=detector)
     num_ranks = int(os.environ["WORLD_SIZE"])
     within_s = job.cluster.liveness.join_within_s
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent serves
 
     def connect(timeout_s: float) -> Store:
-        store = store_at(host, port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
-        detector.why_not = Doorbell(store, rank, address=address, place=f"{host}:{port}").why_not
+        store = store_at(host, port=port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
+        detector.why_not = Doorbell(
+            store=store, rank=rank, address=address, place=f"{host}:{port}"
+        ).why_not
         detector.ask(store)
         return store
 
     name_of = partial(rank_name, job)
     store = attempt_of(
         connect,
-        rank,
+        rank=rank,
         num_ranks=num_ranks,
-        watch=lambda peer, part: detector.watch(peer, over_gloo(part, rank, detector)),
+        watch=lambda peer, part: detector.watch(
+            peer, over_gloo(part, rank=rank, detector=detector)
+        ),
         within_s=within_s,
         name_of=name_of,
         say=say,
     )
-    return Rendezvous(rank, num_ranks, store=store, within_s=within_s, detector=detector)
+    return Rendezvous(
+        rank=rank, num_ranks=num_ranks, store=store, within_s=within_s, detector=detector
+    )
 
 
 def over_gloo(store: Store, rank: int, detector: FailureDetector) -> Connect:
@@ -168,14 +174,16 @@ class Doorbell:
         """Return why this rank has no connection to `peer`, which has come; None if it has."""
         until_s = time.monotonic() + _REFUSED_FOR_S
         while True:
-            host, _, port = value_of(self._store, f"address.{peer}").rpartition(" ")
+            host, _, port = value_of(self._store, name=f"address.{peer}").rpartition(" ")
             if not host or not port.isdecimal():
                 return None  # it does not say
-            why = why_unreachable(host, int(port), within_s=_RING_WITHIN_S)
+            why = why_unreachable(host, port=int(port), within_s=_RING_WITHIN_S)
             if why is None:
                 return None
             if "refused" not in why or time.monotonic() > until_s:
-                return unreachable(why, self._place, here=self._address, there=f"{host}:{port}")
+                return unreachable(
+                    why, store=self._place, here=self._address, there=f"{host}:{port}"
+                )
             time.sleep(_LOOK_EVERY_S)
 
 
@@ -210,19 +218,19 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
     """
     store = rendezvous.store.clone()  # type: ignore[attr-defined]
     if rendezvous.rank != 0:
-        part = heartbeats_of(store, rendezvous.rank, beginning=rendezvous.beginning)
-        return detector.watch(0, over_gloo(part, rendezvous.rank, detector))
+        part = heartbeats_of(store, rank=rendezvous.rank, beginning=rendezvous.beginning)
+        return detector.watch(0, over_gloo(part, rank=rendezvous.rank, detector=detector))
     greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
 
     def greet() -> None:
         while not detector.over.wait(_LOOK_EVERY_S):
             for rank, before in list(greeted.items()):
-                beginning = count_of(store, f"beginnings.{rank}")
+                beginning = count_of(store, name=f"beginnings.{rank}")
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
-                    part = heartbeats_of(store.clone(), rank, beginning=beginning)
+                    part = heartbeats_of(store.clone(), rank=rank, beginning=beginning)
                     cloud = layout.ranks_in(layout.cloud_of(rank))
-                    connect = over_gloo(part, rendezvous.rank, detector)
+                    connect = over_gloo(part, rank=rendezvous.rank, detector=detector)
                     detector.watch(rank, connect, restarted=cloud, at_once=False)
 
     threading.Thread(target=greet, name="greeting", daemon=True).start()
@@ -253,7 +261,7 @@ def attempt_of(
         try:
             return of_this_attempt(
                 connect(left_s),
-                rank,
+                rank=rank,
                 ranks=range(num_ranks),
                 within_s=left_s,
                 watch=watch,

@@ -112,7 +112,7 @@ class Role(ABC, Generic[JobT]):
     def needs(self, lost: frozenset[int]) -> bool:
         """Return whether this rank cannot go on without any of these, which have ended or are
         silent."""
-        return is_needed(self.job, self.rank, lost=lost)
+        return is_needed(self.job, rank=self.rank, lost=lost)
 
     @abstractmethod
     def run(self) -> None:

@@ -38,7 +38,9 @@ class CheckpointMessage(IntEnum):
 
 def code_of(frame: Frame, peer: int) -> int:
     """Return the code in a message about a checkpoint. Raises FrameError for anything else."""
-    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec((1,), torch.uint8):
+    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec(
+        shape=(1,), dtype=torch.uint8
+    ):
         raise FrameError(
             f"{frame.key} of rank {peer} must carry one code, got "
             f"{[TensorSpec.of(part) for part in frame.parts]}"

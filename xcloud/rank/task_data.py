@@ -66,16 +66,16 @@ def load(
     """
     fields = experiment.fields_of(rendezvous.rank)
     data = (task or experiment.task).load(fields, experiment.seed)
-    _check_fields(data, fields)
+    _check_fields(data, fields=fields)
     for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
-            defence.check_labels(data.head.kind, data.head.num_outputs)
+            defence.check_labels(data.head.kind, num_outputs=data.head.num_outputs)
         elif "label" in fields:  # for each token
-            defence.check_labels("tokens", 1)
+            defence.check_labels("tokens", num_outputs=1)
     # Sizes are compared first: they say more than a digest.
     facts = {SAMPLES[split]: str(data.num_samples(split)) for split in SPLITS}
     facts = {**facts, DATA: data.fingerprint(), **more(data)}
-    agree_on("data", rendezvous, facts=facts, left_out=left_out)
+    agree_on("data", rendezvous=rendezvous, facts=facts, left_out=left_out)
     return data
 
 
@@ -91,9 +91,9 @@ def note_data(context: RankContext[PipelineJob], data: TaskData) -> None:
         return
     reporter.note(data.describe())
     rows = {split: data.num_samples(split) for split in SPLITS}
-    digest = shown_digest(job, data)
+    digest = shown_digest(job, data=data)
     reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
-    report_cuts(reporter, data.num_cut)
+    report_cuts(reporter, num_cut=data.num_cut)
 
 
 def report_cuts(reporter: Reporter, num_cut: NumCut) -> None:
@@ -199,7 +199,7 @@ class Evaluator(Hook):
         """Score a split. Every rank calls it, and returns once all are done: else the next step
         would wait for another cloud's decoding."""
         if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
-            self._score(split, step)
+            self._score(split, step=step)
         self.barrier()
 
     def _score(self, split: Split, step: int) -> None:
@@ -215,21 +215,21 @@ class Evaluator(Hook):
         pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
 
         def fetch(ids: Tensor) -> Batch:
-            return on_device(data.batch(split, ids), pipeline.device)
+            return on_device(data.batch(split, ids), device=pipeline.device)
 
         predictions = pipeline.predict(pieces, fetch, step)
         last = pipeline.num_stages - 1
         if last not in pipeline.stages:
             return
         group = self.groups[last]
-        predictions = gather_predictions(predictions, group)
+        predictions = gather_predictions(predictions, group=group)
         if group.leads:
-            scores = data.score(split, predictions)
-            self._write_samples(split, step, scores=scores)
+            scores = data.score(split, predictions=predictions)
+            self._write_samples(split, step=step, scores=scores)
             reporter = self.context.reporter
             report_scores(
                 reporter,
-                split,
+                split=split,
                 step=step,
                 scores=scores,
                 signature=data.signature(),
@@ -245,12 +245,12 @@ class Evaluator(Hook):
         may_show = self.context.job.has_public_texts and not held
         with reporter.may_lose(SAMPLES_FILE):
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
-            samples = self.data.sample_outputs(split, scores, 5)
+            samples = self.data.sample_outputs(split, scores=scores, count=5)
             (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
         if split == "test" and step:
             with reporter.may_lose(SCORES_FILE):
                 note_trackable(run_dir, **{SCORES_FILE: may_show or held})
-                write_scores(run_dir / SCORES_FILE, scores, shows_text=not held)
+                write_scores(run_dir / SCORES_FILE, scores=scores, shows_text=not held)
 
 
 def report_scores(
@@ -299,7 +299,9 @@ def token_pads(job: PipelineJob, data: TaskData, stages: Collection[int]) -> dic
     pads = {}
     for name, vocabulary in data.vocabularies.items():
         reads = (
-            stage for stage in range(num_stages) if name in job.model.fields(stage, num_stages)
+            stage
+            for stage in range(num_stages)
+            if name in job.model.fields(stage, num_stages=num_stages)
         )
         if next(reads, None) in stages:
             pads[name] = vocabulary.pad

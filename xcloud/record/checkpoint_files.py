@@ -59,7 +59,7 @@ class CheckpointFolder(CheckpointSteps):
 
     def ranks(self, step: int) -> list[int]:
         """Return the ranks whose shard is here, complete."""
-        return sorted(numbers(self.step_dir(step), r"rank-(\d+)\.json"))
+        return sorted(numbers(self.step_dir(step), pattern=r"rank-(\d+)\.json"))
 
     def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
         """Write one rank's shard. Return its bytes once it is on the disk.
@@ -89,11 +89,11 @@ class CheckpointFolder(CheckpointSteps):
 
     def about(self, step: int, rank: int) -> dict[str, Any]:
         """Return the facts written with a shard. Raises DataError if it is missing or damaged."""
-        return dict(self._head(step, rank)["about"])
+        return dict(self._head(step, rank=rank)["about"])
 
     def check(self, step: int, rank: int) -> None:
         """Read all of a shard. Raises DataError saying what is wrong with it."""
-        head = self._head(step, rank)
+        head = self._head(step, rank=rank)
         path = _tensors_file(self.step_dir(step), rank=rank)
         try:
             with open(path, "rb") as file:
@@ -113,7 +113,7 @@ class CheckpointFolder(CheckpointSteps):
         """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
         tensors = load_file(_tensors_file(self.step_dir(step), rank=rank))
-        return {**tensors, **self._head(step, rank)["numbers"]}
+        return {**tensors, **self._head(step, rank=rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
         """Note that every rank has completed its shard.

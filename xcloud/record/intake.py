@@ -176,7 +176,7 @@ class ReportIntake:
         self._num_bytes[peer] += len(data)
         for line in filter(bytes.strip, data.split(b"\n")):
             try:
-                accepted += self._checked(peer, line)
+                accepted += self._checked(peer, line=line)
             except Refused as why:
                 self._refuse(peer, why=str(why))
             except (ValueError, RecursionError):  # of what it quotes, too

@@ -212,7 +212,7 @@ class Reporter:
         }
         self.contents.setdefault(event, set()).update(head, fields)
         if self.state is not None:
-            self.state.hear(event, fields)
+            self.state.hear(event, fields=fields)
         if self._is_abroad:
             fields = {name: _without_paths(value) for name, value in fields.items()}
         self._pending.append(

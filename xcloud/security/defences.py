@@ -59,7 +59,7 @@ class Defence(ABC):
             counts = torch.ones(len(tensor))
         wide = counts.to(tensor.device, torch.int64)
         has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
-        return self._protect(tensor, has_row, labels=labels, chance=chance)
+        return self._protect(tensor, has_row=has_row, labels=labels, chance=chance)
 
     @abstractmethod
     def _protect(
@@ -110,7 +110,7 @@ class GaussianNoise(Defence):
         clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
         scale = torch.where(norms > clip, clip / norms, 1.0)
-        noise = self.sigma * clip * normal(tensor, chance)
+        noise = self.sigma * clip * normal(tensor, chance=chance)
         return tensor * scale.view(-1, *[1] * (tensor.dim() - 1)) + noise
 
 
@@ -143,9 +143,9 @@ class MaxNorm(Defence):
             squares = squares_of(tensor)
             longest = squares.max()
             spread = (longest / squares.clamp(min=_TINY * float(longest) + 1e-45) - 1).clamp(min=0)
-            factor = 1 + spread.sqrt() * normal(spread, chance)
+            factor = 1 + spread.sqrt() * normal(spread, chance=chance)
             factor = torch.where(squares > 0, factor, torch.ones_like(factor))
-            noise = normal(tensor, chance) * of_rows(squares == 0)
+            noise = normal(tensor, chance=chance) * of_rows(squares == 0)
             noise_scale = (longest / squares_of(noise).clamp(min=_TINY)).sqrt()
         scaled: Tensor = tensor * of_rows(factor).to(tensor.dtype)
         return scaled + (noise * of_rows(noise_scale)).to(tensor.dtype)
@@ -205,7 +205,7 @@ class Marvell(Defence):
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(*has_row.shape, rows.shape[1])
         flat[has_row] = rows
-        noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, chance=chance)
+        noise = self._noise(flat.flatten(1), is_1=labels.to(tensor.device) == 1, chance=chance)
         return tensor + noise.view_as(flat)[has_row].view_as(tensor).to(tensor.dtype)
 
     def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
@@ -217,7 +217,7 @@ class Marvell(Defence):
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
-            isotropic: Tensor = normal(flat, chance) * variance**0.5
+            isotropic: Tensor = normal(flat, chance=chance) * variance**0.5
             return isotropic
         mean_0 = flat[~is_1].mean(0)
         mean_1 = flat[is_1].mean(0)
@@ -227,14 +227,14 @@ class Marvell(Defence):
             return torch.zeros_like(flat)
         shape = noise_shape(
             float((flat[~is_1] - mean_0).square().mean()),
-            float((flat[is_1] - mean_1).square().mean()),
+            v=float((flat[is_1] - mean_1).square().mean()),
             size=size, gap=gap, share=share, power=self.power * gap,
         )  # fmt: skip
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
-        one = normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
+        one = normal(flat[:, 0], chance=chance) * (along - across).clamp(min=0).sqrt()
         noise: Tensor = one[:, None] * difference / gap**0.5
-        return noise + across.sqrt()[:, None] * normal(flat, chance)
+        return noise + across.sqrt()[:, None] * normal(flat, chance=chance)
 
 
 def noise_shape(
@@ -250,7 +250,7 @@ def noise_shape(
     over some of them: both searches below are unimodal.
     """
     if u > v:
-        mirrored = noise_shape(v, u, size=size, gap=gap, share=1 - share, power=power)
+        mirrored = noise_shape(v, v=u, size=size, gap=gap, share=1 - share, power=power)
         return NoiseShape(
             along_0=mirrored.along_1,
             across_0=mirrored.across_1,
@@ -272,10 +272,12 @@ def noise_shape(
 
     def best_along(across_0: float) -> float:
         most = left_along(across_0) / (1 - share)
-        return _lowest(lambda along: divergence(across_0, along), min(across_0, most), high=most)
+        return _lowest(
+            lambda along: divergence(across_0, along), low=min(across_0, most), high=most
+        )
 
     max_across = min(v - u, power / ((1 - share) * size))
-    across_0 = _lowest(lambda a: divergence(a, best_along(a)), 0.0, high=max_across)
+    across_0 = _lowest(lambda a: divergence(a, best_along(a)), low=0.0, high=max_across)
     along_0 = best_along(across_0)
     along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
     return NoiseShape(along_0=along_0, across_0=across_0, along_1=along_1, across_1=0.0)
@@ -350,11 +352,11 @@ def private_contribution(
     chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
 
     def noised(tensor: Tensor) -> Tensor:
-        return tensor + deviation * normal(tensor, chance) if deviation else tensor
+        return tensor + deviation * normal(tensor, chance=chance) if deviation else tensor
 
     def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = list(zip(tensors, are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit=limit)
         return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
 
     return protect

@@ -46,7 +46,7 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
     """
     if isinstance(node, list | tuple):
         for index, entry in enumerate(node):
-            yield from leads_of(entry, f"{where}[{index}]", is_foreign=is_foreign)
+            yield from leads_of(entry, where=f"{where}[{index}]", is_foreign=is_foreign)
     if not isinstance(node, Mapping):
         return
     marks: Mapping[str, Leads] = {}
@@ -55,7 +55,7 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
         marks, is_foreign = marks_of(named["_target_"])
         made = _made_by(named["_target_"])
         if callable(made):
-            named = {**named, **with_defaults(made, named)}
+            named = {**named, **with_defaults(made, given=named)}
     revision = named.get("revision")
     for key, value in named.items():
         path = f"{where}.{key}" if where else key
@@ -63,10 +63,13 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
             to = marks[key].to if key in marks else _guessed(text)
             if to not in (None, "inside") and key != "_target_":
                 yield Lead(
-                    path, to, value=text, revision=revision if isinstance(revision, str) else None
+                    where=path,
+                    to=to,
+                    value=text,
+                    revision=revision if isinstance(revision, str) else None,
                 )
         if key not in marks:
-            yield from leads_of(value, path, is_foreign=is_foreign)
+            yield from leads_of(value, where=path, is_foreign=is_foreign)
 
 
 def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
@@ -170,6 +173,8 @@ def link_out(value: str, folders: Sequence[str]) -> str | None:
                 return folder
             for name in (*inner, *files):
                 path = os.path.join(folder, name)
-                if os.path.islink(path) and not lies_below(os.path.realpath(path), folders):
+                if os.path.islink(path) and not lies_below(
+                    os.path.realpath(path), folders=folders
+                ):
                     return path
     return None

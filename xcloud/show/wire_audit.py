@@ -159,7 +159,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
             )
         records[record.rank] = record
         try:
-            signatures[str(path)] = _signer(path, data, record.cloud, certificates)
+            signatures[str(path)] = _signer(
+                path, data=data, cloud=record.cloud, certificates=certificates
+            )
         except SealError as error:
             signatures[str(path)] = str(error)
             refused.append(str(path))
@@ -169,9 +171,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
         pair
         for sender, receiver in permutations(records.values(), 2)
         if sender.cloud != receiver.cloud
-        for pair in _pairs(sender, receiver)
+        for pair in _pairs(sender, receiver=receiver)
     ]
-    return Comparison(pairs, missing=missing, signatures=signatures, refused=refused)
+    return Comparison(pairs=pairs, missing=missing, signatures=signatures, refused=refused)
 
 
 def _files(folders: Iterable[Path]) -> Iterator[Path]:
@@ -215,7 +217,11 @@ def _signer(
     for certificate in known:
         if certificate.fingerprint == given.get("certificate"):
             try:
-                verify(data, bytes.fromhex(str(given.get("signature"))), certificate)
+                verify(
+                    data,
+                    signature=bytes.fromhex(str(given.get("signature"))),
+                    certificate=certificate,
+                )
             except ValueError:
                 raise SealError(f"{file} holds no signature") from None
             return f"signed by {cloud}"
@@ -228,12 +234,12 @@ def _pairs(sender: _Record, receiver: _Record) -> Iterator[Pair]:
     for attempt in sorted(of_sender.keys() | of_receiver.keys()):
         out = of_sender.get(attempt)
         into = of_receiver.get(attempt)
-        sent = out.counted("sent", receiver.rank) if out is not None else {}
-        received = into.counted("received", sender.rank) if into is not None else {}
+        sent = out.counted("sent", peer=receiver.rank) if out is not None else {}
+        received = into.counted("received", peer=sender.rank) if into is not None else {}
         is_cut = any(one is not None and not one.is_finished for one in (out, into))
         for kind in sorted(sent.keys() | received.keys()):
             yield Pair(
-                f"{sender.cloud} rank {sender.rank}",
+                sender=f"{sender.cloud} rank {sender.rank}",
                 receiver=f"{receiver.cloud} rank {receiver.rank}",
                 kind=kind,
                 sent=None if out is None else sent.get(kind, Counted()),

@@ -64,7 +64,9 @@ def time_codec(
     decompressing.
     """
     generator = torch.Generator().manual_seed(0)
-    codecs = [Codec(compressor, NoMemory()) for _ in specs]  # what they remember must not mix
+    codecs = [
+        Codec(compressor=compressor, memory=NoMemory()) for _ in specs
+    ]  # what they remember must not mix
     values = []
     for codec, spec in zip(codecs, specs, strict=True):
         codec.compressor.use_stream(0)

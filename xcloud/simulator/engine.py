@@ -245,12 +245,16 @@ class _Run:
         index = len(self.begin_s[rank]) - 1
         for number in self.program.posts[rank][index]:
             parcel = self.program.parcels[number]
-            passage = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
+            passage = self.passages[number] = self.lines.carry(
+                number, route=parcel.route, now_s=now_s
+            )
             self.count(
-                parcel.token, passage.arrived_s, Cause(rank=rank, operation=index, parcel=number)
+                parcel.token,
+                at_s=passage.arrived_s,
+                cause=Cause(rank=rank, operation=index, parcel=number),
             )
         if (token := self.program.signals[rank][index]) >= 0:
-            self.count(token, now_s, Cause(rank=rank, operation=index, parcel=-1))
+            self.count(token, at_s=now_s, cause=Cause(rank=rank, operation=index, parcel=-1))
         self.awake.append(rank)
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:

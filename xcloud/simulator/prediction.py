@@ -301,9 +301,11 @@ class Simulator(StepProgram):
         ]
         sizes = [costs.direction(message).num_bytes for message in self.transfers]
         num_bytes = sizes * self.num_steps
-        lines = [costs.line(self.layout, route.here, route.there) for route in self.routes]
+        lines = [
+            costs.line(self.layout, here=route.here, there=route.there) for route in self.routes
+        ]
         moments = self.engine(self.program, seconds, num_bytes, lines)
-        if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):
+        if not all(moments.has_ended(self.program, rank=rank) for rank in range(len(seconds))):
             raise self.deadlock()
         return Prediction(
             step=self, costs=costs, seconds=seconds, num_bytes=num_bytes, moments=moments

@@ -188,7 +188,7 @@ class Pricer:
         b = self.samples(plan)
         num_stages = len(plan.ends)
         calls_s = self._calls_s(b)
-        (forward, backward) = self._boundaries(plan, layout)
+        (forward, backward) = self._boundaries(plan, layout=layout)
         forward_s = []
         backward_s = []
         weights_s = []

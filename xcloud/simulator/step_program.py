@@ -122,7 +122,7 @@ class StepProgram:
             for action in order:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue
-                orders[self.owner(action.stage, action.micro_batch)].append(action)
+                orders[self.owner(action.stage, micro_batch=action.micro_batch)].append(action)
         for actions in orders:  # what a rank waits for in itself is no message
             done: set[Action] = set()
             for action in actions:
@@ -143,7 +143,7 @@ class StepProgram:
         for first in range(0, self.num_passes * m, m):
             for rank, actions in enumerate(orders):
                 if actions:
-                    self._add(rank, Op("fetch"))
+                    self._add(rank, op=Op("fetch"))
                 for action in actions:
                     kind = action.kind
                     stage = action.stage
@@ -152,11 +152,11 @@ class StepProgram:
                     )
                     sent = self._transfer(stage - (kind == "backward"), action=action, first=first)
                     need = -1 if received is None else tokens[received]
-                    posts = () if sent is None else (self._post(sent, tokens[sent]),)
+                    posts = () if sent is None else (self._post(sent, token=tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
                     self._add(
                         rank,
-                        Op(what=kind, action=named, received=received, sent=sent),
+                        op=Op(what=kind, action=named, received=received, sent=sent),
                         need=need,
                         posts=posts,
                     )
@@ -168,13 +168,13 @@ class StepProgram:
             if len(mates) > 1:
                 if mates not in gathered:
                     gathered[mates] = self._one.token(len(mates))
-                self._add(placement.rank, Op("arrive"), signal=gathered[mates])
-                self._add(placement.rank, Op("average"), need=gathered[mates])
-            self._add(placement.rank, Op("clip"))
+                self._add(placement.rank, op=Op("arrive"), signal=gathered[mates])
+                self._add(placement.rank, op=Op("average"), need=gathered[mates])
+            self._add(placement.rank, op=Op("clip"))
         if agrees:
             self._build_agreement()
         for placement in self.placements:
-            self._add(placement.rank, Op("optimizer"))
+            self._add(placement.rank, op=Op("optimizer"))
 
     def _build_agreement(self) -> None:
         """Let leaders tell rank 0, rank 0 answer, and leaders pass it on within their stages."""
@@ -189,15 +189,15 @@ class StepProgram:
                 TransferCost(
                     direction=NORM, boundary=-1, micro_batch=0, sender=leader, receiver=0
                 ),
-                all_told,
+                token=all_told,
             )
-            self._add(leader, Op("arrive"), posts=(told,))
+            self._add(leader, op=Op("arrive"), posts=(told,))
         answered = tuple(
             self._post(
                 TransferCost(
                     direction=NORM, boundary=-1, micro_batch=0, sender=0, receiver=leader
                 ),
-                token,
+                token=token,
             )
             for leader, token in answers.items()
         )
@@ -205,16 +205,16 @@ class StepProgram:
             rank = placement.rank
             leader = leader_of[placement.rank]
             if rank == 0:
-                self._add(0, Op("answer"), need=all_told, posts=answered, signal=shared[0])
+                self._add(0, op=Op("answer"), need=all_told, posts=answered, signal=shared[0])
             elif rank in answers:
-                self._add(rank, Op("answer"), need=answers[rank], signal=shared.get(rank, -1))
+                self._add(rank, op=Op("answer"), need=answers[rank], signal=shared.get(rank, -1))
             else:
-                self._add(rank, Op("shared"), need=shared[leader])
+                self._add(rank, op=Op("shared"), need=shared[leader])
 
     def _add(
         self, rank: int, op: Op, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
     ) -> None:
-        self._one.operation(rank, need, posts=posts, signal=signal)
+        self._one.operation(rank, need=need, posts=posts, signal=signal)
         self.ops[rank].append(op)
 
     def _post(self, transfer: TransferCost, token: int) -> int:
@@ -234,8 +234,8 @@ class StepProgram:
             return None
         if boundary in self._without[kind]:
             return None
-        before = self.owner(boundary, action.micro_batch)
-        behind = self.owner(boundary + 1, action.micro_batch)
+        before = self.owner(boundary, micro_batch=action.micro_batch)
+        behind = self.owner(boundary + 1, micro_batch=action.micro_batch)
         if before == behind:
             return None
         if kind == "forward":

@@ -112,7 +112,7 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
             fmt=mark["shape"], color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9,
             capsize=2.5, markersize=6, label=mark.label,
         )  # fmt: skip
-    plain(axes, "both")
+    plain(axes, grid="both")
     axes.margins(0.12)
     shown = ""
     if marks[f"{score}_std"].notna().any():
@@ -314,7 +314,7 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
     elif plus_minus(swept.rows, score=score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
-    plain(axes, "both")
+    plain(axes, grid="both")
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -298,8 +298,8 @@ def write_csv(folder: Path, results: Results) -> list[Path]:
     paper = {f"paper_{n}": [e.get(n) for e in results.rows.published] for n in _PUBLISHED}
     table = table.assign(**paper)
     return [
-        tables.write_csv(table, folder / TABLE_FILE),
-        tables.write_csv(results.points, folder / POINTS_FILE),
+        tables.write_csv(table, path=folder / TABLE_FILE),
+        tables.write_csv(results.points, path=folder / POINTS_FILE),
     ]
 
 
@@ -329,7 +329,7 @@ def write_swept(folder: Path, swept: Swept) -> Path:
     )
     columns = ["score", swept.setting, "line", *figures, "seeds"]
     table = table.dropna(subset="mean")[columns].round(6)
-    return tables.write_csv(table, folder / SWEPT_FILE, float_format="{:g}".format)
+    return tables.write_csv(table, path=folder / SWEPT_FILE, float_format="{:g}".format)
 
 
 def _compare(results: Results) -> None:

@@ -292,7 +292,7 @@ class StudyRows:
                 for word, path in {"RUN": folder.resolve(), **self._folders}.items():
                     text = text.replace(str(path), word)
                 texts[file] = text
-        RunArchive(self._out).add(run_name(about), texts)
+        RunArchive(self._out).add(run_name(about), files=texts)
         shutil.rmtree(folder)
 
 

@@ -169,7 +169,7 @@ class Runner:
         """Run what was decided. At Ctrl+C every run saves the step under way and ends; then
         KeyboardInterrupt is raised."""
         for decision in self._finished:
-            self._hand_over(decision.point, self._state.folder / decision.folder)
+            self._hand_over(decision.point, run_dir=self._state.folder / decision.folder)
         with ThreadPoolExecutor(self._settings.parallel) as pool:
             try:
                 list(pool.map(self._point, self.todo))
@@ -202,7 +202,7 @@ class Runner:
                 run_dir = self._state.begin(decision, self._settings.parallel)
             self._processes.run(point, run_dir)
             figures = _figures(run_dir)
-            self._hand_over(point, run_dir)
+            self._hand_over(point, run_dir=run_dir)
         except Exception as error:
             cause = _one_line(error)
         if not self._is_interrupted:

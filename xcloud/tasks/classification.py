@@ -120,7 +120,7 @@ class Classification(TextTask):
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if the tables cannot be used. Reads the labels, too: what is wrong with
         one is said before any rank starts."""
-        self.labels_of(self._read(tables, frozenset({"label"})))
+        self.labels_of(self._read(tables, fields=frozenset({"label"})))
 
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Return the tables without an unlabelled test set, unless it was asked for, and the
@@ -128,7 +128,7 @@ class Classification(TextTask):
         splits = dict(tables.tables)
         remarks = [*tables.remarks]
         train = splits["train"][""][0]
-        columns = self.known.columns(train, self.text_columns or (), self.label_column)
+        columns = self.known.columns(train, texts=self.text_columns or (), label=self.label_column)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
         if hidden := [table for table in test if columns["label"] not in table.columns()]:
             if tables.test_key is not None:
@@ -139,7 +139,7 @@ class Classification(TextTask):
         return replace(tables, tables=splits, remarks=remarks), columns
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        return self._read(self.find(), fields)
+        return self._read(self.find(), fields=fields)
 
     def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
         tables, columns = self._usable(found)
@@ -155,7 +155,7 @@ class Classification(TextTask):
             check_are_there(rows.texts.get("label", ()), known=self.known, where=table.where)
             return rows
 
-        corpus = self.arrange(tables, rows_of, dev_as_test=True)
+        corpus = self.arrange(tables, rows_of=rows_of, dev_as_test=True)
         if not self.names_columns:
             return corpus
         *texts, label = columns.values()
@@ -168,7 +168,7 @@ class Classification(TextTask):
         cells = {split: corpus.splits[split].texts["label"] for split in SPLITS}
         where = self.describe()
         labels = LabelSet.of(self.known, cells, corpus.train_set.texts["label"], where)
-        return labels, {s: labels.parse(of, f"{where}, {s}") for s, of in cells.items()}
+        return labels, {s: labels.parse(of, where=f"{where}, {s}") for s, of in cells.items()}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
         return ClassificationData(task=self, corpus=corpus, fields=fields)

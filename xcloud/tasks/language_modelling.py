@@ -354,7 +354,7 @@ class LanguageModelling(TextTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.find()
         self.check_tables(tables)
-        return self.arrange(tables, self.rows_of)
+        return self.arrange(tables, rows_of=self.rows_of)
 
     def saved_text(self, folder: Path) -> CausalTokenizer:
         return CausalTokenizer.load(folder / FOLDER_NAME)
@@ -526,7 +526,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         column = _column(file)
         if file.kind == "text":
             return Rows(num_rows=len(cells := self._documents(file)), texts={TEXT: cells})
-        cells = [cell for (cell,) in file.rows((column,), "task.path: texts or chats")]
+        cells = [cell for (cell,) in file.rows((column,), keys="task.path: texts or chats")]
         for number, cell in enumerate(cells, start=1):
             _check_cell(column, cell=cell, where=f"{file.where}, row {number}")
         kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
@@ -538,7 +538,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
         for file in (file for file in files if file.kind == "json"):
             column = _column(file)
-            (first,) = next(file.rows((column,), "task.path: texts or chats"))
+            (first,) = next(file.rows((column,), keys="task.path: texts or chats"))
             _check_cell(column, cell=first, where=f"{file.where}, row 1")
 
     def _documents(self, file: TextFile) -> list[str]:

@@ -110,7 +110,11 @@ class MultilingualText:
         """
         limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
         key = key_of(
-            {"format": FORMAT, "texts": self.source.identity(part, cache_dir), "limits": limits}
+            {
+                "format": FORMAT,
+                "texts": self.source.identity(part, cache_dir=cache_dir),
+                "limits": limits,
+            }
         )
         folder = cache_dir / "tokens"
         tokens = folder / f"{key}.tokens"
@@ -121,7 +125,9 @@ class MultilingualText:
             report(f"texts of {part!r}: tokenising")
             found = Counter(num_texts=0, num_cut=0, num_left_out=0)
             write_table(
-                self._samples(part, tokenizer, found=found), tokens=tokens, offsets=offsets_part
+                self._samples(part, tokenizer=tokenizer, found=found),
+                tokens=tokens,
+                offsets=offsets_part,
             )
             counts.write_text(json.dumps(found))
 
@@ -275,7 +281,9 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     check("--max-texts", value=asked.max_texts, annotation=Positive)
     check("--power", value=asked.power, annotation=Fraction)
-    choice = TrainedTokenizer(asked.vocab_size, asked.kind, lowercase=asked.lowercase)
+    choice = TrainedTokenizer(
+        vocab_size=asked.vocab_size, kind=asked.kind, lowercase=asked.lowercase
+    )
     source = FolderText(asked.folder)
     draw = random.Random(0)
     source.check(asked.languages)

@@ -246,7 +246,7 @@ class QuestionAnswering(TextTask):
             check_columns(table, wanted=("context", *rest), keys=KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        return self.arrange(self.find(), rows_of, dev_as_test=True)
+        return self.arrange(self.find(), rows_of=rows_of, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:
         lengths = {"max_question": self.max_question, "stride": self.stride}

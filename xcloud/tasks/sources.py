@@ -236,7 +236,7 @@ class Folder(InFolder):
     def find(self) -> SplitTables:
         files = list_files(Path(self.where), form=self.form)
         unread = unread_files(Path(self.where), form=self.form)
-        tables = self.choose(files, "task.{}_file", self.form.expected, unread)
+        tables = self.choose(files, key="task.{}_file", expected=self.form.expected, unread=unread)
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables=tables, facts={"files": names}, test_key=key)
@@ -407,7 +407,9 @@ class Hub(OnHub):
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
         return SplitTables(
-            tables=self.choose(there, "task.{}", "a split train"), facts=facts, test_key=key
+            tables=self.choose(there, key="task.{}", expected="a split train"),
+            facts=facts,
+            test_key=key,
         )
 
 

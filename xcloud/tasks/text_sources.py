@@ -145,7 +145,7 @@ class FolderText(TextSource):
             wanted = columns
             if language is not None:
                 wanted = ("lang", *columns)
-            for row in file.rows(wanted, "text.source.text_key"):
+            for row in file.rows(wanted, keys="text.source.text_key"):
                 if language is None:
                     yield row
                 elif row[0] == language:
@@ -250,7 +250,7 @@ class HubText(TextSource):
         loaded = load_hub(
             name, config=config, streaming=True, revision=self.revision, split=self.split
         )
-        for row in HubTable(dataset=loaded, where=name).rows(columns, "text.source.column"):
+        for row in HubTable(dataset=loaded, where=name).rows(columns, keys="text.source.column"):
             yield tuple(cell or "" for cell in row)
 
 

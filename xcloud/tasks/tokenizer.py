@@ -289,7 +289,9 @@ def keep_tokenizers(task: T, folder: Path, goes_on: bool) -> T:
     if not dataclasses.is_dataclass(task):
         return task
     own = {
-        field.name: RunsTokenizer(choice, folder / f"{field.name}.json", goes_on=goes_on)
+        field.name: RunsTokenizer(
+            trained=choice, file=folder / f"{field.name}.json", goes_on=goes_on
+        )
         for field in dataclasses.fields(task)
         if isinstance(choice := getattr(task, field.name), TrainedTokenizer)
     }

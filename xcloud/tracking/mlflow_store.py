@@ -281,7 +281,7 @@ class Store:
         logged to a run of their own, reused every time, which is not listed among the sweep's."""
         client, key = self.open()
         show_first(client, experiment_id=key, metrics=metrics, params=params, sweep=sweep)
-        yield f"MLflow table   {self.runs(key, sweep)}"
+        yield f"MLflow table   {self.runs(key, sweep=sweep)}"
         yield f"MLflow charts  {self.charts(key, sweep=sweep)}"
         if files:
             mark = {"report_of_sweep": sweep}
@@ -325,7 +325,7 @@ class Store:
         return self.page(experiment_id, path="runs") + f"&viewStateShareKey={view_of(sweep)}"
 
     def charts(self, experiment_id: str, sweep: str | None = None) -> str:
-        return self.runs(experiment_id, sweep) + "&compareRunsMode=CHART"
+        return self.runs(experiment_id, sweep=sweep) + "&compareRunsMode=CHART"
 
 
 def _of_sweep(sweep: str | None, tag: str = "sweep") -> str:
@@ -439,7 +439,7 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
         sweeps = dict.fromkeys(run.data.tags["sweep"] for run in runs if "sweep" in run.data.tags)
         for name in reversed(list(sweeps)[:5]):
             yield f"sweep {name}:"
-            yield f"  table    {store.runs(key, name)}"
+            yield f"  table    {store.runs(key, sweep=name)}"
             yield f"  charts   {store.charts(key, sweep=name)}"
 
 

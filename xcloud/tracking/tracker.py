@@ -191,7 +191,7 @@ class MlflowSender(threading.Thread, Recording):
         # A resumed run may end at an earlier step than it had come to before.
         attempt = int(summary.get("num_resumes") or 0)
         step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
-        metrics = final_metrics(summary, self._run.figures)
+        metrics = final_metrics(summary, figures=self._run.figures)
         values = points_of(metrics, at_s=now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
@@ -226,7 +226,9 @@ class MlflowSender(threading.Thread, Recording):
             places["MLflow run"] = f"{self.run_id} at {store.uri}"
         else:
             places |= {"MLflow run": self.run_id, "see it with": ui_command(store.root)}
-        return places | {"compare at": store.runs(self.experiment_id, self._run.tags.get("sweep"))}
+        return places | {
+            "compare at": store.runs(self.experiment_id, sweep=self._run.tags.get("sweep"))
+        }
 
     def run(self) -> None:
         prepare_environment()
@@ -268,7 +270,9 @@ class MlflowSender(threading.Thread, Recording):
 
     def _create_run(self) -> None:
         self._client, self.experiment_id = self._store.open()
-        earlier = run_named_by(self._run.run_dir / TRACKED_FILE, self._store, self._client)
+        earlier = run_named_by(
+            self._run.run_dir / TRACKED_FILE, store=self._store, client=self._client
+        )
         if "run_id" in earlier and self._reopen(self._client, run_id=earlier["run_id"]):
             self.run_id = earlier["run_id"]
             self._note_changes(earlier.get("params", {}))
@@ -277,7 +281,9 @@ class MlflowSender(threading.Thread, Recording):
         self.run_id = self._client.create_run(
             self.experiment_id, int(1000 * self._started_at_s), user, run_name=self._run.name
         ).info.run_id
-        replaced = run_named_by(self._run.run_dir / REPLACED_FILE, self._store, self._client)
+        replaced = run_named_by(
+            self._run.run_dir / REPLACED_FILE, store=self._store, client=self._client
+        )
         if replaced != {}:
             drop = partial(self._client.delete_run, replaced["run_id"])
             self._waiting.append(("the earlier run", drop))
@@ -497,7 +503,7 @@ def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -
     prepare_environment()
     try:
         client = store.client()
-        tracked = run_named_by(file, store, client)
+        tracked = run_named_by(file, store=store, client=client)
         if not tracked:
             return f"{store.tracking_uri} does not have the run that {file} names"
         for name, value in figures.items():

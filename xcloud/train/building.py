@@ -49,8 +49,8 @@ def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
     record_from = max(1, job.max_steps - KEEP_STEPS + 1)
     slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
     if device.type == "cuda":
-        return GpuClock(device, record_from, slowdown=slowdown)
-    return StepClock(record_from, slowdown)
+        return GpuClock(device=device, record_from=record_from, slowdown=slowdown)
+    return StepClock(record_from=record_from, slowdown=slowdown)
 
 
 def features_at(context: Context) -> list[FeatureAtRank]:
@@ -65,10 +65,15 @@ def wired(context: Context, features: Features, clock: StepClock) -> Wiring:
     for feature in features:
         make_receiver = feature.receiver(make_receiver)
     job = context.job
-    ends = Ends(context.transport, job.cluster, run_dir=context.run_dir, messages=clock.messages)
+    ends = Ends(
+        transport=context.transport,
+        layout=job.cluster,
+        run_dir=context.run_dir,
+        messages=clock.messages,
+    )
     return wire(
         job,
-        ends,
+        ends=ends,
         clock=clock,
         device=context.device,
         on_report=context.on_report,
@@ -100,7 +105,7 @@ def build_training(
     context.reporter.event("phase", now=True, name="loading")
     data = _load(context)
     memory = MemoryMeter(context.device)  # there is no model yet
-    note_data(context, data)
+    note_data(context, data=data)
     job = context.job
     placement = job.cluster.placement(context.rank)
     stages = {
@@ -108,22 +113,28 @@ def build_training(
         for stage in placement.stages
     }
     built = BuiltRank(
-        context, wiring=wiring, data=data, stages=stages, program_bytes=memory.program_bytes
+        context=context,
+        wiring=wiring,
+        data=data,
+        stages=stages,
+        program_bytes=memory.program_bytes,
     )
-    pipeline = _pipeline(built, features, clock=clock)
+    pipeline = _pipeline(built, features=features, clock=clock)
     bases = _compare(built)
     if any(ports.boundary.start for ports in pipeline.ports.values()):
         hand_over(pipeline.stages, pipeline.ports)
     for feature in features:
         feature.complete(pipeline.stages)
-    trainer = _trainer(built, features, pipeline=pipeline)
-    meter = WanMeter(wiring, context.reporter, tells_skips=_tells_skips(context))
+    trainer = _trainer(built, features=features, pipeline=pipeline)
+    meter = WanMeter(wiring=wiring, reporter=context.reporter, tells_skips=_tells_skips(context))
 
     def barrier() -> None:
         wiring.barrier()
         meter.forget()
 
-    evaluator = Evaluator(context, pipeline, groups=wiring.groups, data=data, barrier=barrier)
+    evaluator = Evaluator(
+        context=context, pipeline=pipeline, groups=wiring.groups, data=data, barrier=barrier
+    )
     facts = {"data": data.own_digests(), "base": bases}
     own = {name: hook.join(context) for name, hook in job.hooks.items()}
     changing = _changing(built, features, trainer=trainer, meter=meter)
@@ -136,36 +147,36 @@ def build_training(
         [
             *own.values(),
             changing,
-            _restored(context, wiring, states=states, facts=facts),
+            _restored(context, wiring=wiring, states=states, facts=facts),
             evaluator,
-            *(feature.observer(built, trainer) for feature in features),
-            _memory_report(built, trainer, memory=memory, states=states),
-            _typical_step(context, wiring, clock=clock),
+            *(feature.observer(built, trainer=trainer) for feature in features),
+            _memory_report(built, trainer=trainer, memory=memory, states=states),
+            _typical_step(context, wiring=wiring, clock=clock),
         ]
     )
     if trainer.num_updates:
-        _resume(built, features, trainer=trainer)
+        _resume(built, features=features, trainer=trainer)
     meter.forget()
     wiring.start_failure_detection()
     context.reporter.event("phase", now=True, name="training")
     if job.roster.is_elastic:  # the run may have begun without this cloud
         enter_late(
             job,
-            context.transport.rendezvous,
+            rendezvous=context.transport.rendezvous,
             run_dir=context.run_dir,
             trainer=trainer,
             from_step=context.verdict.from_step,
         )
-    return RankTraining(data, trainer=trainer, hooks=hooks, evaluator=evaluator)
+    return RankTraining(data=data, trainer=trainer, hooks=hooks, evaluator=evaluator)
 
 
 def _load(context: Context) -> TaskData:
     """Load what this cloud may see, and hold it against the checkpoint to go on from."""
     job = context.job
     goes_on = context.verdict.from_step > 0
-    task = keep_tokenizers(job.task, context.run_dir / TOKENIZERS_DIR, goes_on=goes_on)
-    data = load_or_be_told(job, context.transport.rendezvous, own=task)
-    check_facts(context, {"data": data.own_digests()})
+    task = keep_tokenizers(job.task, folder=context.run_dir / TOKENIZERS_DIR, goes_on=goes_on)
+    data = load_or_be_told(job, rendezvous=context.transport.rendezvous, own=task)
+    check_facts(context, facts={"data": data.own_digests()})
     return data
 
 
@@ -176,10 +187,10 @@ def build_stage(
     job = context.job
     group = wiring.groups[stage]
     given = context_of(
-        job, data, device=context.device, report=context.reporter.remark, group=group
+        job, data=data, device=context.device, report=context.reporter.remark, group=group
     )
     for feature in features:
-        given = feature.build_context(stage, group, given)
+        given = feature.build_context(stage, group=group, context=given)
     return job.model.build_stage(stage, job.cluster.num_stages, given).to(given.device)
 
 
@@ -190,12 +201,12 @@ def _pipeline(built: BuiltRank, features: Features, clock: StepClock) -> Pipelin
     ports = built.wiring.boundaries.ports
     make: Callable[..., Pipeline] = Pipeline
     for feature in features:
-        ports = feature.ports(ports, built)
+        ports = feature.ports(ports, built=built)
         make = feature.pipeline(make)
-    if is_emulated(job.training.precision, device):
+    if is_emulated(job.training.precision, device=device):
         slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
         context.reporter.note(f"training.precision=bf16: this processor multiplies {slow}")
-    autocast = autocast_for(job.training.precision, device)
+    autocast = autocast_for(job.training.precision, device=device)
     return make(context.rank, job.cluster, built.stages, ports, device, job.seed, clock, autocast)
 
 
@@ -208,10 +219,12 @@ def _compare(built: BuiltRank) -> dict[str, str]:
         bases |= stage.architecture.get(BASES, {})
     shared = {**bases, **built.data.shared_digests()}
     if built.context.job.roster.is_elastic:  # every replica holds all of it
-        agree_on("parameters", rendezvous, facts={**parameters_fact(built.stages), **shared})
+        agree_on(
+            "parameters", rendezvous=rendezvous, facts={**parameters_fact(built.stages), **shared}
+        )
     else:
         built.wiring.barrier()
-        agree_where_shared(rendezvous, shared)
+        agree_where_shared(rendezvous, facts=shared)
     return bases
 
 
@@ -223,22 +236,22 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
     replica = layout.placement(context.rank).replica
     trains_locally = job.strategy.traits.trains_locally
     feed = SampleFeed(
-        job.batch_plan(data.num_samples("train")),
-        pipeline.turns.values(),
+        plan=job.batch_plan(data.num_samples("train")),
+        turns=pipeline.turns.values(),
         fetch=partial(data.batch, "train"),
         weigh=data.weight if layout.num_stages - 1 in built.stages else None,
-        token_pads=token_pads(job, data, stages=built.stages),
+        token_pads=token_pads(job, data=data, stages=built.stages),
         device=context.device,
         of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
     )
     is_private = any(feature.hides_losses for feature in features)
     return Trainer(
-        pipeline,
-        job.schedule,
+        pipeline=pipeline,
+        schedule=job.schedule,
         settings=job.training,
         feed=feed,
         groups=built.wiring.groups,
-        exchange=_exchange(built, features),
+        exchange=_exchange(built, features=features),
         sums=built.wiring.sums,
         losses=LossReport(
             is_silent=replica > 0 and (is_private or not trains_locally),
@@ -264,7 +277,7 @@ def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hoo
     sums = None
     shares_stages = any(group.group_size > 1 for group in wiring.groups.values())
     if shares_stages and not any(feature.changes_each_gradient for feature in features):
-        sums = overlapped_sums(trainer, wiring.groups)
+        sums = overlapped_sums(trainer, groups=wiring.groups)
     memories = None
     if built.context.job.compression.has_memory:
         memories = ChannelMemories([*wiring.boundaries.channels.values()])
@@ -281,7 +294,7 @@ def _restored(context: Context, wiring: Wiring, states: StateTree, facts: Facts)
     is_saving = job.roster.is_elastic and context.rank in job.roster.saving
     return restored(
         context,
-        states,
+        states=states,
         control=wiring.control,
         facts=facts,
         # Rank 0's signal reaches, in every step, all ranks that save.
@@ -296,8 +309,8 @@ def _memory_report(
     if built.context.job.checkpoint.are_made:
         copied = partial(bytes_to_copy, partial(states_of, states))
     return MemoryReport(
-        trainer,
-        built.context.reporter,
+        trainer=trainer,
+        reporter=built.context.reporter,
         meter=memory,
         queued=built.wiring.ends.queued,
         bytes_to_copy=copied,
@@ -307,7 +320,7 @@ def _memory_report(
 def _typical_step(context: Context, wiring: Wiring, clock: StepClock) -> Hook | None:
     if context.job.roster.is_elastic:  # it asks all ranks at once
         return None
-    return TypicalStep(clock, wiring.control, reporter=context.reporter)
+    return TypicalStep(clock=clock, control=wiring.control, reporter=context.reporter)
 
 
 def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:

@@ -16,9 +16,9 @@ class StageRank(Role[Experiment]):
 
     def __init__(self, context: RankContext[Experiment]) -> None:
         super().__init__(context)
-        self.clock = step_clock(context.job, self.rank, device=context.device)
+        self.clock = step_clock(context.job, rank=self.rank, device=context.device)
         self.features = features_at(context)
-        self.wiring = wired(context, self.features, clock=self.clock)
+        self.wiring = wired(context, features=self.features, clock=self.clock)
         self.records = self.wiring.ends.records
         self.peers = self.wiring.ends.detector.peers
         self.control = self.wiring.control
@@ -27,7 +27,9 @@ class StageRank(Role[Experiment]):
         self.wiring.close()
 
     def run(self) -> None:
-        training = build_training(self.context, self.wiring, self.features, clock=self.clock)
+        training = build_training(
+            self.context, wiring=self.wiring, features=self.features, clock=self.clock
+        )
         if self.train(training):
             self.finish(training)
         else:
@@ -61,7 +63,7 @@ class StageRank(Role[Experiment]):
             if leads:
                 export_stage(
                     self.context.run_dir,
-                    stage,
+                    stage=stage,
                     module=module,
                     tensors=tensors,
                     data=training.data,

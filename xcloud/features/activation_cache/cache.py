@@ -126,7 +126,7 @@ class ActivationCaches(dict[tuple[int, int], ActivationCache]):
         kept = self.get((identity.boundary, identity.sender))
         if kept is None:
             return make(identity=identity, **named)
-        return CachingChannel(kept, identity=identity, **named)
+        return CachingChannel(kept=kept, identity=identity, **named)
 
 
 def activation_caches(
@@ -172,7 +172,9 @@ class CachingPipeline(Pipeline):
         stage = action.stage
         kept = None
         if stage in self.ports and now.kind is not Kind.EVALUATION:
-            kept = self.caches.get((stage, self.layout.owner(stage + 1, action.micro_batch)))
+            kept = self.caches.get(
+                (stage, self.layout.owner(stage + 1, micro_batch=action.micro_batch))
+            )
         if kept is None:
             return super()._forward(action, batch, received, now, weights)
         missing = kept.missing(batch["ids"])

@@ -96,7 +96,7 @@ class Switching(Hook):
         """Use this choice after this update."""
         self._in_force.choice = choice
         shape, compression = divmod(choice, len(self._compression.choices))
-        self._selection.switch(compression, step + 1)
+        self._selection.switch(compression, from_step=step + 1)
         self._trainer.schedule = self._schedules[shape]
 
     def children(self) -> StateTree:
@@ -164,11 +164,13 @@ class RunPilot(Switching):
         if sums.rank != first:
             sums.out[first].send(key, (mine,), _MEASURED)
             return
-        told = {leader: sums.incoming[leader].recv(key, sums.overdue_s) for leader in others}
+        told = {
+            leader: sums.incoming[leader].recv(key, overdue_s=sums.overdue_s) for leader in others
+        }
         measured = {
             leader: like(mine, parts=parts, sender=leader) for leader, parts in told.items()
         }
-        self._next = self.decide(step, {first: mine, **measured})
+        self._next = self.decide(step, measured={first: mine, **measured})
 
     def after_update(self, step: int, report: StepReport) -> None:
         self._spent_s += self._of_this_update()
@@ -184,12 +186,14 @@ class RunPilot(Switching):
                 sums.out[leader].send(key, (choice,), _CHOSEN)
         elif sums.rank in others:
             choice = like(
-                choice, parts=sums.incoming[first].recv(key, sums.overdue_s), sender=first
+                choice,
+                parts=sums.incoming[first].recv(key, overdue_s=sums.overdue_s),
+                sender=first,
             )
         for stage in self._trainer.stages.values():
             choice = stage.group.from_leader(choice)
         if int(choice) != in_force:
-            self.switch(step, int(choice))
+            self.switch(step, choice=int(choice))
         # Lines are idle: each has delivered all that it had of this step.
         for channel in self._wiring.boundaries.wan_sends:
             wan = self._layout.wan_between(channel.identity.sender, peer=channel.identity.receiver)
@@ -227,13 +231,15 @@ class RunPilot(Switching):
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        grown = self._since(before, updates)
+        grown = self._since(before, updates=updates)
         in_force = self._in_force.choice
         since_step = self._selection.since_step
         predicted_s = self.forecast.step_s(grown, in_force)
-        choice = self._rule.choose(step, in_force, since_step, predicted_s)
+        choice = self._rule.choose(
+            step, in_force=in_force, since_step=since_step, predicted_s=predicted_s
+        )
         if choice is not None:
-            self._tell(step, choice, predicted_s=predicted_s, by=grown)
+            self._tell(step, choice=choice, predicted_s=predicted_s, by=grown)
         return choice
 
     def _remembered(self) -> dict[str, Stateful | None]:
@@ -278,7 +284,9 @@ class RunPilot(Switching):
                 both_s = max(0.0, delays_s[row - 1] + delays_s[row])
                 latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
         lines = {
-            way: LinkProfile(_bits_per_s(*own.tolist()), latency_s.get(way, 0.0))
+            way: LinkProfile(
+                bandwidth_bits_per_s=_bits_per_s(*own.tolist()), latency_s=latency_s.get(way, 0.0)
+            )
             for way, own in sums.items()
         }
         return Measured(
@@ -393,7 +401,7 @@ class TourPilot(Switching):
         self._messages.from_step = 1 + len(self._tour.legs)  # the first turn warms caches up
 
     def after_update(self, step: int, report: StepReport) -> None:
-        self.switch(step, self._tour.leg(step + 1))
+        self.switch(step, choice=self._tour.leg(step + 1))
 
     def finish(self) -> None:
         feed = self._trainer.feed

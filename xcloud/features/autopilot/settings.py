@@ -82,7 +82,7 @@ class Autopilot:
         def share(schedule: Schedule) -> float:
             """Return the share of a pass's samples whose activations the fullest stage keeps."""
             m = schedule.num_micro_batches
-            orders = [order(schedule, stage) for stage in range(num_stages)]
+            orders = [order(schedule, stage=stage) for stage in range(num_stages)]
             return max(
                 max_kept(order, num_ranks=1, activations=1 / m, waiting=1 / m) for order in orders
             )

@@ -148,7 +148,7 @@ class Checkpointer(Hook):
             if every is not None:
                 self.timing.every = every
                 for peer in self._others:
-                    self._tell(peer, every, CheckpointMessage.EVERY)
+                    self._tell(peer, step=every, message=CheckpointMessage.EVERY)
         return Signal.CHECKPOINT if is_multiple else Signal.GO_ON
 
     def after_update(self, step: int, report: StepReport) -> None:
@@ -163,12 +163,12 @@ class Checkpointer(Hook):
         if self._asked.was_asked and not self._asked.is_reported:
             self._asked.is_reported = True
             if self.rank != 0:
-                self._tell(0, step, CheckpointMessage.STOP)
+                self._tell(0, step=step, message=CheckpointMessage.STOP)
         if signal is Signal.GO_ON:
             if self.timing.is_half_way(step):
                 self.writer.prepare(self._parts)
         elif signal is Signal.CHECKPOINT and self.writer.is_writing and not is_last:
-            self.fail(step, f"that of step {self.timing.saved_step} is still being written")
+            self.fail(step, reason=f"that of step {self.timing.saved_step} is still being written")
         else:
             self.save(step)
         return signal is Signal.STOP
@@ -178,7 +178,7 @@ class Checkpointer(Hook):
         self.writer.wait()  # for the last one, which would be held in memory twice
         started_s = time.monotonic()
         self.timing.saved(step)
-        self._begin(step, {0, *self._others})
+        self._begin(step, ranks={0, *self._others})
         self._notes.reporter.flush()  # what was reported of these steps must not be lost
         try:
             state = self.writer.copy(self._parts)
@@ -199,14 +199,14 @@ class Checkpointer(Hook):
                     write_s=round(write_s, 3),
                 )
             )
-            self._report(step, CheckpointMessage.DONE)
+            self._report(step, message=CheckpointMessage.DONE)
 
         self.writer.write(step, state, written)
 
     def fail(self, step: int, reason: str) -> None:
         """Report, in place of `save`, that this rank cannot."""
         self.timing.saved(step, is_complete=False)
-        self._begin(step, {0})
+        self._begin(step, ranks={0})
         self._lack(step, why=reason)
 
     def finish(self) -> None:
@@ -258,7 +258,7 @@ class Checkpointer(Hook):
         if self.rank == 0:
             self._take(0, step, message)
         else:
-            self._tell(0, step, message)
+            self._tell(0, step=step, message=message)
 
     def _begin(self, step: int, ranks: Collection[int]) -> None:
         if self.rank == 0:
@@ -266,7 +266,7 @@ class Checkpointer(Hook):
 
     def _lack(self, step: int, why: Exception | str) -> None:
         self._notes.later(partial(self._notes.lost, step, why))
-        self.writer.later(lambda: self._report(step, CheckpointMessage.FAILED))
+        self.writer.later(lambda: self._report(step, message=CheckpointMessage.FAILED))
 
     def _hear(self, peer: int, frame: Frame) -> None:
         self._take(peer, frame.key.step, code_of(frame, peer=peer))
@@ -292,14 +292,14 @@ class Checkpointer(Hook):
             if all(reports.values()):
                 verdict = CheckpointMessage.AGREED
                 others = frozenset(reports)
-                self.writer.later(lambda: self._agree(step, others))
+                self.writer.later(lambda: self._agree(step, held_by=others))
             else:
                 verdict = CheckpointMessage.LOST
                 others = self._others
                 self.writer.later(partial(self._delete_lost, step))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there
-                    self._tell(other, step, verdict)
+                    self._tell(other, step=step, message=verdict)
 
     def _delete_lost(self, step: int) -> None:
         self.writer.folder.delete_lost(step, rank=self.rank)

@@ -78,7 +78,7 @@ def _elastic(lost: str = "") -> Outcome:
 
 
 _NONE = {"one-way": None}
-_AFTER_MERGE = Outcome((_REMEMBERED,), needs_merge=True)
+_AFTER_MERGE = Outcome(lost=(_REMEMBERED,), needs_merge=True)
 NOTHING = "link, liveness, slowdown, evaluation, checkpoints"
 CUT = "number of stages"
 LANES = "cluster: which ranks hold a stage"
@@ -169,7 +169,7 @@ def changes(
     """
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
-    found.said = _in_words(keys, saved, now=now, before=before.labels, after=after.labels)
+    found.said = _in_words(keys, saved=saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)
     for key in keys:
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
@@ -185,7 +185,7 @@ def changes(
             back = f"set {key} back to {old}"
         outcome = OTHER_RUN
         if row is not None:
-            outcome = outcome_of(row, after.column)
+            outcome = outcome_of(row, column=after.column)
         found.take(outcome, f"{key} is {now.get(key, 'not set')}", back=back)
     if found.moves:
         moved = SHARD
@@ -193,7 +193,9 @@ def changes(
             moved = LANES
         if before.num_stages != after.num_stages:
             moved = CUT
-        found.take(outcome_of(moved, after.column), moved, back=f"undo {', '.join(found.said)}")
+        found.take(
+            outcome_of(moved, column=after.column), moved, back=f"undo {', '.join(found.said)}"
+        )
     return found
 
 
@@ -254,7 +256,7 @@ class RankCheckpoints:
             if self.folder.is_agreed(step):
                 agreed = "agreed"
             try:
-                attempt = self._check(step, is_thorough)
+                attempt = self._check(step, is_thorough=is_thorough)
                 if not self.places.ranks:
                     found = self.folder.agreed(step)
                 else:
@@ -269,10 +271,10 @@ class RankCheckpoints:
     def changes(self, step: int) -> Changes:
         """Return what differs from the attempt that saved this step."""
         parts = self.folder.ranks(step)
-        about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
+        about = self.folder.about(step, rank=self.rank if self.rank in parts else parts[0])
         return changes(
             about["settings"],
-            self.settings,
+            now=self.settings,
             before=ModelPlacement.read(about["places"]),
             after=self.places,
         )
@@ -307,15 +309,15 @@ class RankCheckpoints:
         facts: digests of what it reads, which must be those it was trained on.
         Raises DataError.
         """
-        self.check_facts(step, facts)
+        self.check_facts(step, facts=facts)
         changed = self.changes(step)
         needed = self._needed(step)
         if not changed.moves:
             state = self.folder.read(step, self.rank)
             if not changed.forgets:
                 return state, False
-            kept = {key: v for key, v in state.items() if not is_marked(key, MEMORY)}
-            new = {key: v for key, v in fresh.items() if is_marked(key, MEMORY)}
+            kept = {key: v for key, v in state.items() if not is_marked(key, mark=MEMORY)}
+            new = {key: v for key, v in fresh.items() if is_marked(key, mark=MEMORY)}
             return kept | new, _remembers(state)
         parts = {rank: self.folder.read(step, rank) for rank in needed}
         outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
@@ -323,7 +325,7 @@ class RankCheckpoints:
         for stage in self.places.ranks[self.rank].stages:
             own = (f"trainer.stage {stage}.", *_SHARED)
             held = {key: value for key, value in held.items() if not key.startswith(own)}
-            part = parts[self._holder(step, stage)]
+            part = parts[self._holder(step, stage=stage)]
             held |= {key: value for key, value in part.items() if key.startswith(own)}
         return held, any(map(_remembers, parts.values()))
 
@@ -334,7 +336,7 @@ class RankCheckpoints:
         """
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
-            saved = self.folder.about(step, rank)["facts"].get(kind, {})
+            saved = self.folder.about(step, rank=rank)["facts"].get(kind, {})
             if is_same_place:
                 compared = saved.keys() | now.keys()
             else:
@@ -355,7 +357,7 @@ class RankCheckpoints:
         parts = self.folder.ranks(step)
         if not parts:
             raise DataError("no part of it is complete here")
-        abouts = {rank: self.folder.about(step, rank) for rank in parts}
+        abouts = {rank: self.folder.about(step, rank=rank) for rank in parts}
         for about in abouts.values():
             if about["release"] != __version__:
                 raise DataError(
@@ -397,7 +399,7 @@ class RankCheckpoints:
         if self.rank >= len(self.places.ranks):
             raise DataError(f"this cluster has {len(self.places.ranks)} ranks")
         stages = self.places.ranks[self.rank].stages
-        found = {self._holder(step, stage) for stage in stages}
+        found = {self._holder(step, stage=stage) for stage in stages}
         if changed.needs_merge:  # each rank carries a share of what is kept from merge to merge
             replicas = {before.ranks[rank].replica for rank in found}
             mates = {r for s in stages for one in replicas for r in before.holders(s, one)}
@@ -423,7 +425,9 @@ class RankCheckpoints:
         return min(found)[2]
 
     def _before(self, step: int) -> ModelPlacement:
-        return ModelPlacement.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
+        return ModelPlacement.read(
+            self.folder.about(step, rank=self.folder.ranks(step)[0])["places"]
+        )
 
 
 def is_marked(key: str, mark: str) -> bool:
@@ -432,7 +436,7 @@ def is_marked(key: str, mark: str) -> bool:
 
 def _remembers(state: State) -> bool:
     # Numbers only count messages.
-    return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
+    return any(isinstance(v, Tensor) and is_marked(key, mark=MEMORY) for key, v in state.items())
 
 
 def _tail(key: str) -> str:
@@ -458,7 +462,7 @@ def check_can_go_on(settings: Settings, run_dir: Path, anew: bool = False) -> No
         if refused := first.changes(first.folder.agreed_steps()[0]).refused:
             raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
     held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
-    if not newest_common(held, lambda rank: f"rank {rank}")[0] and not anew:
+    if not newest_common(held, name_of=lambda rank: f"rank {rank}")[0] and not anew:
         raise ConfigError(
             f"{run_dir} has no checkpoint, so there is nothing to go on from. To begin anew in "
             "this folder add resume_anew=true; the run's own command begins in a new one"

@@ -262,7 +262,7 @@ def _attack_labels(
             max(spectral_attack(v, is_positive_N=positive) for v in views.values())
         )
         margin = scores[:, number] - scores.logsumexp(1)
-        aucs_of["probe"].append(auc(margin, positive[~is_known]))
+        aucs_of["probe"].append(auc(margin, is_positive_N=positive[~is_known]))
     kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in aucs_of.items()}
     means = {name: round(fmean(aucs), 4) for name, aucs in kept.items() if aucs}
     return {**means, "num_samples": len(ids)}
@@ -334,7 +334,7 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
     """Return the AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
-    area = auc(norms_N, is_positive_N)
+    area = auc(norms_N, is_positive_N=is_positive_N)
     return max(area, 1 - area)
 
 
@@ -346,7 +346,7 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     areas = []
     for known in sorted({*positives[spread].tolist()}):
         others = torch.arange(len(unit)) != known
-        areas.append(auc(unit[others] @ unit[known], is_positive_N[others]))
+        areas.append(auc(unit[others] @ unit[known], is_positive_N=is_positive_N[others]))
     return fmean(areas)
 
 
@@ -358,7 +358,7 @@ def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     from sklearn.decomposition import PCA
 
     projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
-    area = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
+    area = auc(torch.from_numpy(projected[:, 0]), is_positive_N=is_positive_N)
     return max(area, 1 - area)
 
 

@@ -65,7 +65,7 @@ class Observer:
         """
         if stream.how == "received" or not self.holds:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
-            self._add(stream.name, ids, counts=counts, rows=flat)
+            self._add(stream.name, ids=ids, counts=counts, rows=flat)
 
     def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
         """Note text and labels of a training batch: the attacks' ground truth."""
@@ -74,10 +74,12 @@ class Observer:
             if name in self.token_fields:
                 is_token = value != self.token_fields[name][0]
                 self._add(
-                    f"{TRUTH}.{name}", ids, counts=is_token.sum(1), rows=value[is_token].cpu()
+                    f"{TRUTH}.{name}", ids=ids, counts=is_token.sum(1), rows=value[is_token].cpu()
                 )
             elif name == LABEL and value.dim() == 1:  # not spans, nor a label for each token
-                self._add(f"{TRUTH}.{name}", ids, counts=None, rows=value.detach().cpu().clone())
+                self._add(
+                    f"{TRUTH}.{name}", ids=ids, counts=None, rows=value.detach().cpu().clone()
+                )
 
     def write(self, run_dir: Path) -> Path:
         folder = run_dir / OBSERVATIONS_DIR
@@ -252,7 +254,7 @@ def leak_observers(
         holds=job.fields_of_cloud(place.cloud),
         replica=place.replica,
     )
-    texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
+    texts = vocabularies.keys() & job.model.fields(0, num_stages=layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
         return LeakObservers(observer=observer, averaged=None, reporter=reporter, run_dir=run_dir)
     (text,) = texts

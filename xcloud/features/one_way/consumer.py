@@ -115,7 +115,7 @@ class ConsumerRun(StatefulTree):
 
     def _update(self, step: int, checkpoints: Saver) -> Signal:
         """Make one update. Return what all ranks do after it."""
-        while not (agreed := self._attempt(step, checkpoints)).sums[1]:
+        while not (agreed := self._attempt(step, checkpoints=checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
@@ -127,7 +127,9 @@ class ConsumerRun(StatefulTree):
             note = self._guard.skip_update(step, what=what)
         with self._rank.computing_in(self._clock, what="optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
-        self._intake.end_step(step, self._rank.other_bytes, sums=sums, is_skipped=not is_finite)
+        self._intake.end_step(
+            step, other_bytes=self._rank.other_bytes, sums=sums, is_skipped=not is_finite
+        )
         if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
             self._rank.reporter.note(note)
@@ -175,7 +177,7 @@ class ConsumerRun(StatefulTree):
                 why_gone = self._rank.why_gone(p)
             self._intake.changed(step, p, before=before, now=now, why_gone=why_gone)
             if now is State.DEAD:
-                self._lose(p, before, why_gone, checkpoints)
+                self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
         if self.plan.is_exhausted:
             names = ", ".join(self._names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
@@ -258,7 +260,7 @@ class ConsumerRank(OneWayRank):
             ended = partial(self.inbox.set_ended, source)
             self.incoming("batches", rank, handlers, ended)
         # To the sources, from the first rank only.
-        self._outs = [self.out("orders", rank) for rank in feeding if self.rank == 0]
+        self._outs = [self.out("orders", peer=rank) for rank in feeding if self.rank == 0]
         for rank in context.verdict.refused:
             # It takes no part from the start, and the others suffice (feed.min_producers).
             self.inbox.set_ready(rank - layout.num_consumers)
@@ -315,7 +317,7 @@ class ConsumerRank(OneWayRank):
         """Tell the producers that no more batches are wanted."""
         self.is_fed = False
         for source in range(len(self._outs)):
-            self._send(source, Kind.STOP)
+            self._send(source, kind=Kind.STOP)
 
     def _send(self, source: int, kind: Kind, *parts: Tensor, step: int = 0) -> None:
         """Send to a source. One that is gone gets nothing; its end is found elsewhere."""
@@ -335,7 +337,7 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             part = job.model.consumer(self.building(job.max_steps))
         run = ConsumerRun(rank=self, part=part)
-        checkpoints = self.restored({"consumer": run}, part.own_digests())
+        checkpoints = self.restored({"consumer": run}, digests=part.own_digests())
         self.group.barrier()
         self._phase("training")
         with self.context.asked.armed(job.checkpoint.are_made):

@@ -247,7 +247,7 @@ class ConsumptionPlan(StatefulTree):
             if late:
                 self.surplus[source, consumer] -= 1
             else:
-                orders.append(self._order(chosen, source, consumer=consumer))
+                orders.append(self._order(chosen, source=source, consumer=consumer))
         return orders
 
     def _orders_by_need(self) -> list[Order]:
@@ -264,7 +264,7 @@ class ConsumptionPlan(StatefulTree):
                 room[source] -= 1
                 to_come[consumer] += 1
                 open_[source, consumer] += 1
-                orders.append(self._order(p, source, consumer=consumer))
+                orders.append(self._order(p, source=source, consumer=consumer))
         return orders
 
     def _order(self, p: int, source: int, consumer: int) -> Order:

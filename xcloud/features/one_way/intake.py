@@ -355,7 +355,7 @@ class Intake:
         while True:
             due = inbox.due
             here = inbox.here
-            if (chosen := self.plan.choose(here, self.taken)) is not None:
+            if (chosen := self.plan.choose(here, taken=self.taken)) is not None:
                 return inbox.next_of(sources[chosen])
             self._look_for_slow(step)
             if all(self._is_left_out(p) for p in due):

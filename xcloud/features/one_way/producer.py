@@ -227,7 +227,7 @@ class ProducerRun(StatefulTree):
             self.kept[order.number] = payload
         else:  # before anything is learned from it
             self._rank.send(order.consumer, order.number, payload)
-        self._learn(order.number, fed)
+        self._learn(order.number, fed=fed)
 
     def _produce(self, number: int) -> Fed:
         if self._buffer is not None:
@@ -293,7 +293,7 @@ class ProducerRank(OneWayRank):
             max_number=most,
             source=source,
         )
-        self._outs = [self.out("batches", consumer) for consumer in consumers]
+        self._outs = [self.out("batches", peer=consumer) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
             Kind.CHECKPOINT: self.orders.take_save,
@@ -320,7 +320,7 @@ class ProducerRank(OneWayRank):
         if place.group_rank == 0:  # the ranks of a cloud read the same texts
             report_cuts(self.reporter, num_cut=part.num_cut)
         run = ProducerRun(rank=self, part=part, name=place.cloud)
-        checkpoints = self.restored({"producer": run}, part.own_digests())
+        checkpoints = self.restored({"producer": run}, digests=part.own_digests())
         self.orders.begin_after(run.number, for_nobody=run.kept)
         ready_file(self.context.run_dir, rank=self.rank).touch()
         self.say_ready()

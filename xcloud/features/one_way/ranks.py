@@ -147,7 +147,9 @@ class OneWayRank(Role[OneWayExperiment]):
             context.transport, layout, context.run_dir, keeps_record=self.place.producer is None
         )
         self.computing = context.transport.computing
-        groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
+        groups = [
+            ends.group(layout.ranks_in(cloud), device=context.device) for cloud in layout.clouds
+        ]
         (self.group,) = (group for group in groups if group is not None)
         self.max_waiting = 4 * max_ahead + 64
         batch_bytes = self.job.model.max_payload_bytes
@@ -155,7 +157,10 @@ class OneWayRank(Role[OneWayExperiment]):
         self._lines = {}  # capacity and window
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
             capacity = num_bytes + FRAME_SLACK_BYTES
-            self._lines[line] = capacity, ends.window(max_ahead + _MORE_AHEAD, capacity)
+            self._lines[line] = (
+                capacity,
+                ends.window(max_ahead + _MORE_AHEAD, frame_bytes=capacity),
+            )
         self.control: Control = join_control(ends, on_report=context.on_report)
         self.peers = ends.detector.peers
         self.records = ends.records

@@ -120,8 +120,8 @@ class PrivacyAtRank(FeatureAtRank):
         if built.context.rank != 0:
             return None
         return PrivacyAccount(
-            self._privacy,
-            trainer,
+            privacy=self._privacy,
+            trainer=trainer,
             contributions=built.context.job.strategy.traits.max_contributions,
             reporter=built.context.reporter,
         )

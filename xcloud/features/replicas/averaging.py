@@ -266,7 +266,7 @@ class AllToAll(Averager):
     own_names = (MEMORY,)
 
     def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
-        self._join(links, {"all": codec}, terms=terms)
+        self._join(links, codecs={"all": codec}, terms=terms)
 
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links = links
@@ -345,7 +345,7 @@ class AllToAll(Averager):
             name = self._codec_to(replica)
             self._post(
                 replica,
-                self._key(step),
+                key=self._key(step),
                 name=name,
                 parts=under_way.sent[name],
                 weight=under_way.weight,
@@ -361,7 +361,7 @@ class AllToAll(Averager):
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Tensors]:
         return first_part(
-            self._links.recv(replica, key), spec=_WEIGHT, sender=f"replica {replica}"
+            self._links.recv(replica, key=key), spec=_WEIGHT, sender=f"replica {replica}"
         )
 
     def _merged(self, step: int) -> list[Tensor]:
@@ -412,7 +412,7 @@ class Aggregators(AllToAll):
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
         codecs[_RESULT] = new_codec(by_name[links.replica])
-        self._join(links, codecs, terms=terms)
+        self._join(links, codecs=codecs, terms=terms)
 
     def finish(self, step: int) -> Merged:
         self.settle(was_used=True)
@@ -420,7 +420,7 @@ class Aggregators(AllToAll):
         codec = self._codecs[_RESULT]
         parts, own = codec.encode(self._merged(step), is_final=False)
         for replica in self._links.others:
-            self._post(replica, key, name=_RESULT, parts=parts, weight=1.0)
+            self._post(replica, key=key, name=_RESULT, parts=parts, weight=1.0)
         results = {self._links.replica: own}
         for replica in self._links.others:
             _, parts = self._receive(replica, key)

@@ -233,7 +233,7 @@ class AveragingServer(_End):
         until_s = time.monotonic() + within_s
         for replica in [r for r, peer in self._peers.items() if peer.state in states]:
             if (parts := self._receive(replica, step, until_s - time.monotonic())) is not None:
-                yield replica, *self._read(replica, step, parts=parts)
+                yield replica, *self._read(replica, step=step, parts=parts)
 
     def _receive(self, replica: int, step: int, wait_s: float) -> Tensors | None:
         peer = self._peers[replica]
@@ -244,12 +244,12 @@ class AveragingServer(_End):
             why = f"it did not come in {self.late.wait_s:g} s"
             if peer.state == "present":
                 state: PeerState = "left" if self.late.may_leave else "late"
-                self._set_state(replica, state, step=step, why=why)
+                self._set_state(replica, state=state, step=step, why=why)
             return None
         except LinkClosed as error:
             peer.number = 0  # what comes next is of a new link
             if peer.state != "left":
-                self._lose(replica, step, str(error), error)
+                self._lose(replica, step=step, why=str(error), error=error)
             return None
         peer.number += 1
         return parts
@@ -326,7 +326,7 @@ class AveragingServer(_End):
                 raw_bytes=raw,
             )
         except (LinkClosed, LinkTimeout) as error:
-            self._lose(replica, step, str(error), error)
+            self._lose(replica, step=step, why=str(error), error=error)
 
 
 def _read(parts: Tensors, head: TensorSpec, sender: str) -> tuple[list[float], Tensors]:

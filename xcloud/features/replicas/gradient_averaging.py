@@ -136,7 +136,7 @@ class AveragedGradients(Exchange):
         summed = {s: b.sum_over(self._group, loss=losses[s]) for s, b in buffers.items()}
         total = summed[max(buffers)]
         is_finite = all(buffer.is_finite() for buffer in buffers.values())
-        self._send(step, total, is_finite)
+        self._send(step, loss=total, is_finite=is_finite)
         due = self._under_way if self._delay else step
         if due:
             total = self._receive(due, total)

@@ -69,7 +69,7 @@ class PeerLinks(ReplicaLinks):
             boundary=self.stage,
             may_be_late=self.may_be_late,
         )
-        overdue_s = self.ends.overdue_s([peer], self._capacity)
+        overdue_s = self.ends.overdue_s([peer], num_bytes=self._capacity)
         self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
     def post(
@@ -83,7 +83,7 @@ class PeerLinks(ReplicaLinks):
         while_alive = wait_s == math.inf
         if wait_s is None or while_alive:
             wait_s = self._overdue_s[replica]
-        parts = self._in[replica].recv(key, wait_s, while_alive=while_alive)
+        parts = self._in[replica].recv(key, overdue_s=wait_s, while_alive=while_alive)
         return tuple(part.to(self.device) for part in parts)
 
 

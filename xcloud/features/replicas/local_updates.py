@@ -284,7 +284,7 @@ class LocalRounds(Exchange):
                 if is_last or not averaging.overlap:
                     self._finish(fragment, 0.0 if is_last else averaging.mix)
         for fragment in self._fragments:
-            fragment.averager.end_step(step, is_last)
+            fragment.averager.end_step(step, is_last=is_last)
         self._end_step(step, num_tokens=work.weight)
         if is_last:
             self.compare(step)
@@ -311,7 +311,10 @@ class LocalRounds(Exchange):
         )
         nothing = [0.0] * replicas.links.num_replicas
         fragment = _Fragment(
-            values, averaging.offset(number), max_work=[*nothing], max_sent=[*nothing]
+            values=values,
+            offset=averaging.offset(number),
+            max_work=[*nothing],
+            max_sent=[*nothing],
         )
         terms = Terms(
             merge=averaging.merge or weighted_mean,
@@ -341,14 +344,14 @@ class LocalRounds(Exchange):
         replicas = self._replicas
         averaging = self._settings
         change, merged = (
-            replicas.codec(shapes, averaging.feedback, stream=("local updates", name))
+            replicas.codec(shapes, feedback=averaging.feedback, stream=("local updates", name))
             for name in ("change", "merged")
         )
         if replicas.links.replica != SERVER:
-            return Member(replicas.links, change, merged=merged)
+            return Member(links=replicas.links, codec=change, merged=merged)
         return AveragingServer(
-            replicas.links,
-            change,
+            links=replicas.links,
+            codec=change,
             merged=merged,
             terms=replicas.guarded(terms, names=shapes),
             max_weight=self._max_weight,

@@ -166,7 +166,7 @@ class Replicas:
             for replica in links.others:
                 name = str(links.peers[replica])
                 found, _ = first_part(
-                    links.recv(replica, key), spec=TensorSpec.of(mine), sender=name
+                    links.recv(replica, key=key), spec=TensorSpec.of(mine), sender=name
                 )
                 theirs[name] = found.cpu()
         for name, found in theirs.items():

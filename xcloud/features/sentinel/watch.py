@@ -59,7 +59,7 @@ class WatchedEnd:
             num_features = torch.Size(one.features).numel()
             self.streams[one.name] = {
                 codec: WatchedStream(
-                    identity.sender,
+                    sender=identity.sender,
                     name=f"{one.name} {identity.direction} over boundary {identity.boundary}",
                     baseline=Baseline(num_features),
                 )
@@ -76,7 +76,7 @@ class WatchedEnd:
                 for one in self._fields:
                     rows = message[one.name]
                     if rows.numel():
-                        self._stream(one.name, key.step).measured.append(measure(rows))
+                        self._stream(one.name, step=key.step).measured.append(measure(rows))
         return message
 
     def _stream(self, name: str, step: int) -> WatchedStream:
@@ -113,7 +113,7 @@ class Sentinel(Hook):
                 for stream in streams.values():
                     departure = stream.judge()
                     if departure is not None:
-                        self._tell(step, stream, departure)
+                        self._tell(step, stream=stream, departure=departure)
 
     def _tell(self, step: int, stream: WatchedStream, departure: Departure) -> None:
         cloud = self._layout.cloud_of(stream.sender)

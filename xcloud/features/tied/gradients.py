@@ -136,7 +136,7 @@ def tied_gradients(
         )
         averager = join((first, last), stage, codec)
     return TiedGradients(
-        held,
+        held=held,
         groups={stage: groups[stage] for stage in held},
         averager=averager,
         buffers={stage: trainer.stages[stage].buffer for stage in held},

@@ -115,7 +115,14 @@ class MultilingualElectra:
             settings.backbone, name="generator", tokenizer=tokenizer, context=context
         )
         packing = self._packing(tokenizer)
-        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
+        return GeneratorRank(
+            network=encoder,
+            settings=settings,
+            packing=packing,
+            tokenizer=tokenizer,
+            context=context,
+            stream=stream,
+        )
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
         settings = self.discriminator
@@ -130,8 +137,8 @@ class MultilingualElectra:
             network = Discriminator(encoder.config)
         network.encoder = encoder
         return DiscriminatorRank(
-            network,
-            settings,
+            network=network,
+            settings=settings,
             packing=self._packing(tokenizer),
             tokenizer=tokenizer,
             context=context,

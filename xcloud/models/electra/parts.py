@@ -245,7 +245,7 @@ class _Learner(StatefulTree):
         if rule.clip_norm:
             nn.utils.clip_grad_norm_(self.network.parameters(), rule.clip_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = rule.learning_rate_at(number, self._num_steps)
+            group["lr"] = rule.learning_rate_at(number, max_steps=self._num_steps)
         self._optimizer.step()
 
 
@@ -407,7 +407,7 @@ class DiscriminatorRank(_Learner):
         network = self.network
         pad = self.tokenizer.token_ids.pad
         heads = {"dense": network.dense, "dense_prediction": network.score}
-        export(network.encoder, folder, pad=pad, **heads)
+        export(network.encoder, folder=folder, pad=pad, **heads)
         self.tokenizer.save_pretrained(folder, max_length=network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:

@@ -73,9 +73,14 @@ class SweepLauncher(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         also = self.settings.also or {}
-        asked = with_also([tuple(overrides) for overrides in job_overrides], also)
+        asked = with_also([tuple(overrides) for overrides in job_overrides], also=also)
         name = self.config.get("sweep") or folder.name
-        sweep = Sweep(name, folder, self.settings, Processes(self.settings.parallel))
+        sweep = Sweep(
+            name=name,
+            folder=folder,
+            settings=self.settings,
+            processes=Processes(self.settings.parallel),
+        )
         with signals_as_ctrl_c():
             code = sweep.run(asked, self._compose)
         if code:
@@ -92,9 +97,9 @@ class SweepLauncher(Launcher):
         try:
             return load(self.config, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
-            with_plus = completed(overrides, conf_dir())
+            with_plus = completed(overrides, conf_dir=conf_dir())
             if with_plus == [*overrides]:
-                said = explained(error, overrides, conf_dir=conf_dir())
+                said = explained(error, overrides=overrides, conf_dir=conf_dir())
                 raise ConfigError("; ".join(said)) from error
         try:
             return load(self.config, with_plus)
