@@ -70,7 +70,6 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
         ]
         tables[table] = {
             "rows": rows,
-            "num_unknown": len(lines) - len(printed),
             "num_formulas": len(formulas),
             "formulas": ", ".join(dict.fromkeys(map(_linked, formulas))),
         }
