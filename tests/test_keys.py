@@ -12,7 +12,7 @@ import pytest
 from tests.line_keys import copy_keys, folder_of_keys, keys_of
 from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError, SealError
-from xcloud.job.config import this_clouds_keys
+from xcloud.job.config import this_clouds_keys, this_clouds_policy
 from xcloud.line.keys import Certificate, make_key, read_certificate, read_key, read_line_keys
 from xcloud.line.sealing import open_sealed, seal, sealed_bytes, sign, verify
 
@@ -37,6 +37,30 @@ def test_a_key_is_made_once_for_its_user_alone(
     for file in (key, pem):
         assert main(["keys", "show", str(file)]) == 0
         assert made.fingerprint in capsys.readouterr().out.replace(" ", "")
+
+
+def test_a_key_may_come_with_a_policy_that_names_the_other_cloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["keys", "new", "cloud_a", "--folder", str(tmp_path), "--peer"]
+    policy = tmp_path / "policy.yaml"
+    for peer, refusal in (("cloud_a", "this cloud itself"), ("../b", "the name of a cloud")):
+        assert main([*words, peer]) == 1
+        assert refusal in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+    policy.write_text("me: cloud_a\n")
+    assert main([*words, "cloud_b"]) == 1
+    assert "cloud_b:\n  - cloud_b.pem" in capsys.readouterr().err
+    assert [policy] == list(tmp_path.iterdir()), "no key was made"
+    policy.unlink()
+
+    assert main([*words, "cloud_b"]) == 0
+    assert policy.stat().st_mode & 0o777 == 0o600
+    make_key("cloud_b", tmp_path)
+    monkeypatch.setenv("XCLOUD_POLICY", str(policy))
+    found = this_clouds_policy()
+    assert found.me == "cloud_a"
+    assert read_line_keys("cloud_a", found.peers, policy_file=policy)
 
 
 @pytest.mark.parametrize("name", ["../cloud", "", "a b\n", "x" * 65])

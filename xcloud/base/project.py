@@ -11,6 +11,7 @@ from pathlib import Path
 from xcloud.base.errors import ConfigError
 
 GIT_TIMEOUT_S = 10.0
+POLICY_FILE = "policy.yaml"  # what this machine's owner allows
 MODEL_DIR = "model"  # in a run's folder: the trained parts
 
 

@@ -22,14 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.project import project_root, this_owners_file
+from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
 from xcloud.base.settings import with_defaults
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.job.compared import compared_settings
 from xcloud.job.job import Job
 from xcloud.line.keys import LineKeys, read_line_keys
 from xcloud.record.files import replace_text
-from xcloud.security.policy import POLICY_FILE, Policy, plain_text, targets_of
+from xcloud.security.policy import Policy, plain_text, targets_of
 
 EXPERIMENT_FILE = "experiment.yaml"
 _WHITELIST = "_execution_whitelist_"

@@ -11,12 +11,12 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import this_owners_file
+from xcloud.base.project import POLICY_FILE, this_owners_file
 from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
 from xcloud.job.given import read_settings
 from xcloud.security.places import is_place, leads_of
-from xcloud.security.policy import CONSTRUCTORS, POLICY_FILE, Policy, targets_of
+from xcloud.security.policy import CONSTRUCTORS, Policy, targets_of
 
 HEADER = """\
 # Written by `python -m xcloud policy --new {file}`: allows that file and no other.

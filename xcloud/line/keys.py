@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+import yaml  # type: ignore[import-untyped]
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.project import POLICY_FILE
 from xcloud.base.terminal import say
 from xcloud.base.wording import check_name
 
@@ -222,18 +224,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     new.add_argument(
         "--folder", type=Path, default=Path(), help="of this cloud's policy.yaml (default: here)"
     )
+    new.add_argument(
+        "--peer",
+        metavar="CLOUD",
+        action="append",
+        default=[],
+        help="also write a policy.yaml that names this cloud and the other owner's (each of them)",
+    )
     show = commands.add_parser("show", help="say whose key or certificate a file holds")
     show.add_argument("file", type=Path)
     given = parser.parse_args(arguments)
     if given.command == "new":
+        policy = _policy_naming(given.cloud, peers=given.peer)
+        policy_file = given.folder / POLICY_FILE
+        if given.peer and os.path.lexists(policy_file):
+            raise ConfigError(
+                f"{policy_file} is there already: leave out --peer, and write into it:\n{policy}"
+            )
         made = make_key(given.cloud, folder=given.folder)
         key_file, pem_file = _files_of(given.cloud, folder=given.folder)
         say(
             f"{describe(made)}\n{key_file} stays here; give {pem_file} to the owner of the other "
             "cloud, and compare the SHA-256 by phone"
         )
+        if given.peer:
+            _write_new(policy_file, data=policy.encode(), mode=0o600)
+            theirs = ", ".join(f"{peer}.pem" for peer in given.peer)
+            say(f"{policy_file} is written; put {theirs} of the other owner beside it")
     else:
         say(describe(_shown(given.file)))
+
+
+def _policy_naming(cloud: str, peers: Sequence[str]) -> str:
+    """Return a policy.yaml that says which cloud this is, and in which file the certificate of each
+    peer will lie."""
+    for peer in peers:
+        check_name("--peer, the name of a cloud", name=peer, spoken=True)
+        if peer == cloud:
+            raise ConfigError(f"--peer={peer} is this cloud itself: name the other owner's")
+    files = {peer: [f"{peer}.pem"] for peer in peers}
+    text: str = yaml.safe_dump({"me": cloud, "peers": files}, sort_keys=False)
+    return text
 
 
 def _shown(file: Path) -> Certificate:

@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import project_root
+from xcloud.base.project import POLICY_FILE, project_root
 from xcloud.base.settings import PACKAGED, Positive, settings
 from xcloud.security.defences import Defence, Privacy
 from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
@@ -156,7 +156,6 @@ class Visibility:
                         )
 
 
-POLICY_FILE = "policy.yaml"
 _SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
