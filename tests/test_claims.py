@@ -605,6 +605,29 @@ def test_a_figure_of_one_seed_is_drawn_without_an_error(
     assert widths == pytest.approx([2 * 1 / math.sqrt(3), 0.0])
 
 
+def test_a_picture_is_as_high_as_the_longest_list_of_names_in_a_panel_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heights: list[float] = []
+    monkeypatch.setattr(
+        pages, "save", lambda figure, path: heights.append(figure.get_size_inches()[1])
+    )
+    rules = [
+        ClaimRule("in front", Figure("0 rows", "bleu", where={"corpus": corpus}), at_least=1.0)
+        for corpus in "ab"
+    ]
+    for longest in (2, 32):
+        counts = {"a": longest, "b": 2}
+        rows: list[dict[str, Any]] = [
+            {**ROWS[0], "row": f"{number} rows", "corpus": corpus}
+            for corpus, count in counts.items()
+            for number in range(count)
+        ]
+        record = made(claim(), rows, [], "2026-01-01", False)
+        assert pages.draw(claim(rules=rules), record, tmp_path / "a.png")
+    assert heights[1] == 2 * heights[0], "twice the sixteen names that fit"
+
+
 def test_a_study_that_was_interrupted_makes_its_run_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

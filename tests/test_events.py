@@ -192,6 +192,15 @@ def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
     assert found == [(5, 1), (6, 1), None, None, (7, 2)]  # what it tells of step 4 is too late
 
 
+def test_a_cloud_that_was_only_late_is_waited_for_throughout() -> None:
+    collector = ElasticCollector(2)
+    events = [absence("late", 1), step_event(0, 1), absence("back", 2), step_event(0, 2)]
+    assert [collector.feed(event) for event in events] == [None] * 4
+    found = [collector.feed(event) for event in (step_event(1, 1), step_event(1, 2))]
+    told = [(totals.step, sum(totals.sums("num_ranks").values())) for totals in found if totals]
+    assert told == [(1, 2), (2, 2)]
+
+
 def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -> None:
     """What it was about to tell when it was killed is lost with it."""
     collector = ElasticCollector(2)

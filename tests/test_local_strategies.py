@@ -174,6 +174,9 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
     assert labels["local_updates"] == "local_updates (every 50, nesterov(0.7, 0.9))"
     assert labels["fedavg"] == "fedavg (every 50, mean)"
     assert labels["streaming"].endswith("4 fragments, overlap 5, mix 0.5)")
+    mean = OuterOptimizer(1.0, 0.0, False)
+    said = LocalUpdates(9, mean, fragments=2, overlap=1, mix=0.25).label
+    assert said == "every 9, mean, 2 fragments, overlap 1, mix 0.25"
     kept = build(
         "+exp=abnet_iwslt", "strategy=local_updates", "+strategy/averaging/late=go_on",
         "strategy.averaging.late.restart_s=2",

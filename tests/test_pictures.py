@@ -5,6 +5,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
-from xcloud.record.timeline import Box, Lane, Timeline
+from xcloud.record.timeline import Box, Flight, Lane, Timeline
+from xcloud.show import pictures
 from xcloud.show.canvas import COLOURS, canvas, column, ink_on, running_mean, wrapped
 from xcloud.show.monitor import Monitor
 from xcloud.show.pictures import (
     KINDS,
     _Bar,
+    _bars_of_link,
     _draw,
     short,
     write_loss,
@@ -256,3 +259,35 @@ def test_a_box_that_is_too_narrow_for_an_edge_or_its_text_has_none() -> None:
     (drawn,) = axes.collections
     assert [edge[-1] for edge in drawn.get_edgecolors()] == [0.0, 1.0, 1.0]
     assert [text.get_position()[0] for text in axes.texts] == [50.0]
+
+
+def flight(from_us: int, micro_batch: int) -> Flight:
+    return Flight(0, 1, "activation", micro_batch, 9, from_us, from_us, from_us + 10, from_us + 12)
+
+
+@pytest.mark.parametrize(("at_once", "texts"), [(1, ["0", "1"]), (2, ["0", "1"]), (3, [])])
+def test_messages_are_numbered_where_two_rows_at_most_share_a_line(
+    at_once: int, texts: list[str]
+) -> None:
+    flights = [flight(number // at_once * 10, number) for number in range(max(2, at_once))]
+    assert [bar.text for bar in _bars_of_link(0, flights) if bar.text] == texts
+
+
+def test_losses_stand_in_one_panel_and_scores_in_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, list[str]]] = []
+
+    def noted(figure: Any, path: Path) -> None:
+        for axes in figure.axes:
+            drawn.append((axes.get_ylabel(), axes.get_legend_handles_labels()[1]))
+
+    monkeypatch.setattr(pictures, "save", noted)
+    run = run_of(step_events(100))
+    quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
+    run.feed({**quality, "values": {"bleu": 12.0}})
+    write_loss(tmp_path / "loss.png", run, TITLE)
+    assert drawn == [
+        ("training loss", ["each step", "mean of 2 steps"]),
+        ("dev quality", ["bleu"]),
+    ]

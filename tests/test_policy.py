@@ -32,6 +32,7 @@ from xcloud.job import config as configs
 from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
+from xcloud.security import places
 from xcloud.security.policy import CONSTRUCTORS, Policy
 from xcloud.show.following import monitor_of
 
@@ -382,6 +383,21 @@ def test_links_in_a_circle_are_looked_at_once(folders: tuple[Path, Path], tmp_pa
     corpus, _ = folders
     (corpus / "inner" / "again").symlink_to(corpus)
     Policy(read=[str(corpus)]).check({"task": {"path": str(corpus)}}, tmp_path / "run")
+
+
+def test_a_folder_that_holds_too_much_to_look_through_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its links would be looked at for days before a run is refused."""
+    corpus, _ = folders
+    for name in ("a.txt", "b.txt", "c.txt", "inner/d.txt", "inner/e.txt"):
+        (corpus / name).touch()
+    policy, settings = Policy(read=[str(corpus)]), {"task": {"path": str(corpus)}}
+    monkeypatch.setattr(places, "MAX_ENTRIES", 6)  # five files and a folder
+    policy.check(settings, tmp_path / "run")
+    monkeypatch.setattr(places, "MAX_ENTRIES", 5)
+    with pytest.raises(ConfigError, match=r"inner, in task\.path"):
+        policy.check(settings, tmp_path / "run")
 
 
 def test_a_name_on_the_hub_is_named_by_the_policy_with_its_revision(tmp_path: Path) -> None:

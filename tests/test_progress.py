@@ -77,6 +77,12 @@ def test_a_link_of_unknown_bandwidth_shows_its_rate() -> None:
     assert "sends 2.0 Mbit/s" in stream.getvalue()
 
 
+def test_a_run_in_one_cloud_says_that_nothing_crosses() -> None:
+    stream = io.StringIO()
+    ProgressLine(10, stream=stream).update(StepTotals(1, 0.4, loss=3.0, numbers={("tokens",): 4}))
+    assert stream.getvalue().endswith("  nothing crosses clouds\n")
+
+
 def test_loss_is_smoothed_and_starts_unbiased() -> None:
     stream = io.StringIO()
     clock = Clock()

@@ -95,6 +95,7 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
     assert kept(20, 25, 40, every_steps=10) == needed
     assert kept(0, 8, 9, every_steps=10) == 0  # the run ends before its first checkpoint
     assert kept(0, 1, 9, every_steps=10, every_minutes=1e-9) == needed
+    assert kept(0, 1, 9, every_steps=10, every_minutes=60) == 0  # half of an hour is to pass
 
 
 def test_a_checkpoint_that_comes_early_does_not_wait_until_all_memory_is_touched() -> None:
