@@ -32,7 +32,7 @@ READ = {"data": {"texts of train": "1"}}
 EVERY_2 = Checkpoints(2, 0, 2)
 LAST = 9
 
-# A pipeline, replicas that meet in every step, and those that meet from time to time.
+# A pipeline, replicas that average in every step, and those that merge from time to time.
 STRATEGIES = (
     "two clouds, GPipe", "3 replicas, one update late", "2 pipelines apart, fragments under way",
 )  # fmt: skip

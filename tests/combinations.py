@@ -378,8 +378,8 @@ def run(
         transport = carried(world.transport(rank))
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
-            meet = partial(rendezvous_at_any_time, job, rank, run_dir)
-            rendezvous, verdict = join(job, table, rank, run_dir, meet)
+            find = partial(rendezvous_at_any_time, job, rank, run_dir)
+            rendezvous, verdict = join(job, table, rank, run_dir, find)
             transport = GlooTransport(rendezvous)
         process = one_rank.Process(StopSignal())
         one_rank.run_rank(job, run_dir, settings, verdict, process, transport)

@@ -23,7 +23,7 @@ from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Compressor, Tensors
 from xcloud.comm.ids import (
     CorruptedTexts,
     IdPacking,
@@ -56,7 +56,7 @@ from xcloud.line.hello import (
     encode_refusal,
 )
 from xcloud.line.keys import read_key
-from xcloud.line.mailbox import Box, BoxKeys
+from xcloud.line.mailbox import BoxKeys, LinkBox
 from xcloud.line.mailbox_lines import Entry, Note, NoteKind, decode_note, encode_note
 from xcloud.line.pieces import HEADER, Assembly
 from xcloud.line.sealing import open_sealed, seal
@@ -81,8 +81,6 @@ from xcloud.rank.agreement import (
 from xcloud.rank.saving import code_of
 from xcloud.record.checkpoint_files import CheckpointFolder
 
-Parts = tuple[Tensor, ...]
-
 
 class Parser(NamedTuple):
     """honest: messages to damage. take: parses one of them, or raises one of our errors."""
@@ -91,7 +89,7 @@ class Parser(NamedTuple):
     take: Callable[[Any], object]
 
 
-def frame(parts: Parts, kind: Kind = Kind.NORM, step: int = 1) -> Frame:
+def frame(parts: Tensors, kind: Kind = Kind.NORM, step: int = 1) -> Frame:
     return Frame(MessageKey(kind, step), parts, 0, 0.0, 64)
 
 
@@ -162,7 +160,7 @@ def mailbox_objects() -> Parser:
     a, b = (keys_of(cloud, []).own for cloud in ("cloud_a", "cloud_b"))
     a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
     of_no_store: Any = None
-    box = Box(of_no_store, bytes(16), "0" * 32, "forward", ("cloud_a", 0), ("cloud_b", 1))
+    box = LinkBox(of_no_store, bytes(16), "0" * 32, "forward", ("cloud_a", 0), ("cloud_b", 1))
     made = encode_frame(MessageKey(Kind.AVERAGING, 3), (torch.randn(99),), 7)
     seal_frame(made, -1.0)
     honest = seal(made.numpy().tobytes(), b, a_key, context=box._context(7))
@@ -188,13 +186,13 @@ class Held:
     """A link with one message in it, either way."""
 
     def __init__(self) -> None:
-        self.parts: Parts = ()
+        self.parts: Tensors = ()
         self.stats = SimpleNamespace()
 
-    def send(self, key: MessageKey, parts: Parts, carries: object = ()) -> None:
+    def send(self, key: MessageKey, parts: Tensors, carries: object = ()) -> None:
         self.parts = tuple(part.clone() for part in parts)
 
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+    def recv(self, key: MessageKey, overdue_s: float) -> Tensors:
         return self.parts
 
 
@@ -223,7 +221,7 @@ def boundary(compressor: Compressor) -> Parser:
     )  # fmt: skip
     honest = link.parts
 
-    def take(parts: Parts) -> object:
+    def take(parts: Tensors) -> object:
         link.parts = parts
         return receiver.recv(key, {"ids": ids})
 
@@ -257,7 +255,7 @@ def gaps() -> Parser:
 def orders() -> Parser:
     rows = torch.tensor([[n, n % 2, 40] for n in range(1, 9)], dtype=torch.int32)
 
-    def take(parts: Parts) -> object:
+    def take(parts: Tensors) -> object:
         book = OrderBook(num_consumers=2, max_waiting=64, max_number=100)
         book.take_orders(frame(parts))
         return [book.next(False) for _ in range(book._waiting.qsize())]
@@ -268,7 +266,7 @@ def orders() -> Parser:
 def batches() -> Parser:
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 
-    def take(parts: Parts) -> object:
+    def take(parts: Tensors) -> object:
         inbox = Inbox(layout, 64, {1: Peer()}, max_waiting=8)
         inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
         for number in (1, 2, 5):
@@ -354,7 +352,7 @@ SETTINGS = LocalUpdates(2, MEAN, late=Skip(5.0))
 def hub() -> Parser:
     head = whole(2.0, 0.0, 2.0, dtype=torch.float64)
 
-    def take(parts: Parts) -> object:
+    def take(parts: Tensors) -> object:
         post = Post(2)
         rounds = rounds_of(post.links(0), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
         key = MessageKey(Kind.AVERAGING, 0, 0)
@@ -365,7 +363,7 @@ def hub() -> Parser:
 
 
 def member() -> Parser:
-    def take(parts: Parts) -> object:
+    def take(parts: Tensors) -> object:
         post = Post(2)
         rounds = rounds_of(post.links(1), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
         key = MessageKey(Kind.AVERAGING, 0, 1)

@@ -25,8 +25,8 @@ from xcloud.base.errors import FrameError
 from xcloud.doctor import lines, machine, talk
 from xcloud.doctor.case import Case
 from xcloud.doctor.command import examine
-from xcloud.doctor.finding import Finding, State
-from xcloud.doctor.talk import Facts, Kind, follow, lead
+from xcloud.doctor.finding import Finding, FindingState
+from xcloud.doctor.talk import DoctorMessage, Facts, follow, lead
 from xcloud.job.config import Settings
 from xcloud.line.keys import make_key
 from xcloud.security.policy import Policy
@@ -93,8 +93,8 @@ def both(cases: list[Case], wait_s: float = 20.0) -> list[dict[str, Finding]]:
 
 
 def reds(found: dict[str, Finding]) -> list[str]:
-    assert all(bool(one.advice) == (one.state is not State.OK) for one in found.values())
-    return [name for name, one in found.items() if one.state is State.RED]
+    assert all(bool(one.advice) == (one.state is not FindingState.OK) for one in found.values())
+    return [name for name, one in found.items() if one.state is FindingState.RED]
 
 
 def test_two_owners_who_have_done_everything_right_see_nothing_red(cases: list[Case]) -> None:
@@ -132,7 +132,7 @@ def test_another_file_another_release_and_another_torch_are_seen_on_both_sides(
     cases[1] = replace(cases[1], digest="0" * 64, policy=replace(cases[1].policy, approved=None))
     for found, other in zip(both(cases), CLOUDS[::-1], strict=True):
         assert reds(found) == [f"release of {other}", f"file of {other}"]
-        assert found[f"packages of {other}"].state is State.WARN
+        assert found[f"packages of {other}"].state is FindingState.WARN
         assert "copy one experiment file" in found[f"file of {other}"].advice
         assert "0.1.0" in found[f"release of {other}"].fact
 
@@ -197,16 +197,16 @@ def test_what_a_container_may_use_counts(
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
     limit.write_text("max\n")
-    assert machine.check_memory(cases[0]).state is State.OK
+    assert machine.check_memory(cases[0]).state is FindingState.OK
     limit.write_text("100000000\n")
     found = machine.check_memory(cases[0])
-    assert (found.state, found.figures["free"]) == (State.RED, 100_000_000)
+    assert (found.state, found.figures["free"]) == (FindingState.RED, 100_000_000)
 
 
 def test_a_certificate_that_ends_within_a_month_is_told(cases: list[Case]) -> None:
     renew(cases[0].policy_file.parent, "cloud_b", valid_for=timedelta(days=9))
     found = {one.name: one for one in examine(cases[0], wait_s=0.0)}
-    assert found["certificate of cloud_b"].state is State.WARN
+    assert found["certificate of cloud_b"].state is FindingState.WARN
     assert "for 8 more days" in found["certificate of cloud_b"].fact
 
 
@@ -243,7 +243,7 @@ def test_what_this_machine_lacks_is_red(
     assert found["open files"].advice == f"ulimit -n {needs}"
     assert str(missing) in found["files to read"].fact
     missing.mkdir()
-    assert machine.check_files(case).state is State.OK
+    assert machine.check_files(case).state is FindingState.OK
 
 
 def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
@@ -284,21 +284,23 @@ def message(kind: int, content: bytes) -> bytes:
     return talk.HEAD.pack(kind, len(content)) + content
 
 
-HONEST = message(Kind.FACTS, json.dumps(FACTS._asdict()).encode())
+HONEST = message(DoctorMessage.FACTS, json.dumps(FACTS._asdict()).encode())
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         b"\x09\x00\x00\x00\x00",  # no such kind
-        talk.HEAD.pack(Kind.FACTS, 1 << 30),
-        message(Kind.PING, b""),
-        message(Kind.FACTS, b"[" * 2000),
-        message(Kind.FACTS, b"{}"),
-        message(Kind.FACTS, json.dumps({**FACTS._asdict(), "file": 1}).encode()),
-        message(Kind.FACTS, json.dumps({**FACTS._asdict(), "torch": "\x1b[2J"}).encode()),
-        HONEST + 10 * message(Kind.PONG, b"\x00" * 6 + b"\xf0\x7f"),  # infinite
-        HONEST + 10 * message(Kind.PONG, b"\x00" * 8) + message(Kind.RATE, b"\x00" * 8),
+        talk.HEAD.pack(DoctorMessage.FACTS, 1 << 30),
+        message(DoctorMessage.PING, b""),
+        message(DoctorMessage.FACTS, b"[" * 2000),
+        message(DoctorMessage.FACTS, b"{}"),
+        message(DoctorMessage.FACTS, json.dumps({**FACTS._asdict(), "file": 1}).encode()),
+        message(DoctorMessage.FACTS, json.dumps({**FACTS._asdict(), "torch": "\x1b[2J"}).encode()),
+        HONEST + 10 * message(DoctorMessage.PONG, b"\x00" * 6 + b"\xf0\x7f"),  # infinite
+        HONEST
+        + 10 * message(DoctorMessage.PONG, bytes(8))
+        + message(DoctorMessage.RATE, bytes(8)),
     ],
 )  # fmt: skip
 def test_a_peer_that_breaks_the_rules_is_refused_by_name(

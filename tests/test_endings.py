@@ -138,14 +138,14 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
     config["model"] = {"_target_": "tests.toy.ToyModelThatStops"}
     file = tmp_path / "experiment.yaml"
     OmegaConf.save(OmegaConf.create(config), file)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
                "OMP_NUM_THREADS": "1"}  # fmt: skip
     command = [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir"]
     folders = [tmp_path / str(rank) for rank in range(3)]  # of three machines
     ranks = [
         launch.start_process(
             [*command, str(folder)],
-            {**os.environ, **meeting, "RANK": str(rank)},
+            {**os.environ, **rendezvous, "RANK": str(rank)},
             tmp_path / f"{rank}.log",
         )
         for rank, folder in enumerate(folders)

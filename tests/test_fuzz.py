@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parsers import ON_DISK, PARSERS, Parts
+from tests.parsers import ON_DISK, PARSERS
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError, FrameError, XcloudError
+from xcloud.comm.compressor import Tensors
 from xcloud.comm.sparsify import _drawn
 
 FEW, MANY = 300, 100_000
@@ -43,7 +44,7 @@ def damaged_bytes(data: bytes, draw: random.Random) -> bytes:
     return bytes(found)
 
 
-def damaged_parts(parts: Parts, draw: random.Random) -> Parts:
+def damaged_tensors(parts: Tensors, draw: random.Random) -> Tensors:
     found = [part.clone() for part in parts]
     for _ in range(draw.choice([1, 1, 2, 3])):
         at = draw.randrange(len(found)) if found else 0
@@ -86,9 +87,9 @@ def fuzzed(name: str, num: int, folder: Path) -> float:
     for _ in range(num):
         message = draw.choice(parser.honest)
         if isinstance(message, bytes):
-            other: bytes | Parts = damaged_bytes(message, draw)
+            other: bytes | Tensors = damaged_bytes(message, draw)
         else:
-            other = damaged_parts(message, draw)
+            other = damaged_tensors(message, draw)
         started_s = time.perf_counter()
         with PeakBytes() as peak:
             try:

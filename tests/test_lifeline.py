@@ -63,7 +63,7 @@ class ByHand:
 
 
 class Ranks:
-    """Of a job of three, which meet in one store; `lost[rank]` is what made that rank end."""
+    """The three ranks of a job with one store; `lost[rank]` is what made that rank end."""
 
     def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
         self.store = dist.HashStore()
@@ -95,12 +95,12 @@ class Ranks:
         return made.pop()
 
     def _sign_in(self, rank: int, watch: Callable[[int, dist.Store], None]) -> None:
-        def meet() -> None:
+        def sign_in() -> None:
             with contextlib.suppress(LinkTimeout):  # of those that nobody waits for any more
                 of_this_attempt(self.store, rank, range(3), 30.0, watch)
                 self.begun.add(rank)
 
-        threading.Thread(target=meet, daemon=True).start()
+        threading.Thread(target=sign_in, daemon=True).start()
 
     def lose(self, rank: int, error: LinkError) -> None:
         self.lost[rank] = error

@@ -24,7 +24,7 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.line import mailbox
-from xcloud.line.mailbox import MailboxOutLink, Store, pause_after
+from xcloud.line.mailbox import MailboxOutLink, ObjectStore, pause_after
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
@@ -68,7 +68,7 @@ def test_a_run_that_begins_again_in_the_middle_ends_as_one_that_did_not(
     """What the first attempt has left in the mailbox is of no use to the second one."""
     job = experiment({"strategy": strategy, "compression": "int4"})
     (url := tmp_path / "box").mkdir()
-    monkeypatch.setattr(Store, "delete", lambda self, name: None)
+    monkeypatch.setattr(ObjectStore, "delete", lambda self, name: None)
     run(job, tmp_path / "first", monkeypatch, partial(MailboxTransport, url=url))
     monkeypatch.undo()
     assert len(files_in(url)) > 20
@@ -206,21 +206,21 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> No
         ("nosuch://bucket/box", "Protocol not known"),
     ):
         with pytest.raises(ConfigError, match=f"cluster.wan.url=.*{said}"):
-            Store(str(url))
+            ObjectStore(str(url))
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypatch: Any) -> None:
-    real = Store._put
+    real = ObjectStore._put
     left = [2, 0]
 
-    def put(self: Store, name: str, data: bytes) -> None:
+    def put(self: ObjectStore, name: str, data: bytes) -> None:
         if left[0]:
             left[0] -= 1
             raise ConnectionError("the bucket sleeps")
         real(self, name, data)
 
-    store = Store(str(tmp_path))
-    monkeypatch.setattr(Store, "_put", put)
+    store = ObjectStore(str(tmp_path))
+    monkeypatch.setattr(ObjectStore, "_put", put)
     store.put("folder/one", b"data")
     assert store.get("folder/one", 10) == b"data" and store.sizes("folder") == {"one": 4}
     store._patience_s = 0.0

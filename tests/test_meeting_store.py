@@ -9,7 +9,7 @@ from xcloud.net.gloo_groups import of_this_attempt
 from xcloud.rank.restarts import attempt_of
 
 
-def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:
+def began(store: dist.Store, num_ranks: int) -> list[dist.Store]:
     ranks = range(num_ranks)
     return in_threads([lambda r=rank: of_this_attempt(store, r, ranks, 60.0) for rank in ranks])
 
@@ -17,7 +17,7 @@ def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:
 def test_every_attempt_has_a_part_of_its_own() -> None:
     store = dist.HashStore()
     for attempt in range(3):
-        first, second, third = meet(store, 3)
+        first, second, third = began(store, 3)
         assert not first.check(["address"])
         second.set("address", str(attempt))
         assert third.get("address") == first.get("address") == str(attempt).encode()
@@ -26,7 +26,7 @@ def test_every_attempt_has_a_part_of_its_own() -> None:
 def test_a_rank_that_comes_first_does_not_take_the_word_of_a_dead_one() -> None:
     """It finds the last attempt complete in the store, and waits for the next one."""
     store = dist.HashStore()
-    meet(store, 2)
+    began(store, 2)
     order: list[int] = []
 
     def late() -> dist.Store:

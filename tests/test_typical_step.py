@@ -5,7 +5,7 @@ import pytest
 from xcloud.comm.step_clock import Place, RecordedStep, Span
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link import LinkName, MessageLog, ReceivedMessage, SentMessage
-from xcloud.rank.reports import most_typical, timeline_events
+from xcloud.rank.reports import nearest_to_median, timeline_events
 
 FORWARD = LinkName(0, 0, 1)
 BACKWARD = LinkName(0, 1, 0)
@@ -36,7 +36,7 @@ def sent(key: MessageKey, at_s: float, sequence: int = 0) -> SentMessage:
 def test_the_typical_step_is_the_one_nearest_to_the_median(
     steps: list[int], step_s: list[float], chosen: int
 ) -> None:
-    assert steps[most_typical(steps, step_s)] == chosen
+    assert steps[nearest_to_median(steps, step_s)] == chosen
 
 
 def test_moments_are_microseconds_since_the_ranks_own_start() -> None:

@@ -1,4 +1,4 @@
-"""`python -m xcloud ui` as a user meets it."""
+"""`python -m xcloud ui` as a user sees it."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 """What ranks tell each other before they have links: in nobody else's name, bounded, and never by
-the store in which they meet."""
+the store of their rendezvous."""
 
 import json
 import struct

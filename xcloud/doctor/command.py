@@ -13,7 +13,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.terminal import say
 from xcloud.doctor import machine
 from xcloud.doctor.case import Case
-from xcloud.doctor.finding import Finding, State
+from xcloud.doctor.finding import Finding, FindingState
 from xcloud.doctor.lines import check_lines
 from xcloud.doctor.owners import check_certificate, check_file, check_name, check_own_key
 from xcloud.job.config import policy_file, this_clouds_policy
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
         say(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         print_findings(findings)
-    return int(any(finding.state is State.RED for finding in findings))
+    return int(any(finding.state is FindingState.RED for finding in findings))
 
 
 def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
@@ -97,7 +97,7 @@ def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) ->
     usable = {
         peer: case.policy.peers[peer]
         for peer, finding in certificates.items()
-        if finding.state is not State.RED
+        if finding.state is not FindingState.RED
     }
     if keys is not None and usable:
         known = read_line_keys(case.cloud, peers=usable, policy_file=case.policy_file)
@@ -116,5 +116,5 @@ def print_findings(findings: Iterable[Finding]) -> None:
     for finding in findings:
         if finding.advice:
             say(f"{finding.state.value:<5}{finding.name}: {finding.advice}")
-    num_red = sum(finding.state is State.RED for finding in findings)
+    num_red = sum(finding.state is FindingState.RED for finding in findings)
     say(f"{num_red} red" if num_red else "nothing is red")

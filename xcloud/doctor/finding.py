@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """How bad a finding is. With a red one the run would fail, or not do what its owner wants."""
 
     OK = "ok"
@@ -24,19 +24,19 @@ class Finding:
     """
 
     name: str
-    state: State
+    state: FindingState
     fact: str
     advice: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def ok(name: str, fact: str, **figures: float) -> Finding:
-    return Finding(name=name, state=State.OK, fact=fact, figures=figures)
+    return Finding(name=name, state=FindingState.OK, fact=fact, figures=figures)
 
 
 def warn(name: str, fact: str, advice: str, **figures: float) -> Finding:
-    return Finding(name=name, state=State.WARN, fact=fact, advice=advice, figures=figures)
+    return Finding(name=name, state=FindingState.WARN, fact=fact, advice=advice, figures=figures)
 
 
 def red(name: str, fact: str, advice: str, **figures: float) -> Finding:
-    return Finding(name=name, state=State.RED, fact=fact, advice=advice, figures=figures)
+    return Finding(name=name, state=FindingState.RED, fact=fact, advice=advice, figures=figures)

@@ -20,7 +20,7 @@ from xcloud.base.terminal import say
 from xcloud.base.units import human_bandwidth, human_bytes, human_duration, human_seconds
 from xcloud.doctor.case import Case
 from xcloud.doctor.finding import Finding, ok, red, warn
-from xcloud.doctor.talk import Facts, Measured, follow, lead
+from xcloud.doctor.talk import Facts, LineFigures, follow, lead
 from xcloud.job.compared import as_text, digest_of
 from xcloud.line.hello import RUN_BYTES, Hello, StreamName
 from xcloud.line.keys import LineKeys
@@ -48,7 +48,7 @@ class LineTrial:
     def __init__(self, case: Case, peer: str, way: Way, dials: bool, within_s: float) -> None:
         self.peer = peer
         self.dials = dials
-        self.measured: Measured | None = None
+        self.measured: LineFigures | None = None
         self.congestion_control: str | None = None
         self.reason = ""
         self._way = way
@@ -220,7 +220,7 @@ def _clock(peer: str, ahead_s: float) -> Finding:
     return ok(name, fact=fact, clock_ahead_s=ahead_s)
 
 
-def _bandwidth(peer: str, found: Measured) -> Finding:
+def _bandwidth(peer: str, found: LineFigures) -> Finding:
     sent = human_bandwidth(8 * found.sent_bytes_per_s)
     received = human_bandwidth(8 * found.received_bytes_per_s)
     return ok(
@@ -231,7 +231,7 @@ def _bandwidth(peer: str, found: Measured) -> Finding:
     )
 
 
-def _connections(peer: str, found: Measured) -> Finding:
+def _connections(peer: str, found: LineFigures) -> Finding:
     name = f"connections to {peer}"
     opens = num_connections(found.round_trip_s)
     limit_bytes = _max_send_buffer()
@@ -269,7 +269,7 @@ def _control(peer: str, used: str | None) -> Finding:
     )
 
 
-def _step(case: Case, peer: str, found: Measured) -> Finding:
+def _step(case: Case, peer: str, found: LineFigures) -> Finding:
     """Say how long the line is busy in a step, from what the settings send at most."""
     out, back = bytes_per_step(case, peer=peer)
     name = f"step over the line to {peer}"

@@ -36,7 +36,7 @@ _NUMBER = struct.Struct("<d")
 _FIGURES = struct.Struct("<dd")
 
 
-class Kind(IntEnum):
+class DoctorMessage(IntEnum):
     """The kind of a message between two doctors."""
 
     FACTS = 1
@@ -49,11 +49,11 @@ class Kind(IntEnum):
 
 
 _MAX_BYTES = {
-    Kind.FACTS: _MAX_FACTS,
-    Kind.PONG: _NUMBER.size,
-    Kind.BULK: len(_CHUNK),
-    Kind.RATE: _NUMBER.size,
-    Kind.FIGURES: _FIGURES.size,
+    DoctorMessage.FACTS: _MAX_FACTS,
+    DoctorMessage.PONG: _NUMBER.size,
+    DoctorMessage.BULK: len(_CHUNK),
+    DoctorMessage.RATE: _NUMBER.size,
+    DoctorMessage.FIGURES: _FIGURES.size,
 }
 
 
@@ -71,7 +71,7 @@ class Facts(NamedTuple):
     file: str
 
 
-class Measured(NamedTuple):
+class LineFigures(NamedTuple):
     """The figures of a line, as the doctors at its two ends have measured it.
 
     clock_ahead_s: by how much the peer's clock is ahead of this machine's.
@@ -84,39 +84,39 @@ class Measured(NamedTuple):
     received_bytes_per_s: float
 
 
-def lead(tls: socket.socket, peer: str, facts: Facts) -> Measured:
+def lead(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     """Measure the line, as the cloud that has dialled.
 
     Raises OSError where the connection ends, FrameError for a peer that breaks the rules.
     """
     talk = _Talk(tls=tls, peer=peer)
-    talk.send(Kind.FACTS, pack_facts(facts))
-    theirs = unpack_facts(talk.receive(Kind.FACTS), peer=peer)
+    talk.send(DoctorMessage.FACTS, pack_facts(facts))
+    theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
     round_trip_s, clock_ahead_s = _ping(talk)
     _send_bulk(talk)
     sent = talk.receive_rate()
     received = _receive_bulk(talk)
-    talk.send(Kind.RATE, _NUMBER.pack(received))
-    talk.send(Kind.FIGURES, _FIGURES.pack(round_trip_s, clock_ahead_s))
-    talk.receive(Kind.END)
-    return Measured(theirs, round_trip_s, clock_ahead_s, sent, received)
+    talk.send(DoctorMessage.RATE, _NUMBER.pack(received))
+    talk.send(DoctorMessage.FIGURES, _FIGURES.pack(round_trip_s, clock_ahead_s))
+    talk.receive(DoctorMessage.END)
+    return LineFigures(theirs, round_trip_s, clock_ahead_s, sent, received)
 
 
-def follow(tls: socket.socket, peer: str, facts: Facts) -> Measured:
+def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     """Measure the line, as the cloud that was dialled. Raises as `lead`."""
     talk = _Talk(tls=tls, peer=peer)
-    theirs = unpack_facts(talk.receive(Kind.FACTS), peer=peer)
-    talk.send(Kind.FACTS, pack_facts(facts))
+    theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
+    talk.send(DoctorMessage.FACTS, pack_facts(facts))
     for _ in range(_NUM_PINGS):
-        talk.receive(Kind.PING)
-        talk.send(Kind.PONG, _NUMBER.pack(time.time()))
+        talk.receive(DoctorMessage.PING)
+        talk.send(DoctorMessage.PONG, _NUMBER.pack(time.time()))
     received = _receive_bulk(talk)
-    talk.send(Kind.RATE, _NUMBER.pack(received))
+    talk.send(DoctorMessage.RATE, _NUMBER.pack(received))
     _send_bulk(talk)
     sent = talk.receive_rate()
-    round_trip_s, clock_behind_s = talk.receive_numbers(Kind.FIGURES, form=_FIGURES)
-    talk.send(Kind.END)
-    return Measured(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
+    round_trip_s, clock_behind_s = talk.receive_numbers(DoctorMessage.FIGURES, form=_FIGURES)
+    talk.send(DoctorMessage.END)
+    return LineFigures(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
 
 
 class _Talk:
@@ -129,15 +129,17 @@ class _Talk:
         self._tls = tls
         self._peer = peer
 
-    def send(self, kind: Kind, content: bytes = b"") -> None:
+    def send(self, kind: DoctorMessage, content: bytes = b"") -> None:
         self._tls.settimeout(ANSWER_S)
         self._tls.sendall(HEAD.pack(kind, len(content)) + content)
 
-    def receive(self, kind: Kind) -> bytes:
+    def receive(self, kind: DoctorMessage) -> bytes:
         """Return the content of the next message, which must be of this kind."""
         return self.receive_any((kind,), until_s=time.monotonic() + ANSWER_S)[1]
 
-    def receive_any(self, allowed: tuple[Kind, ...], until_s: float) -> tuple[Kind, bytes]:
+    def receive_any(
+        self, allowed: tuple[DoctorMessage, ...], until_s: float
+    ) -> tuple[DoctorMessage, bytes]:
         number, num_bytes = HEAD.unpack(self._read(HEAD.size, until_s=until_s))
         kind = next((one for one in allowed if one == number), None)
         if kind is None or num_bytes > _MAX_BYTES.get(kind, 0):
@@ -147,16 +149,16 @@ class _Talk:
             )
         return kind, self._read(num_bytes, until_s=until_s)
 
-    def receive_number(self, kind: Kind) -> float:
+    def receive_number(self, kind: DoctorMessage) -> float:
         return self.receive_numbers(kind, form=_NUMBER)[0]
 
     def receive_rate(self) -> float:
-        rate = self.receive_number(Kind.RATE)
+        rate = self.receive_number(DoctorMessage.RATE)
         if rate <= 0:
             raise FrameError(f"the doctor of {self._peer} says that nothing came")
         return rate
 
-    def receive_numbers(self, kind: Kind, form: struct.Struct) -> tuple[float, ...]:
+    def receive_numbers(self, kind: DoctorMessage, form: struct.Struct) -> tuple[float, ...]:
         """Return the numbers of the next message. Raises FrameError unless all are finite."""
         content = self.receive(kind)
         if len(content) != form.size:
@@ -189,8 +191,8 @@ def _ping(talk: _Talk) -> tuple[float, float]:
     for _ in range(_NUM_PINGS):
         asked_at_s = time.time()
         started_s = time.perf_counter()
-        talk.send(Kind.PING)
-        peer_at_s = talk.receive_number(Kind.PONG)
+        talk.send(DoctorMessage.PING)
+        peer_at_s = talk.receive_number(DoctorMessage.PONG)
         took_s = time.perf_counter() - started_s
         answers.append((took_s, peer_at_s - asked_at_s - took_s / 2))
     return min(answers)
@@ -199,8 +201,8 @@ def _ping(talk: _Talk) -> tuple[float, float]:
 def _send_bulk(talk: _Talk) -> None:
     until_s = time.monotonic() + BULK_S
     while time.monotonic() < until_s:
-        talk.send(Kind.BULK, _CHUNK)
-    talk.send(Kind.END)
+        talk.send(DoctorMessage.BULK, _CHUNK)
+    talk.send(DoctorMessage.END)
 
 
 def _receive_bulk(talk: _Talk) -> float:
@@ -209,8 +211,8 @@ def _receive_bulk(talk: _Talk) -> float:
     until_s = began_s + BULK_S + 4 * ANSWER_S
     arrivals = []  # moments
     while True:
-        kind, _ = talk.receive_any((Kind.BULK, Kind.END), until_s=until_s)
-        if kind is Kind.END:
+        kind, _ = talk.receive_any((DoctorMessage.BULK, DoctorMessage.END), until_s=until_s)
+        if kind is DoctorMessage.END:
             break
         arrivals.append(time.monotonic())
     if not arrivals:

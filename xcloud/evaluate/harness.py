@@ -27,8 +27,7 @@ UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 class HarnessModel(TemplateLM):  # type: ignore[misc]
     """The model that lm-eval asks.
 
-    Texts begin as documents do in training, with the begin token if the
-    tokenizer has one.
+    Texts begin as documents do in training, with the begin token if the tokenizer has one.
 
     chats: texts are what the chat template has written, which writes that token itself.
     cached: a text that is written on goes through the stages token by token, else whole each time.

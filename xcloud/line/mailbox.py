@@ -76,7 +76,7 @@ class Mailbox(Wan):
         return "a mailbox"
 
 
-class Store:
+class ObjectStore:
     """The objects of a mailbox. A call that fails is made again for patience_s.
 
     Raises ConfigError for a place that cannot be written.
@@ -178,7 +178,7 @@ class Store:
 class Arrivals:
     """The objects that lie in the mailbox for one rank. A thread lists them for all its links."""
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, store: ObjectStore, folder: str) -> None:
         self.store = store
         self._folder = folder
         self._sizes = dict[str, int]()
@@ -235,7 +235,7 @@ class BoxKeys:
 
 
 @dataclass(frozen=True)
-class Box:
+class LinkBox:
     """One direction of one link in a mailbox.
 
     run: 16 bytes that are the same in all clouds of a run.
@@ -243,7 +243,7 @@ class Box:
     sender, receiver: their clouds and ranks.
     """
 
-    store: Store
+    store: ObjectStore
     run: bytes
     attempt: str
     line: str
@@ -303,7 +303,7 @@ class Box:
 class MailboxOutLink(SendingEnd):
     """Puts frames into a mailbox. It waits while too many of its own lie there."""
 
-    def __init__(self, box: Box, keys: BoxKeys, settings: OutSettings) -> None:
+    def __init__(self, box: LinkBox, keys: BoxKeys, settings: OutSettings) -> None:
         if settings.capacity_bytes > _MAX_SEALED_BYTES:
             raise ConfigError(
                 f"a message for {settings.peer_name} may take {settings.capacity_bytes:,} bytes, "
@@ -393,7 +393,9 @@ class MailboxOutLink(SendingEnd):
 class MailboxInLink(ReceivingEnd):
     """Takes frames out of a mailbox, in the order of their numbers."""
 
-    def __init__(self, box: Box, keys: BoxKeys, arrivals: Arrivals, settings: InSettings) -> None:
+    def __init__(
+        self, box: LinkBox, keys: BoxKeys, arrivals: Arrivals, settings: InSettings
+    ) -> None:
         super().__init__(settings)
         self._box = box
         self._keys = keys
@@ -426,7 +428,7 @@ class MailboxInLink(ReceivingEnd):
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
 
-def take(arrivals: Arrivals, box: Box, number: int, keys: BoxKeys, max_bytes: int) -> bytes:
+def take(arrivals: Arrivals, box: LinkBox, number: int, keys: BoxKeys, max_bytes: int) -> bytes:
     """Return what an object holds, once it is there. It stays there.
 
     Raises FrameError for anything that the sender has not put at this place.

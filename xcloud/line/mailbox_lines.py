@@ -24,11 +24,11 @@ from xcloud.base.errors import ConfigError, FrameError, SealError
 from xcloud.line.keys import Certificate, LineKeys, PrivateKey, read_key
 from xcloud.line.mailbox import (
     Arrivals,
-    Box,
     BoxKeys,
+    LinkBox,
     MailboxInLink,
     MailboxOutLink,
-    Store,
+    ObjectStore,
     digest,
     folder_of,
     pause_after,
@@ -93,7 +93,9 @@ def decode_note(body: bytes, sender: str, max_entries: int) -> Note:
 class Meeting:
     """The notes of one rank, and the attempt that follows from them."""
 
-    def __init__(self, store: Store, place: SealedPlace, keys: LineKeys, key: PrivateKey) -> None:
+    def __init__(
+        self, store: ObjectStore, place: SealedPlace, keys: LineKeys, key: PrivateKey
+    ) -> None:
         self._store = store
         self._place = place
         self._keys = keys
@@ -235,7 +237,7 @@ class MailboxLines:
         self, url: str, place: SealedPlace, keys: LineKeys, say: Callable[[str], None] = ignore
     ) -> None:
         self.place = place
-        self._store = Store(url)
+        self._store = ObjectStore(url)
         self._keys = keys
         self._key = read_key(keys.key_file)
         meeting = Meeting(store=self._store, place=place, keys=keys, key=self._key)
@@ -290,10 +292,10 @@ class MailboxLines:
         for out in self._outs:
             out.abandon()
 
-    def _box(self, line: str, sender: int, receiver: int) -> tuple[Box, BoxKeys]:
+    def _box(self, line: str, sender: int, receiver: int) -> tuple[LinkBox, BoxKeys]:
         place = self.place
         peer = receiver if sender == place.rank else sender
-        box = Box(
+        box = LinkBox(
             store=self._store,
             run=place.run,
             attempt=self._attempt,

@@ -52,7 +52,7 @@ class TypicalStep(Hook):
         if not steps or messages is None:  # the last step was made before the run was resumed
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
-        typical = steps[most_typical([step.step for step in steps], step_s=step_s)].step
+        typical = steps[nearest_to_median([step.step for step in steps], step_s=step_s)].step
         number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
@@ -61,7 +61,7 @@ class TypicalStep(Hook):
         self.reporter.flush()
 
 
-def most_typical(steps: Sequence[int], step_s: Sequence[float]) -> int:
+def nearest_to_median(steps: Sequence[int], step_s: Sequence[float]) -> int:
     """Return the index of the step nearest to the median time, the latest of equals. Step 1, which
     warms every cache, only if there is no other."""
     candidates = [i for i, step in enumerate(steps) if step > 1] or [0]

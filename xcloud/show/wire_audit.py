@@ -73,7 +73,7 @@ class Counted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparedCount:
     """The messages of one kind in an attempt: what one rank sent and another received.
 
     sent, received: None where there is no record of the attempt.
@@ -120,7 +120,7 @@ class Comparison:
     refused: files whose signature does not hold.
     """
 
-    pairs: Sequence[Pair]
+    pairs: Sequence[ComparedCount]
     missing: Sequence[int]
     signatures: Mapping[str, str]
     refused: Sequence[str]
@@ -129,7 +129,7 @@ class Comparison:
     def agrees(self) -> bool:
         return not (self.missing or self.refused or list(self.of("differs")))
 
-    def of(self, verdict: str) -> Iterator[Pair]:
+    def of(self, verdict: str) -> Iterator[ComparedCount]:
         return (pair for pair in self.pairs if pair.verdict == verdict)
 
     def totals(self) -> dict[str, dict[str, dict[str, Counted]]]:
@@ -228,7 +228,7 @@ def _signer(
     raise SealError(f"signed with a key that is not {cloud}'s by this cloud's policy")
 
 
-def _pairs(sender: _Record, receiver: _Record) -> Iterator[Pair]:
+def _pairs(sender: _Record, receiver: _Record) -> Iterator[ComparedCount]:
     of_sender = {one.attempt: one for one in sender.attempts}
     of_receiver = {one.attempt: one for one in receiver.attempts}
     for attempt in sorted(of_sender.keys() | of_receiver.keys()):
@@ -238,7 +238,7 @@ def _pairs(sender: _Record, receiver: _Record) -> Iterator[Pair]:
         received = into.counted("received", peer=sender.rank) if into is not None else {}
         is_cut = any(one is not None and not one.is_finished for one in (out, into))
         for kind in sorted(sent.keys() | received.keys()):
-            yield Pair(
+            yield ComparedCount(
                 sender=f"{sender.cloud} rank {sender.rank}",
                 receiver=f"{receiver.cloud} rank {receiver.rank}",
                 kind=kind,
