@@ -1,5 +1,5 @@
-"""Features used together: rows of settings drawn from all of them run as one process would, go on
-from a checkpoint as if nothing had happened, or are refused before the start by the settings' names."""
+"""Features used together: rows of settings drawn from all of them run as one process would, go
+on from a checkpoint as if nothing had happened, or are refused by the settings' names."""
 
 from __future__ import annotations
 

@@ -115,9 +115,13 @@ class Experiment(PipelineJob):
         if not layout.crosses_clouds:
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
-            return "none" if compression.is_identity else compression.label
+            if compression.is_identity:
+                return "none"
+            return compression.label
         averaging = compression.averaged.averaging_choice.label
-        return "none" if averaging == "none" else f"averaging {averaging}"
+        if averaging == "none":
+            return "none"
+        return f"averaging {averaging}"
 
     def leaving(self) -> Iterator[Leaving]:
         yield from super().leaving()

@@ -163,8 +163,7 @@ class OneWayModel(Protocol):
 
     def check(self, producers: Sequence[str]) -> None:
         """Raise ConfigError if a cloud has no producer here, or a producer no cloud, and DataError
-        if data
-        are missing, as far as that is seen at once.
+        if data are missing, as far as that is seen at once.
         """
 
     def producer(self, context: OneWayContext) -> Producer: ...

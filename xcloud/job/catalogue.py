@@ -163,7 +163,9 @@ def _word(value: object) -> str:
     """Write a value as on the command line; an object by the name of its class."""
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         return json.dumps(value, default=str)
-    return value if isinstance(value, str) else type(value).__name__
+    if isinstance(value, str):
+        return value
+    return type(value).__name__
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -204,7 +206,10 @@ def _list_groups(config: DictConfig) -> int:
     for key, node in plain.items():
         if key in NOT_SHOWN:
             continue
-        is_group = isinstance(node, dict) and "_target_" in node
-        say(f"{key!s:<12} {node['_target_'].rpartition('.')[2] if is_group else _word(node)}")
+        if isinstance(node, dict) and "_target_" in node:
+            shown = node["_target_"].rpartition(".")[2]
+        else:
+            shown = _word(node)
+        say(f"{key!s:<12} {shown}")
     say("\npython -m xcloud settings GROUP   lists the settings of one")
     return 0

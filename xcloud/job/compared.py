@@ -69,7 +69,9 @@ def _marked(leads: Leads, value: object) -> str | None:
     if leads.shared is not None:
         return _contents(value, check=Tokenizer.load if leads.shared == "tokenizer" else None)
     if leads.to == "hub":
-        return PATH if isinstance(value, str) and is_place(value) else as_text(value)
+        if isinstance(value, str) and is_place(value):
+            return PATH
+        return as_text(value)
     return None
 
 

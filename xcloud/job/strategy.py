@@ -143,7 +143,9 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        return Traits() if self.averaging is None else self.averaging.traits
+        if self.averaging is None:
+            return Traits()
+        return self.averaging.traits
 
     def describe(self, layout: ClusterLayout) -> str:
         """Return the strategy in words, for the headline.

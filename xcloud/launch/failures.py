@@ -82,7 +82,9 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
 def _exit_code(failure: Mapping[str, Any]) -> int:
     if failure["peer_lost"]:
         return EXIT_PEER_LOST
-    return EXIT_COMES_AGAIN if failure["expected"] else EXIT_FAILED
+    if failure["expected"]:
+        return EXIT_COMES_AGAIN
+    return EXIT_FAILED
 
 
 def failed(error: BaseException) -> str:

@@ -76,7 +76,9 @@ def _(job: Experiment, rank: int) -> type[Role[Any]]:
 
 @role_of.register
 def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
-    return ConsumerRank if job.cluster.placement(rank).producer is None else ProducerRank
+    if job.cluster.placement(rank).producer is None:
+        return ConsumerRank
+    return ProducerRank
 
 
 class Process:
@@ -126,9 +128,10 @@ def run_rank(
     layout = job.cluster
     is_resumed = has_events(run_dir)
     device = _device_of(job, rank=rank)
-    events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
+    events = None
     intake = None
-    if events is not None:
+    if rank == 0:
+        events = EventFile(run_dir / EVENTS_FILE)
         intake = ReportIntake(
             events=events,
             cloud_of=layout.cloud_of,

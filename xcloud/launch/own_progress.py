@@ -70,4 +70,6 @@ def what_left(run_dir: Path) -> str:
         for message in read_json(path).get("messages", ()):
             sent[message["kind"]] += message["num_bytes"]
     rows = [f"  {kind:<12}{human_bytes(num):>10}" for kind, num in sent.most_common() if num]
-    return "\n".join(["sent to other clouds:", *rows]) if rows else ""
+    if rows:
+        return "\n".join(["sent to other clouds:", *rows])
+    return ""

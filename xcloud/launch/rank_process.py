@@ -106,7 +106,9 @@ class RankProcess(Process):
     def transport(self, job: Job, rendezvous: Rendezvous) -> Transport:
         """Return what joins this rank to the others."""
         carrier = job.cluster.carrier
-        return GlooTransport(rendezvous) if carrier is None else carrier.transport(rendezvous)
+        if carrier is None:
+            return GlooTransport(rendezvous)
+        return carrier.transport(rendezvous)
 
     def read(self) -> Settings:
         """Return the settings that this rank is to run."""

@@ -55,13 +55,17 @@ class LineState:
         """For how many seconds the line has been down; None while it is not."""
         with self._lock:
             since_s = min(self._down.values(), default=None)
-        return None if since_s is None else time.monotonic() - since_s
+        if since_s is None:
+            return None
+        return time.monotonic() - since_s
 
     @property
     def text(self) -> str | None:
         """The line in words while it is down."""
         down_s = self.down_s
-        return None if down_s is None else f"line to {self.peer_name} down for {down_s:.0f} s"
+        if down_s is None:
+            return None
+        return f"line to {self.peer_name} down for {down_s:.0f} s"
 
     def went_down(self, stream: object, since_s: float, until_s: float, reason: str) -> None:
         """Note that a stream is down. What is mended at once is not spoken of."""

@@ -112,9 +112,10 @@ class Meeting:
         place = self._place
         mine = Entry(secrets.token_bytes(_NUMBER_BYTES), self._keys.own.fingerprint)
         waiting = Waiting(what="for the other clouds", within_s=place.first_within_s, say=say)
-        begin = (
-            self._gather(mine, waiting=waiting) if place.rank == 0 else self._answer(mine, waiting)
-        )
+        if place.rank == 0:
+            begin = self._gather(mine, waiting=waiting)
+        else:
+            begin = self._answer(mine, waiting)
         attempt = hashlib.sha256(encode_note(begin)).hexdigest()[:32]
         found = [
             self._certificate(rank, fingerprint=entry.fingerprint)

@@ -350,14 +350,18 @@ class SealedTransport(Transport):
         self._inside = GlooTransport(rendezvous=rendezvous, world=self.lines.place.mates)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        way = self._inside if self.lines.place.is_mate(peer) else self.lines
-        return way.out(line, peer, settings)
+        if self.lines.place.is_mate(peer):
+            return self._inside.out(line, peer, settings)
+        return self.lines.out(line, peer, settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        way = self._inside if self.lines.place.is_mate(peer) else self.lines
-        return way.incoming(line, peer, settings)
+        if self.lines.place.is_mate(peer):
+            return self._inside.incoming(line, peer, settings)
+        return self.lines.incoming(line, peer, settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         mates = [self.lines.place.is_mate(rank) for rank in ranks]
         assert all(mates) or not any(mates), "no collective spans two owners"
-        return self._inside.group(ranks, device=device) if all(mates) else None
+        if all(mates):
+            return self._inside.group(ranks, device=device)
+        return None

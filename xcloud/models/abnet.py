@@ -201,11 +201,9 @@ class AbNet(EncoderDecoder):
                 pad=ids.pad if ids else 0,
             )
         head.requires_grad_(self.train_head or not weights.have_head)
-        last = (
-            AdaptedHead(head=head, words_VH=embeddings.words.weight)
-            if self.word_adapters
-            else head
-        )
+        last: nn.Module = head
+        if self.word_adapters:
+            last = AdaptedHead(head=head, words_VH=embeddings.words.weight)
         made["source_hidden"] = width
         return TargetStage(
             embeddings=embeddings,

@@ -471,9 +471,9 @@ class Lora:
             with seeded(0, "replaced by draw"):
                 inject_adapter_in_model(self.adapter_config(network.config), network, ADAPTER)
         if self.experts:
-            layers = (
-                range(network.config.num_hidden_layers) if self.layers is None else self.layers
-            )
+            layers = self.layers
+            if layers is None:
+                layers = range(network.config.num_hidden_layers)
             for number, (_, block) in enumerate(blocks_of(network)):
                 for _, experts in experts_in(block) if number in layers else ():
                     with torch.device("meta"):

@@ -209,7 +209,9 @@ class FailureDetector:
             return 0.0
         if self._lost.get(rank) is Loss.ENDED:
             return _ENDED
-        return float("inf") if rank in self._left else self.peers[rank].silent_s
+        if rank in self._left:
+            return float("inf")
+        return self.peers[rank].silent_s
 
     # The rule.
     def _now_s(self) -> float:

@@ -100,7 +100,9 @@ class GlooCollectives(GroupCollectives):
         return len({tuple(place.tolist()) for place in places}) == len(places)
 
     def _over(self, values: Tensor) -> Any:
-        return self._nccl if self._nccl is not None and values.is_cuda else self._group
+        if self._nccl is not None and values.is_cuda:
+            return self._nccl
+        return self._group
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return these ranks as torch shards over them: by gloo on CPUs, by NCCL on GPUs.
@@ -156,4 +158,6 @@ class OpenGroups:
     def times(self, rank: int) -> int:
         """Return how often a rank has begun, as far as this rank's links are concerned."""
         own = rank == self.rendezvous.rank
-        return self.rendezvous.beginning if own else self._known.get(rank, 1)
+        if own:
+            return self.rendezvous.beginning
+        return self._known.get(rank, 1)

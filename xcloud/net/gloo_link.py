@@ -88,10 +88,10 @@ class GlooOutLink(SendingEnd):
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
-                seal_frame(
-                    frame,
-                    deliver_at_s=slot.deliver_at_s if slot is not None else -time.monotonic(),
-                )
+                if slot is None:
+                    seal_frame(frame, deliver_at_s=-time.monotonic())
+                else:
+                    seal_frame(frame, deliver_at_s=slot.deliver_at_s)
                 self.record.sending(
                     key,
                     sequence=sequence,
@@ -226,11 +226,9 @@ class GlooTransport(Transport):
             return None
         places = [self._world.index(rank) for rank in ranks]  # torch counts within the world
         group = dist.new_group(places, timeout=FOREVER)
-        return (
-            GlooCollectives(group=group, ranks=ranks, device=device)
-            if self.rank in ranks
-            else None
-        )
+        if self.rank in ranks:
+            return GlooCollectives(group=group, ranks=ranks, device=device)
+        return None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         return self._open is not None and self._open.begins_again(ranks)

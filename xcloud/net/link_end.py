@@ -143,7 +143,9 @@ class EndSettings:
         """Return how far a message of this kind may fill a queue."""
         window = self.window
         is_evaluated = kind is Kind.EVALUATION
-        return window.max_evaluation_bytes if is_evaluated else window.max_queued_bytes
+        if is_evaluated:
+            return window.max_evaluation_bytes
+        return window.max_queued_bytes
 
     def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
         """Note that a message of this kind has moved, or will be there at at_s."""

@@ -26,7 +26,9 @@ class LineMeter:
     def delay_s(self) -> float:
         """The clock difference plus the latency; 0 before the first probe."""
         with self._lock:
-            return statistics.median(self._delays_s) if self._delays_s else 0.0
+            if self._delays_s:
+                return statistics.median(self._delays_s)
+            return 0.0
 
     def probe(self, sent_at_s: float, arrived_at_s: float) -> None:
         """Note the times of a message that found the line free."""

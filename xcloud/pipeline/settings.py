@@ -67,7 +67,9 @@ class Optimizer:
         if self.decay == "linear":
             left = max_steps - step + 1
             whole = max_steps - warmup + 1
-            return self.learning_rate * (left / whole) if left > 0 else 0.0
+            if left > 0:
+                return self.learning_rate * (left / whole)
+            return 0.0
         return self.learning_rate
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -148,11 +150,16 @@ class Training(Updates):
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """fp32 or bf16."""
-    cuda = torch.cuda.is_bf16_supported
-    cpu = torch.cpu._is_amx_tile_supported
-    auto = "bf16" if (cuda if device.type == "cuda" else cpu)() else "fp32"
-    return auto if precision == "auto" else precision
+    """Return fp32 or bf16; of `auto` bf16 where the device multiplies it in hardware."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported()
+    else:
+        has_bf16 = torch.cpu._is_amx_tile_supported()
+    if has_bf16:
+        return "bf16"
+    return "fp32"
 
 
 def is_emulated(precision: str, device: torch.device) -> bool:

@@ -163,7 +163,9 @@ class TrainedModule:
 
 
 def _copy(value: Tensor | int) -> Tensor | int:
-    return copy_of(local_part(value)) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return copy_of(local_part(value))
+    return value
 
 
 @dataclass(frozen=True)
@@ -365,7 +367,9 @@ class Trainer(StatefulTree):
         limit = self.settings.optimizer.clip_norm or math.inf
         if limit * limit > torch.finfo(buffer.flat.dtype).max and not buffer.has_finite_squares():
             return math.nan
-        return buffer.squared_norm() if self.settings.optimizer.clip_norm else 0.0
+        if self.settings.optimizer.clip_norm:
+            return buffer.squared_norm()
+        return 0.0
 
     def _clip(self, squared_norm: float) -> float | None:
         """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""

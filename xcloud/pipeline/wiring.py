@@ -353,9 +353,8 @@ class Boundaries:
                 self.wan_sends.append(channel)
                 replica = job.cluster.placement(sender).replica
                 defence = job.defences_at(stage, replica).get(direction)
-                outs[receiver] = (
-                    channel if defence is None else Guard(channel=channel, defence=defence)
-                )
+                if defence is not None:
+                    outs[receiver] = Guard(channel=channel, defence=defence)
             return
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:

@@ -201,7 +201,9 @@ class TrialRun:
     @cached_property
     def model(self) -> SplitModel:
         model = self.job.model
-        return model.with_block_counts(self.blocks) if self.blocks else model  # type: ignore[attr-defined]
+        if not self.blocks:
+            return model
+        return model.with_block_counts(self.blocks)  # type: ignore[attr-defined, no-any-return]
 
     @cached_property
     def _pass_samples(self) -> int:

@@ -78,11 +78,10 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     host = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "0"))
     port += "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves at that port itself
-    store = (
-        rendezvous_store(run_dir)
-        if host is None
-        else server_store(rank, host=host, port=port, within_s=within_s)
-    )
+    if host is None:
+        store = rendezvous_store(run_dir)
+    else:
+        store = server_store(rank, host=host, port=port, within_s=within_s)
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return Rendezvous(
         rank=rank,

@@ -1,6 +1,5 @@
 """The files of a run's checkpoints, complete or not at all: one shard of every rank, in
-safetensors
-and JSON. What is in a shard, and when it is written, is decided elsewhere
+safetensors and JSON. What is in a shard, and when it is written, is decided elsewhere
 (features/checkpoints/checkpointing.py).
 
 RUN/checkpoints/step-000500/rank-1.safetensors   tensors
@@ -134,8 +133,7 @@ class CheckpointFolder(CheckpointSteps):
 
     def prune(self, rank: int, keep: int, places: object = None) -> None:
         """Delete this rank's shards of all steps before the newest `keep` that are agreed, and
-        those of
-        ranks that stood in other places: nobody else will.
+        those of ranks that stood in other places: nobody else will.
         """
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
@@ -164,8 +162,7 @@ class CheckpointFolder(CheckpointSteps):
         self, step: int, rank: int, attempt: int | None = None, roll_back: bool = False
     ) -> list[int]:
         """Delete shards of later steps, which will be repeated: this rank's, and those of attempts
-        before
-        this one. Return the steps.
+        before this one. Return the steps.
 
         roll_back: also those that all ranks had agreed on.
         Raises ConfigError, and deletes nothing, if there are some and it is not given.

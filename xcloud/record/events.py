@@ -258,7 +258,9 @@ class StepCollector:
         if event["event"] == "step":
             self._reports.setdefault(event["step"], {})[event["rank"]] = event
             self._close(event["step"])
-        return self._complete.popleft() if self._complete else None
+        if self._complete:
+            return self._complete.popleft()
+        return None
 
     def _go_back(self, to_step: int) -> None:
         for step in sorted(self._reports):

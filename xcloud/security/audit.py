@@ -153,9 +153,14 @@ def _counted(
     rank in another cloud, or received from it. The words that end a link do not count."""
     sums: dict[tuple[int, str], list[int]] = {}
     for record in records:
-        messages = record.arrived_messages if arrived else record.num_messages
-        sizes = record.arrived_bytes if arrived else record.num_bytes
-        peer = record.link.sender if arrived else record.link.receiver
+        if arrived:
+            messages = record.arrived_messages
+            sizes = record.arrived_bytes
+            peer = record.link.sender
+        else:
+            messages = record.num_messages
+            sizes = record.num_bytes
+            peer = record.link.receiver
         for kind, num in [*messages.items()]:
             if kind is not Kind.CLOSE and peer != rank:
                 both = sums.setdefault((peer, kind.name.lower()), [0, 0])
@@ -274,4 +279,6 @@ def _sorted(contents: Mapping[str, set[str]]) -> dict[str, list[str]]:
 def _span(a: int | str, b: int | str) -> int | str:
     """Merge 3 and "5-7" into "3-7"."""
     ends = sorted(int(number) for size in (a, b) for number in str(size).split("-"))
-    return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
+    if ends[0] == ends[-1]:
+        return ends[0]
+    return f"{ends[0]}-{ends[-1]}"

@@ -352,7 +352,9 @@ def private_contribution(
     chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
 
     def noised(tensor: Tensor) -> Tensor:
-        return tensor + deviation * normal(tensor, chance=chance) if deviation else tensor
+        if deviation:
+            return tensor + deviation * normal(tensor, chance=chance)
+        return tensor
 
     def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = list(zip(tensors, are_silent, strict=True))

@@ -118,7 +118,9 @@ def _texts(value: Any) -> Iterator[str]:
 def _guessed(text: str) -> str | None:
     if "://" in text:
         return "address"
-    return "read" if "/" in text or (text and is_place(text)) else None
+    if "/" in text or (text and is_place(text)):
+        return "read"
+    return None
 
 
 def is_place(value: str) -> bool:

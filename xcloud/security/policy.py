@@ -128,7 +128,9 @@ class Visibility:
     def defences_label(self) -> str:
         """The defences in words: "gaussian(0.1)+marvell(4)", forward first; "" without any."""
         both = [self.defences.get(way) for way in ("forward", "backward")]
-        return "+".join(d.label if d else "none" for d in both) if any(both) else ""
+        if any(both):
+            return "+".join(d.label if d else "none" for d in both)
+        return ""
 
     def check(self, clouds: Sequence[str], held_by: HeldBy) -> None:
         """Raise ConfigError where a cloud reads a field, or holds a part of the model, against the
@@ -258,9 +260,10 @@ class Policy:
     def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
         """Refuse what check_build does, and what running the job would read, write or contact."""
         self.check_build(settings)
-        clouds = settings.get("cluster")
-        clouds = clouds.get("clouds") if isinstance(clouds, Mapping) else None
-        names = list(map(str, clouds)) if isinstance(clouds, Mapping) else []
+        names = []
+        cluster = settings.get("cluster")
+        if isinstance(cluster, Mapping) and isinstance(cluster.get("clouds"), Mapping):
+            names = list(map(str, cluster["clouds"]))
         allowed = names if self.clouds is None else self.clouds
         for name in names:
             if name not in allowed:
@@ -313,9 +316,9 @@ class Policy:
                 asked = wanted
                 if isinstance(wanted, Mapping):
                     asked = " and ".join(f"{name} {bound}" for name, bound in wanted.items())
-                plain = (
-                    value if isinstance(value, str | int | float | None) else type(value).__name__
-                )
+                plain = value
+                if not isinstance(value, str | int | float | None):
+                    plain = type(value).__name__
                 raise ConfigError(
                     f"{key} is {plain!r}, but {POLICY_FILE} of this cloud requires {asked}"
                 )

@@ -97,7 +97,9 @@ class ComparedCount:
         if self.sent is None or self.received is None:
             return "not known"
         fewer = self.received.messages < self.sent.messages
-        return "under way" if fewer and self.received.bytes < self.sent.bytes else "differs"
+        if fewer and self.received.bytes < self.sent.bytes:
+            return "under way"
+        return "differs"
 
     @property
     def in_words(self) -> str:

@@ -215,8 +215,10 @@ class Runner:
         else:
             self.causes[point.overrides] = cause
             text = f"FAILED after {human_duration(took_s)}: {cause}"
-            if self.num_left:
-                text += "; no other starts" if self._starts_no_more else "; the others continue"
+            if self.num_left and self._starts_no_more:
+                text += "; no other starts"
+            elif self.num_left:
+                text += "; the others continue"
         if self.num_left and not self._starts_no_more:
             done = len(self._took_s)
             left_s = sum(self._took_s) / done * self.num_left / self._settings.parallel
@@ -372,7 +374,9 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
     lines = [f"{num} of {len(asked)} points:"]
     for reason, (first, *others) in list(wrong.items())[:MAX_REASONS]:
         own = " ".join(word for word in first if word not in shared) or " ".join(first)
-        lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")
+        if others:
+            own += f" (and {len(others)} more)"
+        lines.append(f"  {own}: {reason}")
     if len(wrong) > MAX_REASONS:
         lines.append(f"  and {len(wrong) - MAX_REASONS} more reasons")
     return lines

@@ -89,9 +89,9 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
         if name == "accuracy":
             return 100.0 * float(counts[hits].sum() / counts.sum())
         if name in MEANINGS["value"]:
-            x, y = (
-                pair if name == "pearson" else (_ranks(values, counts=counts) for values in pair)
-            )
+            x, y = pair
+            if name != "pearson":
+                x, y = (_ranks(values, counts=counts) for values in pair)
             return 100.0 * _correlation(x, y=y, counts=counts)
         hit_C, label_C, said_C = (
             np.bincount(of, weights, len(classes))

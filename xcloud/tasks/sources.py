@@ -396,7 +396,9 @@ class Hub(OnHub):
             name = Path(self.where).name
         else:
             name = self.where
-        return f"{name} {self.data_set}" if self.data_set else name
+        if self.data_set:
+            return f"{name} {self.data_set}"
+        return name
 
     def find(self) -> SplitTables:
         loaded = load_hub(self.where, config=self.data_set, revision=self.revision)

@@ -173,7 +173,9 @@ class Thinner:
 
 def _height(point: CurvePoint) -> float:
     """Return the height of a value; not a number counts as the largest, so that it is seen."""
-    return math.inf if math.isnan(point.value) else point.value
+    if math.isnan(point.value):
+        return math.inf
+    return point.value
 
 
 def prepare_environment() -> None:

@@ -268,7 +268,9 @@ def _exchange(built: BuiltRank, features: Features) -> Exchange:
     guard = next((guard for guard in guards if guard is not None), None)
     exchanges = (feature.exchange(built, watch=watch, guard=guard) for feature in features)
     made = next((exchange for exchange in exchanges if exchange is not None), None)
-    return AllReduce(built.wiring.groups) if made is None else made
+    if made is None:
+        return AllReduce(built.wiring.groups)
+    return made
 
 
 def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hook) -> Hooks:

@@ -91,8 +91,7 @@ class Timing:
 
     def is_half_way(self, step: int) -> bool:
         """Return whether this is half of the way to the next checkpoint. One by steps may come
-        after the
-        end of the run.
+        after the end of the run.
         """
         every = self.every
         minutes = self.settings.every_minutes

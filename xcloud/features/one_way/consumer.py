@@ -189,9 +189,10 @@ class ConsumerRun(StatefulTree):
         """
         rank = self._rank
         name = self._names[p]
-        for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
-            rank.control.out.pop(lost, None)
-            checkpoints.lose(lost)
+        if self._leads:
+            for lost in rank.job.cluster.ranks_in(name):
+                rank.control.out.pop(lost, None)
+                checkpoints.lose(lost)
         if before is State.ABSENT and not rank.inbox.was_ready(p):
             raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
         if rank.job.feed.on_dead == "stop":
@@ -358,8 +359,7 @@ class ConsumerRank(OneWayRank):
 
     def _await_checkpoint(self, checkpoints: Saver, plan: ConsumptionPlan) -> None:
         """Block until the producers have written their shards, those that are stopped or have
-        ended
-        excepted.
+        ended excepted.
         """
         checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
@@ -371,8 +371,7 @@ class ConsumerRank(OneWayRank):
 
     def _part_from_producers(self) -> None:
         """Close the links to the producers, which export and end before the evaluation: that may
-        take
-        long, or fail.
+        take long, or fail.
         """
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
@@ -380,7 +379,9 @@ class ConsumerRank(OneWayRank):
         unheard = self.ends.part_from(
             feeding, patience_s=patience_s, refused=self.context.verdict.refused
         )
-        for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
+        if self.rank != 0:
+            return
+        for p, cloud in enumerate(layout.producers):
             if not unheard.isdisjoint(layout.ranks_in(cloud)):
                 self.reporter.note(
                     f"producer {cloud} did not finish, so what it may have trained was not "

@@ -278,8 +278,7 @@ class ConsumptionPlan(StatefulTree):
 
     def _promise(self, p: int, number: int) -> int:
         """Return the batches that each rank of an active producer will have made at the end: what
-        it gave,
-        and its share of what is left among those that feed.
+        it gave, and its share of what is left among those that feed.
 
         It is the same for all ranks that make this number: ranks that average gradients need one
         learning rate.

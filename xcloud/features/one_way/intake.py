@@ -181,8 +181,7 @@ class Inbox(StatefulTree):
 
     def silent_s(self, producer: int) -> float:
         """Return how long a producer has been silent although something was ordered; 0 if nothing
-        is
-        due.
+        is due.
         """
         heard = [box.heard_at_s for box in self._of[producer] if box.due]
         return time.monotonic() - min(heard) if heard else 0.0
@@ -280,8 +279,7 @@ class Intake:
 
     def collect(self, step: int, mine: Round) -> list[Arrived]:
         """Return the batches of this rank for a step. They are noted in `mine`, with those that
-        did not
-        come in time.
+        did not come in time.
         """
         arrived: list[Arrived] = []
         late: Counter[int] = Counter()  # by source
@@ -420,7 +418,9 @@ class Intake:
         if now is State.SLOW:
             what = self._silent + over
         elif now is State.DEAD:
-            what = f"is gone ({why_gone}){over if self.job.feed.on_dead != 'stop' else ''}"
+            what = f"is gone ({why_gone})"
+            if self.job.feed.on_dead != "stop":
+                what += over
         self.producer(step, p, state=now, what=what)
 
     def end_step(

@@ -41,8 +41,7 @@ class SaveNow(NamedTuple):
 
 class OrderBook:
     """The orders of one rank of a producer. `take_*` are handlers of a link, and raise FrameError
-    for
-    what no consumer sends.
+    for what no consumer sends.
 
     num_consumers: ranks that a batch may be for.
     max_waiting: orders not begun.
@@ -95,10 +94,10 @@ class OrderBook:
                 or not 1 <= order.num_planned <= self.max_number
                 or len(self._for_nobody) > self.max_waiting
             ):
+                stopped = "a" if self.is_stopped else "no"
                 raise FrameError(
-                    f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
-                    f"stop; there are {self.num_consumers} consumers and at most "
-                    f"{self.max_number} batches"
+                    f"{order} after number {self._last} and {stopped} stop; there are "
+                    f"{self.num_consumers} consumers and at most {self.max_number} batches"
                 )
             self._last = max(self._last, order.number)
             if order.consumer != NOBODY:

@@ -55,8 +55,7 @@ class ReplicaPeer(NamedTuple):
 @dataclass
 class ReplicaLinks(ABC):
     """The links of one rank, one each way, to the ranks that train the same share of the same
-    stages
-    in the other replicas.
+    stages in the other replicas.
 
     Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
     apart. All replicas make the same calls, so what another one sends to this one has the same

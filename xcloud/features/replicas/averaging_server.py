@@ -227,8 +227,7 @@ class AveragingServer(_End):
         self, step: int, within_s: float, *states: str
     ) -> Iterator[tuple[int, int, Contribution | None]]:
         """Yield the replicas in these states whose next message arrives in time, the newest merge
-        that
-        each knows, and its contribution. The others are noted as absent.
+        that each knows, and its contribution. The others are noted as absent.
         """
         until_s = time.monotonic() + within_s
         for replica in [r for r, peer in self._peers.items() if peer.state in states]:

@@ -331,8 +331,7 @@ class OuterParameters:
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
         """Write the values of this rank's share into the parameters; every rank of the group gets
-        those
-        of all others.
+        those of all others.
         """
         like = self._parameters[0]
         for piece, value in gather_shares(

@@ -29,7 +29,9 @@ def on_departure(job: PipelineJob) -> OnDeparture:
     given = job.security.on_departure
     if given is not None:
         return given
-    return "ignore" if job.cluster.is_on_one_machine else "alarm"
+    if job.cluster.is_on_one_machine:
+        return "ignore"
+    return "alarm"
 
 
 class _AtRank(FeatureAtRank):

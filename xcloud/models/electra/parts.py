@@ -412,8 +412,7 @@ class DiscriminatorRank(_Learner):
 
     def evaluate(self) -> Scores:
         """Return replaced-token detection over this rank's batches of the last steps: percent, and
-        nats
-        per token. Errors are over these batches.
+        nats per token. Errors are over these batches.
         """
         of = dict(zip(SUMS, self._recent_sums().T, strict=True))
         hits = of["true_positives"]
