@@ -11,6 +11,32 @@ from pathlib import Path
 from xcloud.demo import pairs as demo_pairs
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_chat_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of transformers, of single bytes, with a chat template: 259 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["</s>", "<user>", "<assistant>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", additional_special_tokens=special[1:]
+    )
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+
 
 @cache
 def small_tokenizer(num_separators: int = 1) -> Tokenizer:

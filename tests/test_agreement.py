@@ -156,9 +156,10 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
 PLACES = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs|checkpoint|profile)")
 PROFILES = ("demo", "files", "paper")
 TASKS = ("abnet_iwslt", "bert_split_qnli", "bert_split_squad", "bert_split_sst2", "lora_clm",
-         "xnli_zero_shot", "electra_multilingual")  # fmt: skip
+         "dpo_reviews", "xnli_zero_shot", "electra_multilingual")  # fmt: skip
 WORDS = ("profile",)  # that lead to no file
 GIVEN = {"lora_clm files": ["model.checkpoint=somewhere"],
+         "dpo_reviews files": ["model.checkpoint=somewhere"],
          "xnli_zero_shot": ["task.tokenizer.name_or_path=minilm"]}  # fmt: skip
 
 

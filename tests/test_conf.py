@@ -28,6 +28,7 @@ MODELS = {
     "abnet_iwslt": ("abnet", "transformer"),
     "abnet_table2": ("abnet",),
     "bert_split": ("lowrank",),
+    "dpo_reviews": ("causal",),
     "electra": ("electra",),
     "lora_clm": ("causal",),
     "xnli": ("lowrank",),

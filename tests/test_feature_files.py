@@ -66,6 +66,14 @@ NAMED = {
             "__main__.py",  # a command
         },
     ),
+    "preferences": (
+        r"features\.preferences|PreferenceTuning|PreferenceLoss|document_loss|DocumentLoss",
+        {
+            "contracts/model.py",  # what a last stage may learn by
+            "models/causal.py",
+            "models/causal_stage.py",
+        },
+    ),
     "sentinel": (
         r"(?i)sentinel|DepartureWatch|on_departure|\"departure\"",
         {

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.configs import build
+from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores
@@ -33,10 +34,6 @@ from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CHAT = [
     {"role": "user", "content": "Who came?"},
     {"role": "assistant", "content": "Ana."},
@@ -48,25 +45,8 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of single bytes with a chat template, as a folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["</s>", "<user>", "<assistant>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([], trainer)
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", additional_special_tokens=special[1:]
-    )
-    made.chat_template = TEMPLATE
     path = tmp_path_factory.mktemp("tokenizer")
-    made.save_pretrained(path)
+    write_chat_tokenizer(path)
     return path
 
 
@@ -324,7 +304,7 @@ PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
         ),
         ({"conversations": [{"from": "human", "value": "Hi"}]}, "its keys are conversations"),
         ({"prompt": "Hi", "completion": "Hello"}, "its keys are prompt, completion"),
-        (PREFERENCE, r"preference data, and xcloud trains on answers only \(no DPO\)"),
+        (PREFERENCE, r"preference data: task=preferences learns from it"),
         ({"messages": [{"from": "human", "value": "Hi"}]}, "row 1: neither"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "row 1: neither"),
     ],

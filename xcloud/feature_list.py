@@ -32,6 +32,7 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.activation_cache.feature import ActivationCaching
     from xcloud.features.autopilot.feature import AutopilotFeature
     from xcloud.features.leak_meter.feature import LeakMeasurement
+    from xcloud.features.preferences.feature import PreferenceTuning
     from xcloud.features.privacy.feature import DifferentialPrivacy
     from xcloud.features.replicas.feature import ReplicaAveraging
     from xcloud.features.replicas.links import averager_of_ends
@@ -44,6 +45,7 @@ def all_features() -> Sequence[Feature]:
         ReplicaAveraging(),
         TiedEnds(averager_of_ends),
         Sharding(),
+        PreferenceTuning(),
         DifferentialPrivacy(),
         ActivationCaching(),
         DepartureWatch(),

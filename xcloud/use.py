@@ -39,7 +39,7 @@ from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.net.frame import TensorSpec
 from xcloud.rank.export import exporting
-from xcloud.tasks.language_modelling import MESSAGES, LanguageModelling, read_chats
+from xcloud.tasks.language_modelling import LanguageModelling, read_chats
 
 OWN_CHATS = "the run's test chats"
 NUM_OWN_CHATS = 5
@@ -370,7 +370,7 @@ def _prompts(
         raise ConfigError("--chats needs a model that has learned chats; this one has plain texts")
     if arguments.chats == OWN_CHATS:
         task = cast(LanguageModelling, generator.experiment.task)
-        chats = task.read(frozenset({"text"})).splits["test"].texts[MESSAGES][:NUM_OWN_CHATS]
+        chats = task.test_chats(NUM_OWN_CHATS)
     else:
         chats = read_chats(Path(arguments.chats))
     found = []

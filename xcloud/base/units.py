@@ -19,12 +19,16 @@ SCORE_NAMES = {
     "pearson": "Pearson corr.",
     "spearman": "Spearman corr.",
     "perplexity": "perplexity",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
+    "chosen_reward": "chosen reward",
     "label_leak_auc": "label leak AUC",
     "token_recovery": "token recovery",
     "averaging_token_recovery": "token recovery from averages",
 }
 EVALUATED = "eval_"  # before TASK_METRIC: a score of lm-evaluation-harness
 LEAKS = ("label_leak_auc", "token_recovery", "averaging_token_recovery")
+REWARDS = ("reward_margin", "chosen_reward")
 LESS_IS_BETTER = (*LEAKS, "perplexity", "loss", "replaced_loss")
 # Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
@@ -92,9 +96,9 @@ def score_name(name: str) -> str:
 
 
 def score_digits(name: str) -> int:
-    """Leaks and scores of the harness are fractions of 1, losses are in nats; every other score is
-    out of 100."""
-    is_small = name in LEAKS or name.startswith(EVALUATED) or name.endswith("loss")
+    """Leaks and scores of the harness are fractions of 1, losses and rewards are in nats; every
+    other score is out of 100."""
+    is_small = name in (*LEAKS, *REWARDS) or name.startswith(EVALUATED) or name.endswith("loss")
     return 4 if is_small else 2
 
 

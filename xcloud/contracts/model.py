@@ -24,6 +24,11 @@ Batch = Samples
 Architecture = Mapping[str, Any]
 """JSON values from which a stage can be built again without its weights."""
 
+DocumentLoss = Callable[[Tensor, Tensor], Tensor]
+"""Returns the loss of a micro-batch, a sum over its samples. It is given the nats of the guessed
+tokens of each document, float64 [D], those of one sample after the other, and the samples' ids,
+int64 [B]."""
+
 BASES = "bases"
 """Key of an Architecture: digests of base models and public texts, by a name for messages."""
 
@@ -151,6 +156,8 @@ class BuildContext(BuildPlace):
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
     setting: dotted name of what is being built, to name its settings in messages.
     head: what the last stage predicts; None if labels are not visible, and in translation.
+    document_loss: what the last stage of a causal language model learns by; None: the nats of all
+        guessed tokens.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
     deal: called with each block of the stage as soon as it is complete, by a model that can build
         block by block: deals it over the ranks that share the stage, where they do, and moves it
@@ -163,6 +170,7 @@ class BuildContext(BuildPlace):
     max_length: int
     setting: str = "model.backbone"
     head: Head | None = None
+    document_loss: DocumentLoss | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})
     deal: Callable[[nn.Module], None] = field(default=lambda block: None)
     architecture: Architecture | None = None

@@ -8,11 +8,15 @@ there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import decodes_rows_alone
+from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
 from xcloud.line.mailbox import Mailbox
 from xcloud.security.defences import LABEL
@@ -140,6 +144,29 @@ def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
                         f"there are none in rank {rank} of cloud {cloud!r}",
                         "let its ranks hold the last stage too (one_stage_per_rank: false)",
                     )
+    return None
+
+
+def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:
+    """Return a lack where the same row would not cross the boundary after `stage` as the same
+    values in every message."""
+    compression = job.compression.at_boundary(stage)
+    if not isinstance(compression, Compression):
+        what = f"compression changes during the run ({compression.label})"
+        return Lack(setting=what, remedy="take one compression for all of it")
+    if not isinstance(compression.forward_memory, NoMemory):
+        memory = compression.forward_memory.label
+        what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
+        return Lack(setting=what, remedy="leave it out")
+    for field in job.boundaries[stage].fields:
+        width = math.prod(field.features)
+        if field.is_compressed and not decodes_rows_alone(compression.forward, num_features=width):
+            return Lack(
+                setting=f"compression.forward={compression.forward.label} makes of the same "
+                "row another one in each message (it draws, remembers, or looks at several "
+                "rows at once)",
+                remedy=f"take none, fp16, bf16 or integers whose block divides {width}",
+            )
     return None
 
 

@@ -402,6 +402,7 @@ class CausalLM(TextModel):
             frozen=frozen,
             is_tied=is_tied,
             router_loss=self._router_loss(config),
+            document_loss=context.document_loss,
         )
 
     def _router_loss(self, config: Any) -> RouterLoss | None:

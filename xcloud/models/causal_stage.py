@@ -31,6 +31,7 @@ from xcloud.contracts.model import (
     Architecture,
     Batch,
     BuildContext,
+    DocumentLoss,
     Stage,
     StageOutput,
     TokenIds,
@@ -68,7 +69,8 @@ def packed_places(types_BS: Tensor) -> Tensor:
 class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
     cut: what reduces rows on their way out, or restores them on their way in. is_tied: embeddings
-    or head are one matrix with the pipeline's other end. router_loss: None without one."""
+    or head are one matrix with the pipeline's other end. router_loss: None without one.
+    document_loss: see BuildContext."""
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class CausalStage(Stage):
         frozen: bool = False,
         is_tied: bool = False,
         router_loss: RouterLoss | None = None,
+        document_loss: DocumentLoss | None = None,
     ) -> None:
         config = {"config": json.loads(network.config.to_json_string())}
         super().__init__({**architecture, **config}, handed_over, frozen)
@@ -91,6 +94,7 @@ class CausalStage(Stage):
         self.cut = cut
         self._is_tied = is_tied
         self._router_loss = router_loss
+        self._document_loss = document_loss
         if frozen:
             self.requires_grad_(False)
 
@@ -137,10 +141,15 @@ class CausalStage(Stage):
         if self._router_loss is not None:
             routed = self._router_loss.sums(logits or (), packing=packing, received=received)
         if self._part.is_last:
-            losses, _ = self._losses(rows, packing, batch=batch)
+            losses, guessed = self._losses(rows, packing=packing, batch=batch)
             loss = losses.sum()
+            weight = len(losses)
+            if self._document_loss is not None:
+                nats, _ = _by_document(losses, guessed=guessed, packing=packing)
+                loss = self._document_loss(nats, batch["ids"])
+                weight = len(batch["ids"])
             if self._router_loss is not None:
-                loss = loss + self._router_loss.of(routed) * len(losses)
+                loss = loss + self._router_loss.of(routed) * weight
             return StageOutput(loss=loss)
         counts = packing.counts.to(torch.int16)
         places = packing.positions.to(torch.int16)
@@ -153,14 +162,11 @@ class CausalStage(Stage):
         other."""
         packing, rows = self._rows(received, batch=batch)
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
-        starts_R = packing.positions == 0
-        num_documents = int(starts_R.sum())
-        owners = starts_R.cumsum(0)[guessed] - 1
-        nats = owners.bincount(losses.double(), num_documents)
-        counts = owners.bincount(minlength=num_documents)
+        nats, counts = _by_document(losses, guessed=guessed, packing=packing)
         # Not a number is the worst loss: as a whole number it would be the best.
         worst = (1e6 * nats).nan_to_num(math.inf).clamp(max=1e15)
         found = torch.stack((worst.round().long(), counts), 1)
+        starts_R = packing.positions == 0
         ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
         return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]
 
@@ -251,6 +257,21 @@ class CausalStage(Stage):
     @property
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, getattr(self.network, HEAD))
+
+
+def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Return the nats of each document, float64 [D] in the graph, and how many tokens are guessed
+    in it, int64 [D].
+
+    losses: of each guessed token, in nats.
+    guessed: the rows of these.
+    """
+    starts_R = packing.positions == 0
+    num_documents = int(starts_R.sum())
+    owners = starts_R.cumsum(0)[guessed] - 1
+    nats = losses.new_zeros(num_documents, dtype=torch.float64)
+    nats = nats.index_add(0, owners, losses.double())
+    return nats, owners.bincount(minlength=num_documents)
 
 
 def chunked_cross_entropy(

@@ -138,8 +138,9 @@ class FeatureAtRank:
         """Return what makes the pipeline, from the arguments of Pipeline."""
         return make
 
-    def complete(self, stages: Mapping[int, Stage]) -> None:
-        """Act once the stages have all their values."""
+    def complete(self, built: BuiltRank, pipeline: Pipeline) -> None:
+        """Act once the stages have all the values that a run begins with, which a checkpoint to go
+        on from has not replaced yet."""
 
     def exchange(
         self, built: BuiltRank, watch: Watch | None, guard: Guard | None

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.settings import Training
 from xcloud.rank.agreement import agree_on
 from xcloud.rank.role import RankContext
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE, note_trackable
@@ -206,24 +207,12 @@ class Evaluator(Hook):
         started = time.perf_counter()
         data = self.data
         pipeline = self.pipeline
-        settings = self.context.job.training
-        count = data.num_samples(split)
-        if settings.eval_samples is not None:
-            count = min(count, settings.eval_samples)
-        pieces = list(torch.split(torch.arange(count), settings.eval_batch_size))
-        # Ranks that compute in step score the last one again, to fill up.
-        pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
-
-        def fetch(ids: Tensor) -> Batch:
-            return on_device(data.batch(split, ids), device=pipeline.device)
-
-        predictions = pipeline.predict(pieces, fetch, step)
+        pieces = scored_pieces(self.context.job.training, num_samples=data.num_samples(split))
+        predictions = predicted(
+            pipeline, groups=self.groups, data=data, split=split, pieces=pieces, step=step
+        )
         last = pipeline.num_stages - 1
-        if last not in pipeline.stages:
-            return
-        group = self.groups[last]
-        predictions = gather_predictions(predictions, group=group)
-        if group.leads:
+        if last in pipeline.stages and self.groups[last].leads:
             scores = data.score(split, predictions=predictions)
             self._write_samples(split, step=step, scores=scores)
             reporter = self.context.reporter
@@ -251,6 +240,41 @@ class Evaluator(Hook):
             with reporter.may_lose(SCORES_FILE):
                 note_trackable(run_dir, **{SCORES_FILE: may_show or held})
                 write_scores(run_dir / SCORES_FILE, scores=scores, shows_text=not held)
+
+
+def scored_pieces(settings: Training, num_samples: int) -> list[Tensor]:
+    """Return the ids of the samples of a split that are scored, by micro-batch."""
+    count = num_samples
+    if settings.eval_samples is not None:
+        count = min(count, settings.eval_samples)
+    return list(torch.split(torch.arange(count), settings.eval_batch_size))
+
+
+def predicted(
+    pipeline: Pipeline,
+    groups: Mapping[int, RankGroup],
+    data: TaskData,
+    split: Split,
+    pieces: Sequence[Tensor],
+    step: int,
+) -> dict[int, list[int]]:
+    """Return the predictions of samples by their id in every rank of the last stage, and none in
+    others. All ranks of replica 0 call it.
+
+    groups: the ranks of each stage of this rank.
+    pieces: ids by micro-batch.
+    """
+    # Ranks that compute in step take the last one again, to fill up.
+    fill = [pieces[-1]] * (-len(pieces) % pipeline.layout.lanes_in_step)
+
+    def fetch(ids: Tensor) -> Batch:
+        return on_device(data.batch(split, ids), device=pipeline.device)
+
+    found = pipeline.predict([*pieces, *fill], fetch, step)
+    last = pipeline.num_stages - 1
+    if last not in pipeline.stages:
+        return {}
+    return gather_predictions(found, group=groups[last])
 
 
 def report_scores(

@@ -245,10 +245,11 @@ class CausalTokenizer:
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
         return [Document(ids=ids, learned=[True] * len(ids)) for ids in found]
 
-    def chat(self, messages: Chat, where: str) -> Document:
+    def chat(self, messages: Chat, where: str, num_given: int = 0) -> Document:
         """Return what the tokenizer's own template writes, of which only the assistant's turns are
-        to be guessed. What follows the last of them is left out. Each prompt is cut into tokens as
-        it is when a model is asked, and only the template writes special tokens."""
+        to be guessed, those behind the first `num_given` messages. What follows the last of them
+        is left out. Each prompt is cut into tokens as it is when a model is asked, and only the
+        template writes special tokens."""
         pieces: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
@@ -261,7 +262,8 @@ class CausalTokenizer:
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
                     "an answer is added; give chats with one answer each, or another tokenizer"
                 )
-            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            learned = number >= num_given
+            pieces += [(asked[len(done) :], False), (answered[len(asked) :], learned)]
             done = answered
         if not pieces:
             raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
@@ -273,6 +275,17 @@ class CausalTokenizer:
         ]
         return Document(
             ids=[token for token, _ in tokens], learned=[learned for _, learned in tokens]
+        )
+
+    def continued(self, prompt: str, answer: str) -> Document:
+        """Return a plain text of which the answer and the end token are to be guessed. The prompt
+        is cut into tokens as it is when a model goes on from it."""
+        veiled = [self._reader.veil(text) for text in (prompt, answer)]
+        asked, answered = self._reader.encode_written(veiled)
+        given = [*self._first, *asked]
+        guessed = [*answered, self.token_ids.eos]
+        return Document(
+            ids=[*given, *guessed], learned=[False] * len(given) + [True] * len(guessed)
         )
 
     def prompt(self, text: str, system: str | None = None, plain: bool = False) -> list[int]:
@@ -356,11 +369,25 @@ class LanguageModelling(TextTask):
         self.check_tables(tables)
         return self.arrange(tables, rows_of=self.rows_of)
 
+    def unit(self, rows: Rows) -> str:
+        """Return what the rows of a corpus are, for messages."""
+        return "chats" if MESSAGES in rows.texts else "texts"
+
+    def samples(
+        self, tokenizer: CausalTokenizer, rows: Rows, where: str
+    ) -> tuple[list[list[Document]], Fitted]:
+        """Return the documents of each sample of a split. where: for messages."""
+        return tokenizer.samples(rows, self.max_length, where)
+
     def saved_text(self, folder: Path) -> CausalTokenizer:
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
         return LanguageData(task=self, corpus=corpus, fields=fields)
+
+    def test_chats(self, num: int) -> list[Chat]:
+        """Return the first chats of the test set, each with its answer."""
+        return list(self.read(frozenset({"text"})).splits["test"].texts[MESSAGES][:num])
 
     def next_command(self, run_dir: Path) -> str | None:
         """Return the command by which a model that has learned chats answers some of its test: in
@@ -381,12 +408,10 @@ class LanguageData(View[LanguageModelling]):
         cuts: dict[str, dict[Split, Cut]] = {}
         if corpus.splits["train"].texts:
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
-            name = "texts"
-            if MESSAGES in corpus.splits["train"].texts:
-                name = "chats"
+            name = task.unit(corpus.splits["train"])
             for split, rows in corpus.splits.items():
-                samples, found = self._tokenizer.samples(
-                    rows, task.max_length, f"{task.describe()}, {split}"
+                samples, found = task.samples(
+                    self._tokenizer, rows, where=f"{task.describe()}, {split}"
                 )
                 self._documents[split] = [[document.number for document in of] for of in samples]
                 for field, table in columns_of(samples).items():
@@ -562,13 +587,13 @@ def _column(file: TextFile) -> str:
             return name
     said = f"{file.where}: its keys are {listed(file.columns())}. {FORMS}"
     if {"chosen", "rejected"} <= there:
-        said += " This is preference data, and xcloud trains on answers only (no DPO): to learn "
-        raise DataError(f"{said}the chosen answers make messages of them: {CONVERTER}")
+        said += " This is preference data: task=preferences learns from it"
+        raise DataError(f"{said} ({CONVERTER})")
     raise DataError(f"{said} Make messages of instructions or conversations: {CONVERTER}")
 
 
 def _check_cell(column: str, cell: object, where: str) -> None:
-    if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
+    if not (isinstance(cell, str) if column == TEXT else is_chat(cell)):
         said = 'neither "text" nor "messages" with role and content as text'
         raise DataError(f"{where}: {said}. {FORMS} Others are converted: {CONVERTER}")
 
@@ -582,7 +607,7 @@ def read_chats(path: Path) -> list[Chat]:
                 messages = json.loads(line)["messages"]
             except (ValueError, LookupError, TypeError):
                 messages = None
-            if not _is_chat(messages):
+            if not is_chat(messages):
                 said = 'expected {"messages": [{"role": …, "content": …}]}'
                 raise DataError(f"{path.name}, line {number}: {said}")
             chats.append(messages)
@@ -591,7 +616,7 @@ def read_chats(path: Path) -> list[Chat]:
     return chats
 
 
-def _is_chat(messages: Any) -> bool:
+def is_chat(messages: Any) -> bool:
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         return False
     cells = [one.get(key) for one in messages for key in ("role", "content")]

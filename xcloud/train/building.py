@@ -124,7 +124,7 @@ def build_training(
     if any(ports.boundary.start for ports in pipeline.ports.values()):
         hand_over(pipeline.stages, pipeline.ports)
     for feature in features:
-        feature.complete(pipeline.stages)
+        feature.complete(built, pipeline=pipeline)
     trainer = _trainer(built, features=features, pipeline=pipeline)
     meter = WanMeter(wiring=wiring, reporter=context.reporter, tells_skips=_tells_skips(context))
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import decodes_rows_alone
-from xcloud.comm.memory import NoMemory
 from xcloud.features.activation_cache.cache import (
     MEGABYTE,
     CacheReport,
@@ -18,7 +14,14 @@ from xcloud.features.activation_cache.cache import (
 )
 from xcloud.features.activation_cache.price import over_epochs
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, sharding_clouds
+from xcloud.job.needs import (
+    Lack,
+    Use,
+    all_clouds_stay,
+    compression_changes_rows,
+    plain,
+    sharding_clouds,
+)
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver
@@ -68,7 +71,6 @@ def kept_stages_whole(job: PipelineJob) -> Lack | None:
 
 def rows_arrive_alike(job: PipelineJob) -> Lack | None:
     """Return a lack where the same row would not arrive as the same values in every epoch."""
-    boundaries = job.boundaries
     for stage in job.cached_boundaries:
         for replica in range(job.cluster.num_replicas):
             if (defence := job.defences_at(stage, replica=replica).get("forward")) is not None:
@@ -76,25 +78,8 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
                 return Lack(
                     setting=f"{what}, which would no longer protect", remedy="leave it out"
                 )
-        compression = job.compression.at_boundary(stage)
-        if not isinstance(compression, Compression):
-            what = f"compression changes during the run ({compression.label})"
-            return Lack(setting=what, remedy="take one compression for all of it")
-        if not isinstance(compression.forward_memory, NoMemory):
-            memory = compression.forward_memory.label
-            what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
-            return Lack(setting=what, remedy="leave it out")
-        for field in boundaries[stage].fields:
-            width = math.prod(field.features)
-            if field.is_compressed and not decodes_rows_alone(
-                compression.forward, num_features=width
-            ):
-                return Lack(
-                    setting=f"compression.forward={compression.forward.label} makes of the same "
-                    "row another one in each message (it draws, remembers, or looks at several "
-                    "rows at once)",
-                    remedy=f"take none, fp16, bf16 or integers whose block divides {width}",
-                )
+        if (lack := compression_changes_rows(job, stage)) is not None:
+            return lack
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.model import BuildContext, Stage
+from xcloud.contracts.model import BuildContext
 from xcloud.features.sharding.sharder import Sharder, prepare_memory
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
@@ -19,8 +19,9 @@ from xcloud.job.needs import (
     untied_ends,
 )
 from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import Schedule, rank_actions, split_backwards
-from xcloud.rank.feature import Feature, FeatureAtRank
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
 
 
@@ -128,6 +129,6 @@ class ShardingAtRank(FeatureAtRank):
         self._sharders[stage] = sharder
         return replace(context, deal=sharder.block)
 
-    def complete(self, stages: Mapping[int, Stage]) -> None:
+    def complete(self, built: BuiltRank, pipeline: Pipeline) -> None:
         for stage, sharder in self._sharders.items():
-            sharder.rest(stages[stage])
+            sharder.rest(built.stages[stage])

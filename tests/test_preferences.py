@@ -1,0 +1,468 @@
+"""Preference tuning: pairs as samples, the score, the loss, whole runs beside transformers and
+peft, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig, OmegaConf
+
+from tests.causal_models import build as built_stages
+from tests.causal_models import saved, where
+from tests.configs import build, composed
+from tests.runs import in_threads, losses, weights
+from tests.small_tokenizer import write_chat_tokenizer
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.contracts.model import NO_LABEL
+from xcloud.demo import NUM_ROWS, reviews
+from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
+from xcloud.job.config import Settings
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.tasks.language_modelling import CausalTokenizer
+from xcloud.tasks.preferences import (
+    DemoPreferences,
+    FolderPreferences,
+    HubPreferences,
+    PreferenceData,
+    review_pairs,
+)
+from xcloud.tasks.tokenizer import PretrainedTokenizer
+
+ALL = frozenset({"text", "types", "label"})
+ASKED = {"role": "user", "content": "Who came?"}
+GREETED = {"role": "assistant", "content": "Hello."}
+ANA = {"role": "assistant", "content": "Ana."}
+NOBODY = {"role": "assistant", "content": "No idea."}
+TEXTS = {"prompt": "Who came?", "chosen": " Ana.", "rejected": " No idea."}
+CHATS = {"prompt": [GREETED, ASKED], "chosen": [ANA], "rejected": [NOBODY]}
+RENDERED = "<assistant>Hello.</s><user>Who came?</s><assistant>"
+ADAPTERS = {"_target_": "xcloud.models.causal_network.Lora", "r": 4}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with drawn weights and a tokenizer of bytes, as a folder."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    saved("llama", folder, vocab_size=259, max_position_embeddings=128)
+    write_chat_tokenizer(folder)
+    return folder
+
+
+def written(folder: Path, rows: Sequence[object], *splits: str) -> None:
+    for split in splits or ("train", "dev", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(
+    folder: Path, tokenizer: Path, fields: frozenset[str] = ALL, **settings: Any
+) -> PreferenceData:
+    task = FolderPreferences(
+        path=str(folder), tokenizer=PretrainedTokenizer(str(tokenizer)), **settings
+    )
+    task.check()
+    data = task.load(fields, seed=0)
+    assert isinstance(data, PreferenceData)
+    return data
+
+
+def documents(data: PreferenceData, tokenizer: Path) -> list[tuple[str, str]]:
+    """Of the first pair: each answer's whole text, and what of it is to be guessed."""
+    read = CausalTokenizer.load(tokenizer)._pretrained
+    batch = data.batch("train", torch.tensor([0]))
+    text, types, label = (batch[name][0] for name in ("text", "types", "label"))
+    assert sorted(set(types.tolist())) == [0, 1]
+    found = []
+    for number in (0, 1):
+        guessed = label[types == number]
+        found.append(
+            (read.decode(text[types == number]), read.decode(guessed[guessed != NO_LABEL]))
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (TEXTS, "Who came?", (" Ana.</s>", " No idea.</s>")),
+        (CHATS, RENDERED, ("Ana.</s>", "No idea.</s>")),
+        (
+            {"chosen": [GREETED, ASKED, ANA], "rejected": [GREETED, ASKED, NOBODY]},
+            RENDERED,
+            ("Ana.</s>", "No idea.</s>"),
+        ),
+        (
+            {"prompt": "Who came?", "chosen": [GREETED, ASKED, ANA],
+             "rejected": [GREETED, ASKED, NOBODY]},
+            RENDERED,
+            ("Ana.</s>", "No idea.</s>"),
+        ),
+    ],
+    ids=["texts", "chats", "chats with the prompt inside", "chats beside the prompt as a text"],
+)  # fmt: skip
+def test_a_pair_is_two_documents_of_which_the_answers_are_guessed(
+    row: dict[str, Any], prompt: str, answers: tuple[str, str], tmp_path: Path, checkpoint: Path
+) -> None:
+    """Earlier turns of the assistant belong to the prompt."""
+    written(tmp_path, [row])
+    found = documents(load(tmp_path, checkpoint), checkpoint)
+    assert found == [(prompt + answer, answer) for answer in answers]
+
+
+def test_a_special_token_that_stands_in_a_pair_is_cut_like_any_other_word(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [{**TEXTS, "prompt": "</s>?", "chosen": "a</s>"}])
+    batch = load(tmp_path, checkpoint).batch("train", torch.tensor([0]))
+    end = CausalTokenizer.load(checkpoint).token_ids.eos
+    assert (batch["text"] == end).sum() == 2, "one at the end of each answer"
+
+
+def test_a_pair_that_does_not_fit_whole_is_left_out_and_counted(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    long = {**TEXTS, "rejected": "x" * 60}
+    unanswered = {"prompt": [GREETED, ASKED], "chosen": [ANA], "rejected": [ASKED]}
+    written(tmp_path, [long, TEXTS])
+    data = load(tmp_path, checkpoint, max_length=64)
+    assert data.num_samples("train") == 1
+    assert documents(data, checkpoint)[0][0] == "Who came? Ana.</s>"
+    cut = data.num_cut["pairs left out"]["train"]
+    assert (cut.num, cut.of, cut.setting) == (1, 2, "task.max_length")
+    written(tmp_path, [long], "test")
+    with pytest.raises(DataError, match=r"test: none of 1 pairs fits into task\.max_length=64"):
+        load(tmp_path, checkpoint, max_length=64)
+    written(tmp_path, [unanswered])
+    with pytest.raises(DataError, match="none of 1 pairs"):
+        load(tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Who?", "completion": "Ana."},
+        {"chosen": " Ana.", "rejected": " No idea."},
+        {"prompt": [ASKED], "chosen": " Ana.", "rejected": " No idea."},
+        {"prompt": "Who came?", "chosen": [ANA], "rejected": [NOBODY]},
+        {"prompt": [ASKED], "chosen": [ANA], "rejected": [{"from": "gpt", "value": "Ana."}]},
+    ],
+)
+def test_rows_of_another_form_are_refused_before_anything_starts(
+    row: dict[str, Any], tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [row])
+    with pytest.raises(DataError, match=r"train\.jsonl.*A line is {\"prompt\""):
+        load(tmp_path, checkpoint)
+
+
+def test_a_later_row_of_another_form_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    written(tmp_path, [TEXTS, {**TEXTS, "chosen": [ANA]}])
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2: it is of another form"):
+        load(tmp_path, checkpoint)
+
+
+def test_a_data_set_in_the_form_of_the_hub_has_the_same_samples(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [CHATS, CHATS])
+    task = HubPreferences(path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint)))
+    found = task.load(ALL, seed=0)
+    own = load(tmp_path, checkpoint)
+    for name, column in own.batch("train", torch.arange(2)).items():
+        assert torch.equal(found.batch("train", torch.arange(2))[name], column)
+
+
+def test_a_cloud_sees_its_own_fields_and_all_clouds_have_one_fingerprint(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [TEXTS, CHATS][:1])
+    parts = [frozenset({"label"}), frozenset({"text", "types"}), ALL]
+    views = [load(tmp_path, checkpoint, part) for part in parts]
+    assert len({view.fingerprint() for view in views}) == 1
+    assert load(tmp_path, checkpoint, max_length=70).fingerprint() != views[0].fingerprint()
+    for view, part in zip(views, parts, strict=True):
+        assert view.batch("train", torch.tensor([0])).keys() == {"ids", *part}
+    labels, text, _ = views
+    assert labels.weight(torch.tensor([0, 0])) == 2, "pairs"
+    with pytest.raises(DataError, match="no field visible"):
+        text.weight(torch.tensor([0]))
+    for view, shown in ((labels, ["chosen", "rejected"]), (views[2], ["prompt", "chosen"])):
+        view.reference["test"] = {0: [9, 2, 9, 2]}
+        said = view.sample_outputs("test", view.score("test", {0: [7, 2, 9, 2]}), 1)
+        lines = dict(line.split(maxsplit=1) for line in said.strip().splitlines())
+        assert lines["chosen"] == "Ana." and lines["rejected"] == "No idea."
+        assert lines.keys() >= {*shown} and ("came" in said) == ("prompt" in shown)
+
+
+def test_chats_of_the_test_set_are_shown_with_the_chosen_answer(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [CHATS, CHATS])
+    task = FolderPreferences(path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint)))
+    assert task.test_chats(1) == [[GREETED, ASKED, ANA]]
+
+
+def test_rewards_are_gains_in_log_probability_since_the_start(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Worked out by hand: nats 4 and 6 at the start, then (2, 7), (5, 9) and as before."""
+    written(tmp_path, [TEXTS] * 3)
+    data = load(tmp_path, checkpoint, beta=0.5)
+    start = [4_000_000, 2, 6_000_000, 3]
+    data.reference["test"] = dict.fromkeys(range(3), start)
+    now = {0: [2_000_000, 2, 7_000_000, 3], 1: [5_000_000, 2, 6_500_000, 3], 2: start}
+    scores = data.score("test", now)
+
+    margins = [0.5 * (2 + 1), 0.5 * (-1 + 0.5), 0.0]
+    assert list(scores.values) == ["reward_accuracy", "reward_margin", "chosen_reward", "loss"]
+    assert scores.values["reward_accuracy"] == pytest.approx((100 + 0 + 50) / 3)
+    assert scores.values["reward_margin"] == pytest.approx(sum(margins) / 3, abs=1e-6)
+    assert scores.values["chosen_reward"] == pytest.approx((1 - 0.5 + 0) / 3, abs=1e-6)
+    loss = sum(math.log(1 + math.exp(-margin)) for margin in margins) / 3
+    assert scores.values["loss"] == pytest.approx(loss, abs=1e-6)
+    assert [scores.samples[i]["margin"] for i in range(3)] == pytest.approx(margins)
+    assert scores.errors.keys() == scores.values.keys() == data.signature().keys()
+
+
+def test_the_loss_of_a_micro_batch_is_the_sum_over_its_pairs() -> None:
+    loss = PreferenceLoss(beta=0.1)
+    loss.reference = {7: [3_000_000, 1, 5_000_000, 1], 2: [4_000_000, 1, 4_000_000, 1]}
+    nats = torch.tensor([2.0, 6.0, 5.0, 3.0], dtype=torch.float64, requires_grad=True)
+    found = loss(nats, torch.tensor([7, 2]))
+    found.backward()
+
+    margins = [(3 - 2) - (5 - 6), (4 - 5) - (4 - 3)]
+    assert found.item() == pytest.approx(sum(math.log1p(math.exp(-0.1 * m)) for m in margins))
+    falls = [0.1 / (1 + math.exp(0.1 * m)) for m in margins]
+    expected = [falls[0], -falls[0], falls[1], -falls[1]]
+    assert nats.grad is not None and nats.grad.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (50, 3), (7, 4), (7, 16)])
+def test_a_longer_run_asks_the_model_of_the_start_in_the_same_pieces(
+    num_samples: int, size: int
+) -> None:
+    plan = BatchPlan(num_samples, batch_size=6, seed=3)
+    longest = trained_pieces(plan, num_steps=30, size=size)
+    assert sorted(torch.cat(longest).tolist()) == list(range(num_samples)), "each once"
+    for num_steps in range(1, 12):
+        pieces = trained_pieces(plan, num_steps=num_steps, size=size)
+        for piece, same in zip(pieces, longest, strict=False):
+            assert torch.equal(piece, same)
+        met = {i for step in range(1, num_steps + 1) for i in plan.ids(step).tolist()}
+        asked = {*torch.cat(pieces).tolist()}
+        assert met <= asked and len(asked) < len(met) + size
+
+
+def test_praise_and_blame_of_the_demo_begin_alike_and_are_reviews() -> None:
+    pairs = review_pairs()
+    assert len(set(pairs)) == len(pairs) and len(pairs) > DemoPreferences().total
+    labels = dict(reviews(NUM_ROWS["reviews"]))
+    for beginning, praise, blame in pairs:
+        assert len(beginning.split()) == 3
+        assert labels[beginning + praise] and not labels[beginning + blame]
+    with pytest.raises(ConfigError, match=r"pairs of reviews, and 9,000 are asked for"):
+        DemoPreferences(num_train=8_400).load(ALL, seed=0)
+
+
+# Whole runs, with their ranks in threads.
+
+ROWS = [
+    {"prompt": f"Question {n}?", "chosen": f" Yes, {n % 5}.", "rejected": f" No, {n % 7}."}
+    for n in range(24)
+]
+
+
+def config_of(folder: Path, checkpoint: Path, *overrides: str) -> DictConfig:
+    written(folder, ROWS, "train")
+    written(folder, ROWS[:9], "dev", "test")
+    config = composed(
+        "+exp=dpo_reviews", "tracker=none", "cluster/wan=free", "training.precision=fp32",
+        "training.batch_size=8", "training.eval_batch_size=4", "training.max_steps=5",
+        "training.optimizer.learning_rate=0.01", "training.optimizer.warmup_steps=1",
+        "training.evaluate_every=2", *overrides,
+    )  # fmt: skip
+    tokenizer = {
+        "_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer",
+        "name_or_path": str(checkpoint),
+    }
+    config.task = {
+        "_target_": "xcloud.tasks.preferences.FolderPreferences",
+        "path": str(folder), "tokenizer": tokenizer, "max_length": 64,
+    }  # fmt: skip
+    config.model = {
+        "_target_": "xcloud.models.causal.CausalLM",
+        "checkpoint": str(checkpoint), "lora": ADAPTERS,
+    }  # fmt: skip
+    return OmegaConf.create(OmegaConf.to_container(config))
+
+
+def by_peft(config: DictConfig, checkpoint: Path, cache: Path) -> tuple[list[float], Any]:
+    """The same training in one process, with the whole model of transformers and peft."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    job = Settings.of(config).job.pipeline
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"]),
+    )
+    own = CausalLM(checkpoint=str(checkpoint), lora=Lora(r=4))
+    drawn = {
+        name: tensor
+        for stage in built_stages(own, 2, where(cache, seed=job.seed))
+        for name, tensor in stage.exported().items()
+    }
+    set_peft_model_state_dict(model, drawn)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], betas=(0.9, 0.999), weight_decay=0.0
+    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    plan = job.batch_plan(len(ROWS))
+
+    def log_probability(prompt: str, answer: str) -> torch.Tensor:
+        given = tokenizer.encode(prompt)
+        ids = torch.tensor([[*given, *tokenizer.encode(answer), tokenizer.eos_token_id]])
+        words = model(ids).logits[0, :-1].log_softmax(-1)
+        return words.gather(1, ids[0, 1:, None])[len(given) - 1 :].sum()
+
+    found = []
+    for step in range(1, job.max_steps + 1):
+        loss = torch.zeros(())
+        for row in (ROWS[i] for i in plan.ids(step).tolist()):
+            gained = []
+            for answer in (row["chosen"], row["rejected"]):
+                with torch.no_grad(), model.disable_adapter():
+                    start = log_probability(row["prompt"], answer)
+                gained.append(log_probability(row["prompt"], answer) - start)
+            loss = loss - F.logsigmoid(0.1 * (gained[0] - gained[1])) / len(plan.ids(step))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = job.training.optimizer.learning_rate_at(step, job.max_steps)
+        optimizer.step()
+        found.append(loss.item())
+    return found, model
+
+
+# peft asks transformers under a name that is going away.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_losses_and_adapters_are_those_of_one_process_with_peft(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import get_peft_model_state_dict
+
+    config = config_of(tmp_path, checkpoint, "compression=none")
+    in_threads(tmp_path / "run", config, monkeypatch)
+    expected, model = by_peft(config, checkpoint, tmp_path)
+
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(expected, abs=5e-6)
+    assert found[0] == pytest.approx(math.log(2), abs=5e-6), "nothing is learned yet"
+    assert found[-1] < found[0] - 0.05
+    theirs = get_peft_model_state_dict(model)
+    ours = {name.split(".", 1)[1]: value for name, value in weights(tmp_path / "run").items()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name].detach(), rtol=0, atol=2e-5)
+
+
+AT_NIGHT = [pytest.mark.slow, pytest.mark.nightly]
+
+
+@pytest.mark.parametrize("trained", ["adapters", pytest.param("all weights", marks=AT_NIGHT)])
+def test_a_run_that_goes_on_is_equal_to_one_that_was_not_interrupted(
+    trained: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; the model of the start is asked again, not the one that was saved."""
+    more = ("training.checkpoint.every_steps=1", "compression=int8")
+    config = config_of(tmp_path, checkpoint, *more)
+    if trained == "all weights":
+        config.model.lora = None
+    config.training.optimizer.decay = "constant"
+    in_threads(tmp_path / "whole", config, monkeypatch)
+    config.training.max_steps = 2
+    in_threads(tmp_path / "part", config, monkeypatch)
+    config.training.max_steps = 5
+    in_threads(tmp_path / "part", config, monkeypatch)
+
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    ours = weights(tmp_path / "part")
+    theirs = weights(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        "two_clouds_dp",
+        *(pytest.param(other, marks=AT_NIGHT) for other in ("two_clouds", "u_shape")),
+    ],
+)
+def test_chosen_answers_win_through_a_compressed_boundary(
+    cluster: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two ranks share a stage, and each asks the model of the start about half."""
+    config = config_of(
+        tmp_path, checkpoint, "compression=int8", f"cluster={cluster}", "training.max_steps=12"
+    )
+    summary = in_threads(tmp_path / "run", config, monkeypatch)
+
+    found = losses(tmp_path / "run")
+    assert found[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert summary["quality"]["reward_accuracy"] == 100.0
+    assert summary["quality"]["reward_margin"] > 0.1
+    assert summary["quality"]["loss"] < math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["strategy=local_updates"], r"task=preferences.*strategy=local_updates makes 2 of it"),
+        (["plan=show"], r"task=preferences.*but plan= tries.*task=language_modelling"),
+        (["model=transformer"], r"task=preferences.*this model gives none: choose model=causal"),
+    ],
+)
+def test_a_job_in_which_the_model_of_the_start_could_not_be_asked_is_refused(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build("+exp=dpo_reviews", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["compression=delta_int4"], r"forward_memory \(delta.*changes rows.*leave it out"),
+        (["compression=phased_example"], r"compression changes during the run"),
+        (
+            ["autopilot=on"],
+            r"compression changes during the run \(autopilot.*take one compression",
+        ),
+        (["compression=svd_fp16_int8"], r"compression\.forward=.*svd.*take none, fp16"),
+        (
+            ["security/defences/forward=gaussian_noise"],
+            r"security\.defences\.forward=.*other noise to every message.*leave it out",
+        ),
+    ],
+)
+def test_a_boundary_that_would_change_rows_between_start_and_training_is_refused(
+    overrides: list[str], said: str
+) -> None:
+    job = build("+exp=dpo_reviews", *overrides)
+    with pytest.raises(ConfigError, match=f"task=preferences asks the model of the start.*{said}"):
+        job.check()
+
+
+def test_rows_that_stay_in_one_cloud_are_not_compressed_and_so_not_refused() -> None:
+    build("+exp=dpo_reviews", "compression=svd_fp16_int8", "cluster=one_cloud").check()

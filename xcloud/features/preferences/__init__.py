@@ -1,0 +1,1 @@
+"""Learns from preferences, against what the model of the start says of the same answers."""
