@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 
+from tests.causal_models import batch_of, loss_of, saved, through, where, words
 from tests.causal_models import build as built_stages
-from tests.causal_models import saved, where
 from tests.configs import build, composed
 from tests.runs import in_threads, losses, weights
 from tests.small_tokenizer import write_chat_tokenizer
@@ -244,6 +244,26 @@ def test_the_loss_of_a_micro_batch_is_the_sum_over_its_pairs() -> None:
     falls = [0.1 / (1 + math.exp(0.1 * m)) for m in margins]
     expected = [falls[0], -falls[0], falls[1], -falls[1]]
     assert nats.grad is not None and nats.grad.tolist() == pytest.approx(expected)
+
+
+def test_routers_of_experts_weigh_as_much_as_the_loss_of_the_pairs(tmp_path: Path) -> None:
+    """Beside texts their loss counts once for each guessed token, here once for each pair."""
+    routed = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    saved("qwen3_moe", tmp_path, **routed)
+    model = CausalLM(checkpoint=str(tmp_path), lora=Lora(r=2))
+    batch = batch_of([words(5, 1), words(4, 2)], [words(6, 3), words(3, 4)])
+
+    def total(nats: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return nats.sum().float()
+
+    by_token = built_stages(model, 2, where(tmp_path))
+    by_pair = built_stages(model, 2, where(tmp_path, document_loss=total))
+    num_tokens = int((batch["label"] != NO_LABEL).sum())
+    predicted = by_token[-1].predict(through(by_token, batch), batch)
+    nats = sum(sum(sample[::2]) for sample in predicted) / 1e6
+    routers = (loss_of(by_token, batch).item() - nats) / num_tokens
+    assert routers > 0.1
+    assert loss_of(by_pair, batch).item() == pytest.approx(nats + 2 * routers, rel=1e-4)
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (50, 3), (7, 4), (7, 16)])
