@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests import configs
 from tests.causal_models import (
     batch_of,
     build,
@@ -81,12 +82,13 @@ def by_expert(kind: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize(("num_stages", "checkpointing"), [(1, False), (3, False), (2, True)])
 def test_loss_and_gradients_are_those_of_transformers_with_its_routers_loss(
-    tmp_path: Path, kind: str, num_stages: int
+    tmp_path: Path, kind: str, num_stages: int, checkpointing: bool
 ) -> None:
     network = saved(kind, tmp_path, **ROUTED)
-    stages = [stage.train() for stage in build(model_of(tmp_path), num_stages, where(tmp_path))]
+    model = model_of(tmp_path, activation_checkpointing=checkpointing)
+    stages = [stage.train() for stage in build(model, num_stages, where(tmp_path))]
     loss = loss_of(stages, batch_of(*([line] for line in UNEVEN))) / sum(
         len(line) - 1 for line in UNEVEN
     )
@@ -149,6 +151,17 @@ def test_what_routers_tell_crosses_as_it_is_and_rows_are_compressed(tmp_path: Pa
         assert all(torch.equal(arrived[n], message[n]) for n in arrived if n != "hidden")
         assert not torch.equal(arrived["hidden"], message["hidden"])
     assert [field.name for field in boundary.gradient_fields] == [SHARES, "hidden"]
+
+
+def test_a_defence_would_change_what_routers_tell_and_is_refused(tmp_path: Path) -> None:
+    saved("mixtral", tmp_path, max_position_embeddings=256, **ROUTED)
+    given = (
+        "+exp=lora_clm", "model.own=null", f"model.checkpoint={tmp_path}",
+        "model.lora.targets=[q_proj]", "security/defences/backward=max_norm",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"shares.*set model\.router_loss=0, or leave"):
+        configs.build(*given).check()
+    configs.build(*given, "model.router_loss=0").check()
 
 
 def adapted(stages: list[Stage]) -> dict[str, Tensor]:

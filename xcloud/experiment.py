@@ -181,6 +181,7 @@ class Experiment(PipelineJob):
         check_checkpoints(self.model)
         for feature in self.features:
             feature.check_model(self)
+        needs.EXACT_FIELDS.check(self)
 
     def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":

@@ -170,6 +170,19 @@ def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:
     return None
 
 
+def nothing_exact_crosses(job: PipelineJob) -> Lack | None:
+    """Return a lack where a defended boundary has a field that is worth nothing when changed."""
+    for stage, boundary in job.boundaries.items():
+        exact = [field.name for field in boundary.fields if field.is_exact]
+        acts = any(job.defences_at(stage, replica) for replica in range(job.cluster.num_replicas))
+        if exact and acts:
+            return Lack(
+                f"{exact[0]}, of which the loss of the routers is made, must cross as it is",
+                "set model.router_loss=0",
+            )
+    return None
+
+
 def check_boundaries(job: PipelineJob) -> None:
     num_stages = job.cluster.num_stages
     if (boundary := max(job.compression.boundaries)) >= num_stages - 1:
@@ -218,4 +231,11 @@ DEFENCES = (
         why={noise_without_labels: "acts at evaluation too"},
         without="choose security/defences/forward=max_norm or gaussian_noise",
     ),
+)
+EXACT_FIELDS = Use(
+    "security.defences",
+    asked=lambda job: any(job.security.defences.values()),
+    why={nothing_exact_crosses: "changes what leaves a cloud"},
+    without="leave security.defences out",
+    reads_model=True,
 )
