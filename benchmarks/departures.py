@@ -1,7 +1,7 @@
 """How often the watch over messages from other clouds (features/sentinel) alarms without a cause,
 and which faults it finds, over whole runs.
 
-    python -m benchmarks.departures [--jobs abnet causal ...] [--steps 600] [--out FOLDER]
+    python -m benchmarks.departures [--jobs abnet causal ...] [--out FOLDER]
 
 Each job runs to its end, and its ranks keep what was measured of every message: as it came, and
 every second step as it would have come had the sender's tensor been noise, had noise of its norm
@@ -11,8 +11,8 @@ run, the watch follows each stream: departures of what really came are false ala
 zeros, a constant, noise in place of the signal, noise of its norm added. Nothing is trained on
 these, so what they would do to later messages is not in it.
 
-Printed, and written to OUT/departures.json. 20 minutes on two cores; a job whose measurements are
-in OUT already is not run again.
+Printed, and written to OUT/departures.json. Half an hour on two cores; a job whose measurements
+are in OUT already is not run again.
 """
 
 from __future__ import annotations
@@ -41,21 +41,26 @@ from xcloud.features.sentinel.measures import NUM_NUMBERS, NUM_ROWS, measure
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.pipeline.hook import Hook
 
-SMALL = [
-    "cluster.wan=free", "tracker=none", "training.batch_size=16", "task.num_dev=8",
-    "task.num_test=8", "training.checkpoint.every_steps=0", "training.checkpoint.every_minutes=0",
+COMMON = [
+    "cluster.wan=free", "tracker=none", "task.num_dev=8", "task.num_test=8",
+    "training.checkpoint.every_steps=0", "training.checkpoint.every_minutes=0",
     "+hooks.record._target_=benchmarks.departures.Record",
 ]  # fmt: skip
-ABNET = ["+exp=abnet_iwslt", "model.encoder.pretraining.steps=60",
-         "model.decoder.pretraining.steps=60"]  # fmt: skip
-CAUSAL = ["+exp=lora_clm", "model.own.pretraining.steps=60"]
+SMALL_BERT = ["data=glue_small", "recipe=lowrank_small", "model.backbone.pretraining.steps=200"]
 JOBS: dict[str, list[str]] = {
-    "abnet": [*ABNET, "compression=svd_fp16_int8"],
-    "abnet_topk": [*ABNET, "compression=topk_ef", "schedule=one_forward_one_backward"],
-    "causal": [*CAUSAL, "compression=int8", "schedule=zero_bubble", "model.lora=null"],
-    "causal_lora": [*CAUSAL, "compression=bf16", "training.optimizer.warmup_steps=200"],
-    "causal_autopilot": [*CAUSAL, "compression=none", "autopilot=on"],
-}
+    "abnet": ["+exp=abnet_iwslt"],
+    "abnet_topk": [
+        "+exp=abnet_iwslt", "compression=topk_ef", "schedule=one_forward_one_backward",
+        "training.batch_size=16",
+    ],
+    "lora_clm": ["+exp=lora_clm", "training.max_steps=600"],
+    "causal": [
+        "+exp=lora_clm", "model.lora=null", "compression=int8", "schedule=zero_bubble",
+        "training.max_steps=800", "training.batch_size=16",
+    ],
+    "sst2": ["+exp=bert_split_sst2", *SMALL_BERT, "training.max_steps=600"],
+    "qnli": ["+exp=bert_split_qnli", *SMALL_BERT, "training.max_steps=600", "compression=int4"],
+}  # fmt: skip
 FAULTS = ("signs flipped", "scaled by 10", "zeros", "a constant", "noise instead", "noise added")
 WITHIN = 20  # steps
 EVERY = 50  # steps between two beginnings of faults
@@ -148,10 +153,10 @@ class Record:
         return _Recording(context.rank)
 
 
-def run(words: Sequence[str], steps: int, folder: Path) -> None:
+def run(words: Sequence[str], folder: Path) -> None:
     """Run a job in processes of its own. Raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "xcloud", "run", *words, *SMALL]
-    command += [f"training.max_steps={steps}", f"hydra.run.dir={folder / 'run'}"]
+    command = [sys.executable, "-m", "xcloud", "run", *words, *COMMON]
+    command += [f"hydra.run.dir={folder / 'run'}"]
     environment = {**os.environ, FOLDER: str(folder)}
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
 
@@ -230,7 +235,6 @@ def follow(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.departures", description=__doc__)
     parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=[*JOBS])
-    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("outputs/departures"))
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -240,9 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = given.out / job
         if not any(folder.glob("rank*.pickle")):
             folder.mkdir(exist_ok=True)
-            run(JOBS[job], given.steps, folder=folder)
+            run(JOBS[job], folder=folder)
         found = read(folder)
-        num_steps += given.steps
+        num_steps += max(map(len, found.values()))
         for (what, stream), _ in sorted(found.items()):
             if what != "as it came":
                 continue
