@@ -256,8 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _policy_naming(cloud: str, peers: Sequence[str]) -> str:
-    """Return a policy.yaml that says which cloud this is, and in which file the certificate of each
-    peer will lie."""
+    """Return a policy.yaml that says which cloud this is, and in which file the certificate of
+    each peer will lie."""
     for peer in peers:
         check_name("--peer, the name of a cloud", name=peer, spoken=True)
         if peer == cloud:
