@@ -26,6 +26,7 @@ from tests.causal_models import (
 )
 from tests.channels import IDENTITY
 from tests.in_process_link import InProcessLink
+from tests.runs import in_threads, losses, weights
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.memory import NoMemory
@@ -310,3 +311,34 @@ def test_weights_of_an_expert_without_tokens_get_a_gradient_of_zeros(tmp_path: P
     slopes = [p.grad for n, p in stage.network.named_parameters() if ".experts." in n]
     assert all(slope is not None for slope in slopes)
     assert not all(slope.any() for slope in slopes if slope is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_run_over_two_clouds_is_that_of_one_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(kind, tmp_path / "base", vocab_size=400, max_position_embeddings=128, **ROUTED)
+    given = [
+        "+exp=lora_clm", "tracker=none", "model.own=null", f"model.checkpoint={tmp_path / 'base'}",
+        "model.lora.targets=[q_proj]", "model.lora.experts=true", "model.weights=nf4",
+        "training.precision=fp32", "training.max_steps=4", "training.batch_size=8",
+        "training.optimizer.decay=constant", "training.optimizer.warmup_steps=1",
+        "task.num_train=60", "task.num_dev=10", "task.num_test=10", "task.max_length=64",
+        "training.checkpoint.every_steps=1", "task.tokenizer.vocab_size=400", "cluster/wan=free",
+        f"cache_dir={tmp_path / 'cache'}",
+    ]  # fmt: skip
+
+    def made(name: str, *overrides: str) -> list[float]:
+        config = configs.composed(*given, *overrides)
+        in_threads(tmp_path / name, config, monkeypatch)
+        return losses(tmp_path / name)
+
+    assert made("two", "compression=none") == made("one", "compression=none", "cluster=local")
+    whole = made("whole", "compression=int8")
+    made("part", "compression=int8", "training.max_steps=2")
+    assert made("part", "compression=int8") == whole
+    assert weights(tmp_path / "part").keys() == weights(tmp_path / "whole").keys()
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "part")[name], tensor)

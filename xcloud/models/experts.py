@@ -153,7 +153,8 @@ class Experts(nn.Module):
         order = chosen_Rk.flatten().argsort(stable=True)  # places in [R, k], expert by expert
         counts = chosen_Rk.flatten().bincount(minlength=self.num_experts).tolist()
         sorted_rows = rows_RH[order // chosen_Rk.shape[1]]
-        is_trained = next(self.get_submodule("0").parameters()).requires_grad
+        weight = next(self.get_submodule("0").parameters())
+        is_trained = weight.requires_grad and torch.is_grad_enabled()
         made = []
         pieces = zip(torch.split(sorted_rows, counts), self._adapters(), strict=True)
         for number, (rows, adapters) in enumerate(pieces):
