@@ -89,6 +89,7 @@ def test_all_weights_are_bit_equal_to_one_process(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.nightly
 def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
     all_weights: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
         assert memory[2][kind] < 0.6 * whole[kind]
 
 
+@pytest.mark.nightly
 def test_pipelines_whose_first_stage_is_dealt_are_averaged_as_one_model(
     all_weights: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -290,13 +292,10 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
         TextGenerator(tmp_path)
 
 
-PACKED = [
-    pytest.param("int8", "compression=int4"),
-    pytest.param("nf4", "compression=fp16_int8", marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize(("weights_in", "changed"), PACKED)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("weights_in", "changed"), [("int8", "compression=int4"), ("nf4", "compression=fp16_int8")]
+)
 def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_merged(
     weights_in: str, changed: str, two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:

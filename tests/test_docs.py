@@ -35,6 +35,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     assert "bytes of gradients became" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pages_build_as_a_site_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(

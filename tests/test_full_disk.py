@@ -214,6 +214,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
     assert len(caplog.records) <= 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_on_a_full_disk_finishes_and_counts_what_it_lost(tmp_path: Path) -> None:
     config: dict[str, Any] = toy_config("local", ["training.max_steps=60"])

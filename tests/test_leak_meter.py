@@ -180,6 +180,7 @@ def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(
     assert len(list((tmp_path / "noised" / OBSERVATIONS_DIR).iterdir())) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_middle_of_a_u_shape_is_asked_for_both_text_and_labels(tmp_path: Path) -> None:
     summary = run_of(tmp_path, "weak_device", "owner_keeps_text_and_labels")

@@ -134,6 +134,7 @@ print(max(found))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_averaging_holds_no_message_in_the_heap_of_a_launched_rank() -> None:

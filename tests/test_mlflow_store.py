@@ -184,6 +184,7 @@ assert tracker.run_id and "MLflow lacks" not in tracker.places(), tracker.places
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     root = tmp_path / "mlruns"

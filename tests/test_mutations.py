@@ -102,6 +102,7 @@ def test_of_a_class():
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_mutation_gets_the_tests_that_run_its_line_and_the_quickest_first(
     tmp_path: Path,

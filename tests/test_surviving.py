@@ -34,6 +34,7 @@ def config() -> dict[str, object]:
     return made
 
 
+@pytest.mark.nightly
 def test_a_run_whose_rank_and_then_launcher_is_killed_ends_as_if_they_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> 
     assert all((folder / name / "run.log").read_text() for name in statuses(folder))
 
 
+@pytest.mark.nightly
 def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path: Path) -> None:
     folder = tmp_path / "basic"
     done = run(folder, "seed=1", "hydra/launcher=basic", "cluster=local")

@@ -77,6 +77,7 @@ def test_marks_come_back_to_their_words(text: str) -> None:
     assert rejoin_marks(" ".join(spaced.split())) == text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     # tokenizers numbers some pieces by the order of a hash table that is seeded in each process.

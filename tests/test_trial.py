@@ -279,6 +279,7 @@ def test_a_profile_of_another_release_is_refused(tmp_path: Path) -> None:
         read_profile(file)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_real_trial_of_processes_is_as_it_is_simulated_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def test_a_wrong_follow_up_is_refused_before_anything_runs(
         following(tmp_path, follow_up)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_command_pretrains_and_fine_tunes(tmp_path: Path, suite_cache: Path) -> None:
     follow_up = ["+exp=xnli_zero_shot", *PAIRS, "training.max_steps=2"]
