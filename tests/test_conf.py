@@ -122,6 +122,23 @@ def test_the_generators_of_electra_share_no_language() -> None:
     assert model.max_payload_bytes < 100_000
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batches", "passes", "evaluated", "most"),
+    [(32, 4, 2, 3, 4), (33, 4, 2, 3, 5), (33, 4, 1, 3, 9), (32, 4, 2, 64, 64)],
+)
+def test_the_room_for_a_message_is_that_of_the_largest_micro_batch(
+    batch_size: int, micro_batches: int, passes: int, evaluated: int, most: int
+) -> None:
+    job = build(
+        "+exp=abnet_iwslt",
+        f"training.batch_size={batch_size}",
+        f"schedule.num_micro_batches={micro_batches}",
+        f"training.accumulate_steps={passes}",
+        f"training.eval_batch_size={evaluated}",
+    )
+    assert job.max_micro_batch == most
+
+
 def test_every_cluster_builds() -> None:
     for option in options("cluster"):
         if option != "one_way":  # of one-way jobs, below

@@ -1,5 +1,6 @@
 """Heartbeats and barriers, without networks: links in memory, ranks in threads."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -158,6 +159,17 @@ def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
     life.hear()
     assert life.left_s(waited_s=3.0, overdue_s=7.0) == 60.0 + QUICK.lost_after_s
     assert life.silent_s == 0.0  # what is under way is no later sign of its process
+
+
+def test_a_message_that_an_emulated_line_holds_back_is_waited_for_until_it_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The line tells its moment by another clock than a detector's, which may stand still."""
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    life = Peer(QUICK, now_s=lambda: 100.0)
+    life.note_taken(arrives_at_s=67.0)
+    assert life.left_s(waited_s=3.0, overdue_s=7.0) == 60.0 + QUICK.lost_after_s
+    assert life.silent_s == math.inf, "its process was not heard"
 
 
 def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.sweep_runs import compose, points
 from xcloud.job.config import Settings
 from xcloud.study.points import (
+    _free_name,
     differences,
     identity,
     name_points,
@@ -49,6 +50,13 @@ def test_tab_completion_stays_fast() -> None:
     script = f"import sys, hydra_plugins.xcloud_launcher; assert not {heavy} & set(sys.modules)"
     path = str(Path(__file__).parent.parent / "xcloud" / "_hydra")
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": path})
+
+
+@pytest.mark.parametrize(
+    ("taken", "free"), [((), "a"), (("a-2", "b"), "a"), (("a",), "a-2"), (("a", "a-2"), "a-3")]
+)
+def test_a_folder_whose_name_is_taken_gets_a_number(taken: tuple[str, ...], free: str) -> None:
+    assert _free_name("a", taken) == free
 
 
 def test_differences_name_both_values() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -387,7 +387,9 @@ def code_fingerprint() -> str:
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    return next(free for n in count(1) if (free := f"{name}-{n}" * (n > 1) or name) not in taken)
+    """Return the name itself, or NAME-2, NAME-3 and so on where it is taken."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(free for free in names if free not in taken)
 
 
 def _describe(changed: Changed, most: int = 3) -> str:
