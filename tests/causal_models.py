@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import context
+from tests.understanding_models import RandomText
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Stage
 from xcloud.models.causal import CausalLM
+from xcloud.models.causal_stage import NextTokenPretraining, OwnCausal
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4
 SMALL = [
@@ -123,3 +125,10 @@ def next_words(stages: Sequence[Stage], batch: Batch) -> Tensor:
     """Logits behind each sample."""
     with torch.no_grad():
         return stages[-1].eval().next_words(through([s.eval() for s in stages], batch), batch)
+
+
+def own(**changes: Any) -> OwnCausal:
+    steps = changes.pop("steps", 3)
+    sizes = {"num_texts": 40, "hidden": 16, "num_layers": 2, "num_heads": 2, "feed_forward": 32}
+    pretraining = NextTokenPretraining(steps=steps, batch_size=4, length=12, warmup_steps=1)
+    return OwnCausal(RandomText(), **(sizes | {"pretraining": pretraining} | changes))

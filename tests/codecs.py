@@ -68,5 +68,5 @@ def rounding(compressor: Compressor) -> float:
     return min(0.3, max([0.02, *(3 * error for error in errors)]))
 
 
-# What holds for 1, 2, 4, 5 and 8 bits holds between them; test_bitpack.py packs every width.
+# What holds for 1, 2, 4, 5 and 8 bits holds between them; test_precision.py packs every width.
 COMPRESSORS = [c for c, _ in ERRORS if c not in (BlockInt(3), BlockInt(6), BlockInt(7))]

@@ -334,7 +334,7 @@ def test_adapters_are_used_beside_the_base_that_they_were_trained_on(tmp_path: P
 def test_a_base_that_the_run_made_is_never_made_again(tmp_path: Path) -> None:
     import shutil
 
-    from tests.test_causal_base import own
+    from tests.causal_models import own
 
     at = where(tmp_path / "cache")
     model = CausalLM(own=own(), lora=Lora(r=2))

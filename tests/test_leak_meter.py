@@ -1,6 +1,8 @@
-"""From what ranks noted to the figures of a run; whole runs with and without defences."""
+"""The leak meter: attacks find planted leaks and nothing else; from notes to figures."""
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,38 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from experiments.gradient_leaks.gradient_attacks import Victim, score
+from experiments.gradient_leaks.meter import AveragesMeter, AveragesObserver
+from tests import gradient_texts
+from tests.causal_models import WORDS as NUM_WORDS
+from tests.gradient_texts import TEXTS, as_batch, causal, gradients
+from tests.pipelines import in_threads
+from tests.replicas import connected
 from tests.toy_text import text_config
 from xcloud.base.errors import DataError
+from xcloud.comm.compressor import Chain
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.contracts.model import NO_TOKEN
 from xcloud.feature_list import FIGURES
 from xcloud.features.leak_meter import meter as leak_meter
-from xcloud.features.leak_meter.meter import OBSERVATIONS_DIR, CrossedStream, main, measure
+from xcloud.features.leak_meter.meter import (
+    OBSERVATIONS_DIR,
+    CrossedStream,
+    auc,
+    direction_attack,
+    linear_inverter,
+    main,
+    measure,
+    network_inverter,
+    norm_attack,
+    probe,
+    spectral_attack,
+)
 from xcloud.features.leak_meter.observers import Observer
+from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
+from xcloud.models.causal_network import Lora
 from xcloud.tracking.mlflow_store import final_metrics
 
 GRADIENT = CrossedStream("backward", 0, "received", "hidden")
@@ -257,3 +283,204 @@ def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not
     assert max(attacks["norm"], attacks["direction"], attacks["spectral"]) < 0.7
     assert 0.35 < nothing[message]["probe"] < 0.65, "of 150 samples that it was not fitted on"
     assert judged == [(150, 150)] * 2
+
+
+N, D = 600, 12
+
+
+def draw(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def labels() -> Tensor:
+    return torch.rand(N, generator=draw(9)) < 0.4
+
+
+def probed(vectors: Tensor, positive: Tensor) -> float:
+    known = torch.arange(N) % 2 == 0
+    return auc(probe(vectors, positive.long(), known, 2)[:, 1], positive[~known])
+
+
+def test_auc_by_hand_with_ties() -> None:
+    scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
+    positive = torch.tensor([False, True, False, True])
+    assert auc(scores, positive) == (1 + 0.5 + 1 + 1) / 4
+    assert auc(torch.zeros(4), positive) == 0.5
+    assert auc(-scores, positive) == pytest.approx(1 - auc(scores, positive))
+    assert math.isnan(auc(scores, torch.ones(4, dtype=torch.bool)))
+
+
+def test_a_norm_that_depends_on_the_label_is_found_by_the_norm_alone() -> None:
+    positive = labels()
+    unit = torch.nn.functional.normalize(torch.randn(N, D, generator=draw()), dim=1)
+    gradients = unit * torch.where(positive, 3.0, 1.0)[:, None]
+
+    assert norm_attack(gradients.norm(dim=1), positive) == 1.0
+    assert norm_attack(gradients.norm(dim=1), ~positive) == 1.0  # which one is longer is given
+    assert direction_attack(gradients, positive) == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_direction_that_depends_on_the_label_is_found_by_one_known_sample() -> None:
+    positive = labels()
+    line = torch.randn(D, generator=draw(1))
+    sign = torch.where(positive, 1.0, -1.0)[:, None]
+    gradients = sign * line + 0.1 * torch.randn(N, D, generator=draw())
+    gradients /= gradients.norm(dim=1, keepdim=True)
+
+    assert direction_attack(gradients, positive) > 0.99
+    assert spectral_attack(gradients, positive) > 0.99
+    assert norm_attack(gradients.norm(dim=1), positive) < 0.6
+
+
+def test_a_probe_finds_what_neither_norm_nor_direction_shows() -> None:
+    positive = labels()
+    vectors = torch.randn(N, D, generator=draw())
+    vectors[:, 3] += 2.5 * positive
+    vectors[:, 5] *= 20  # a loud direction that says nothing
+
+    assert probed(vectors, positive) > 0.93
+    assert spectral_attack(vectors, positive) < 0.6
+    assert direction_attack(vectors, positive) < 0.6
+
+
+def test_random_gradients_give_nothing_away() -> None:
+    positive, vectors = labels(), torch.randn(N, D, generator=draw())
+
+    for found in (norm_attack(vectors.norm(dim=1), positive), direction_attack(vectors, positive),
+                  spectral_attack(vectors, positive), probed(vectors, positive)):  # fmt: skip
+        assert found == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_probe_takes_constant_tiny_and_many_features() -> None:
+    positive = labels()
+    vectors = torch.cat([torch.zeros(N, 5), 1e-9 * torch.randn(N, 200, generator=draw())], 1)
+    vectors[:, 5] += 1e-8 * positive
+
+    assert probed(vectors, positive) > 0.9
+    assert probed(torch.zeros(N, 3), positive) == 0.5
+
+
+ROWS = 1500
+
+
+def rows_of(noise: float, deep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows made of token embeddings, rare and common tokens, and who knows which."""
+    weights = torch.arange(1, 41, dtype=torch.float64).flip(0)
+    tokens = 1000 + torch.multinomial(weights, ROWS, True, generator=draw(2))
+    table = torch.randn(40, 8, generator=draw(3))
+    rows = table[tokens - 1000] @ torch.randn(8, 16, generator=draw(4))
+    rows = torch.tanh(rows) if deep else rows
+    rows = rows + noise * torch.randn(rows.shape, generator=draw(5))
+    return rows, tokens, torch.arange(ROWS) % 2 == 0
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("inverter", [linear_inverter, network_inverter])
+def test_an_embedding_in_the_rows_is_read_back(inverter, deep: bool) -> None:
+    rows, tokens, known = rows_of(0.05, deep)
+
+    right = (inverter(rows, tokens, known) == tokens[~known]).double().mean()
+    assert float(right) > 0.97
+
+
+@pytest.mark.parametrize("inverter", [linear_inverter, network_inverter])
+def test_noise_leaves_no_more_than_the_commonest_token(inverter) -> None:
+    rows, tokens, known = rows_of(1e4)
+    unknown = tokens[~known]
+    baseline = float((unknown == tokens[known].bincount().argmax()).double().mean())
+
+    right = float((inverter(rows, tokens, known) == unknown).double().mean())
+    assert 0.03 < baseline < 0.08
+    assert right < baseline + 0.02
+
+
+LAST_STEP = 5
+
+
+def watched(
+    meter: AveragesMeter, replica: int, victim: Victim
+) -> tuple[Observer, AveragesObserver]:
+    """Of one of two replicas, each a rank in a cloud of its own."""
+    fields = {"text": (NO_TOKEN, (BOS,))}
+    observer = Observer(
+        replica,
+        f"cloud {replica}",
+        2,
+        LAST_STEP - meter.last_steps + 1,
+        100,
+        fields,
+        {"text"},
+        replica,
+    )
+    return observer, meter.averaged(observer, victim, 1)
+
+
+def test_text_is_read_from_an_averaged_gradient_without_a_word_of_it(tmp_path: Path) -> None:
+    stage = causal("llama", tmp_path, Lora(r=8))
+    meter = AveragesMeter()
+    victim = Victim(stage, lambda ids: gradient_texts.run(stage, ids), torch.arange(NUM_WORDS), 6)
+    batch = as_batch([[BOS, *TEXTS[0]], TEXTS[1]])
+    batches = [as_batch([[30, 4, 31]]) | {"ids": torch.tensor([9])}, batch]
+    changes = gradients([stage], batch)
+    both = [watched(meter, replica, victim) for replica in (0, 1)]
+    for (observer, averaged), own in zip(both, batches, strict=True):
+        observer.batch(LAST_STEP, own)
+        averaged.batch(LAST_STEP, own["ids"])
+    attacker = both[0][1]
+    attacker.received(LAST_STEP, 1, {f"0.{name}": change for name, change in changes.items()})
+    before = [parameter.clone() for parameter in stage.parameters()]
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(1.0)  # training goes on; the attack is on the weights of the step
+    for observer, averaged in both:
+        averaged.finish(tmp_path)
+        observer.write(tmp_path)
+    found = meter.measure(tmp_path)
+    entry = found["leakage"]["averaging"]["cloud 0"]["texts of replica 1"]
+
+    # The last word of each text reaches no loss: 9 of 11 (and 20, 21), which another text has.
+    assert entry["tokens"] == found["averaging_token_recovery"] > 0.9
+    assert found["averaging_token_recovery_baseline"] < 0.9
+    assert found["averaging_order_recovery"] == pytest.approx(2 * 3 / (3 + 5), abs=0.01)
+    assert found["token_recovery"] is None and len(found) == 9
+    assert all(torch.equal(p, b + 1) for p, b in zip(stage.parameters(), before, strict=True))
+
+
+def test_only_the_last_averagings_are_kept_and_only_where_their_texts_are_known() -> None:
+    stage = torch.nn.Embedding(8, 2)
+    victim = Victim(stage, stage, torch.arange(8), 4, covers=2)
+    _, attacker = watched(AveragesMeter(last_steps=3, averaging_steps=2), 0, victim)
+    for step in range(1, LAST_STEP + 1):  # texts are noted from step 3 on, so steps 4 and 5 fit
+        attacker.received(step, 1, {"0.weight": torch.ones(8, 2)})
+
+    assert {guess["step"] for guess in attacker.guesses()} == {4, 5}
+
+
+def test_an_averager_tells_what_others_contribute() -> None:
+    told: list[tuple[int, int, dict[str, list[float]]]] = []
+
+    def take(links: ReplicaLinks) -> None:
+        codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Chain(), 1, False)
+        watch = None
+        if links.replica == 0:
+            watch = lambda step, replica, tensors: told.append(  # noqa: E731
+                (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
+            )
+        averager = AllToAll(links, codec, Terms(watch=watch))
+        averager.start(7, [torch.full((2,), float(links.replica))])
+        averager.finish(7)
+
+    in_threads([lambda own=own: take(own) for own in connected(3)])
+
+    assert told == [(7, 1, {"a": [1.0, 1.0]}), (7, 2, {"a": [2.0, 2.0]})]
+
+
+def test_scores_are_means_over_the_steps_that_can_be_judged() -> None:
+    truth: dict[int, Sequence[Sequence[int]]] = {1: [[4, 5, 6]], 2: [[7, 8]]}
+    guesses: dict[int, Sequence[Sequence[int]]] = {1: [[4, 5, 6]], 2: [[]], 3: [[1]]}
+
+    assert score("texts", guesses, truth, [[4, 4, 4, 5, 9]]) == {
+        "tokens": 0.5, "baseline": pytest.approx((4 / 6 + 0) / 2, abs=1e-4), "order": 0.5,
+        "num_updates": 2,
+    }  # fmt: skip
+    assert score("texts", {3: [[1]]}, truth, []) is None

@@ -1,7 +1,9 @@
-"""The record of a run in a real MLflow store."""
+"""The record of a run in a real MLflow store: names, parameters, curves of bounded length."""
 
 import json
+import math
 import os
+import random
 import shutil
 import sqlite3
 from pathlib import Path
@@ -13,8 +15,20 @@ import pytest
 from tests.event_lines import append_event, append_step
 from tests.runs import command
 from tests.sweep_runs import blank_store
-from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.tracking.mlflow_store import VIEW_TAG, Store, links, view_of
+from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
+from xcloud.tracking.mlflow_store import (
+    VIEW_TAG,
+    CurvePoint,
+    Store,
+    Thinner,
+    final_metrics,
+    legal_name,
+    links,
+    points_of,
+    quality_metrics,
+    step_metrics,
+    view_of,
+)
 from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TRACKED_FILE,
@@ -214,3 +228,107 @@ def test_the_five_latest_sweeps_have_links_the_latest_last(
     assert said[0] == "xcloud:"
     sweeps = [line for line in said if line.startswith("sweep ")]
     assert sweeps == [f"sweep s{n}:" for n in (3, 4, 5, 6, 7)]
+
+
+def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[CurvePoint]:
+    thinner, found = Thinner(points, num_steps), []
+    for step, value in curve.items():
+        found += thinner.feed(points_of({"loss": value}, 0.0, step))
+    return found + thinner.close()
+
+
+@pytest.mark.parametrize("points", [500, 2001])
+def test_a_run_of_any_length_has_at_most_so_many_points(points: int) -> None:
+    zigzag = random.Random(0)
+    for num_steps in (1, points - 1, points, points + 1, 2 * points, 7 * points + 3):
+        curve = {step: zigzag.random() for step in range(1, num_steps + 1)}
+        found = thinned(curve, points, num_steps)
+        assert len(found) <= points
+        assert found[-1].step == num_steps
+        if num_steps <= points:
+            assert [(p.step, p.value) for p in found] == list(curve.items())
+            continue
+        for share in (0.1, 0.5, 1.0):  # much is left of a run that ends early, too
+            early = [p for p in found if p.step <= share * num_steps]
+            assert len(early) >= share * points / 3
+
+
+def test_extremes_and_the_last_value_are_kept_in_order_each_once() -> None:
+    curve = {step: 1.0 / step for step in range(1, 20_001)}
+    curve |= {7_000: 50.0, 7_001: -50.0, 12_345: math.nan, 19_999: math.inf}
+    found = thinned(curve, 500, 20_000)
+
+    steps = [p.step for p in found]
+    assert steps == sorted(set(steps))
+    assert {7_000, 7_001, 12_345, 19_999, 20_000} <= set(steps)
+    assert all(repr(p.value) == repr(curve[p.step]) for p in found)
+
+
+def test_what_begins_after_a_bucket_gets_the_points_of_one_that_saw_everything() -> None:
+    curve = {step: math.sin(step) for step in range(1, 9_001)}
+    whole = thinned(curve, 500, 9_000)
+    later = thinned({s: v for s, v in curve.items() if s > whole[200].step}, 500, 9_000)
+    assert later[-50:] == whole[-50:]
+
+
+def test_every_name_we_make_is_legal_in_mlflow() -> None:
+    from mlflow.utils.validation import _validate_metric_name, _validate_param_name
+
+    wild = ["a@b", "x(%)", "/abs", "../up", ".", "", "a//b", "a/", "año", "a:b", "y" * 300, "/"]
+    for name in wild:
+        _validate_metric_name(legal_name(name))
+        _validate_param_name(legal_name(name))
+    assert legal_name("train/loss") == "train/loss"
+    assert legal_name("compute_s_cloud A-1.x") == "compute_s_cloud A-1.x"
+
+
+def test_curves_and_final_values_do_not_share_a_name() -> None:
+    totals = StepTotals(
+        3,
+        step_s=0.5,
+        loss=2.0,
+        numbers={
+            ("num_ranks", "source"): 2,
+            ("waiting_s", "source"): 0.4,
+            ("sent", "forward"): 10,
+            ("sent", "backward"): 0,
+        },
+        grad_norm=1.5,
+    )
+    curves = step_metrics(totals)
+    assert curves == {
+        "train/step_s": 0.5,
+        "train/loss": 2.0,
+        "update/grad_norm": 1.5,
+        "wall_time/waiting_s_source": 0.2,
+        "wan/bytes_forward": 10,
+    }
+    names = list(curves)
+    assert (names[0], names[-1]) == ("train/loss", "train/step_s"), "as MLflow shows them"
+    dev = quality_metrics({"split": "dev", "values": {"bleu": 30.0}})
+    assert dev == {"dev/bleu": 30.0}
+
+    final = final_metrics(
+        {
+            "quality": {"bleu": 41.92, "chrf": None},
+            "quality_error": {"bleu": 0.81},
+            "step_time_s": {"median": 0.4, "p90": 0.5},
+            "compression_ratio": {"forward": 4.0, "backward": None, "total": 3.0},
+            "waiting_s": {"source": 0.2},
+            "wan_bytes_per_step": {"forward": 10, "backward": 0, "other": 2},
+        }
+    )
+    assert final == {
+        "bleu": 41.92,
+        "bleu_error": 0.81,
+        "step_time_s": 0.4,
+        "step_time_p90_s": 0.5,
+        "wan_bytes_per_step": 12.0,
+        "compression_ratio": 3.0,
+        "compression_ratio_forward": 4.0,
+        "waiting_s_source": 0.2,
+        "wan_bytes_per_step_forward": 10,
+        "wan_bytes_per_step_backward": 0,
+        "wan_bytes_per_step_other": 2,
+    }
+    assert not set(final) & (set(curves) | set(dev))

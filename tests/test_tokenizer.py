@@ -1,24 +1,36 @@
-"""Tokenizers: nothing is lost, the same everywhere, special ids only where they belong."""
+"""Tokenizers: nothing is lost, the same everywhere, where words begin, how one is trained."""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import SPLITS
+from xcloud.contracts.model import SPLITS, TokenIds
 from xcloud.demo import pairs as demo_pairs
+from xcloud.tasks.multilingual_text import (
+    POWER,
+    MultilingualText,
+    draw_texts,
+    mixed,
+    train_tokenizer,
+)
 from xcloud.tasks.tokenizer import (
+    FileTokenizer,
     PretrainedTokenizer,
     RunsTokenizer,
     Tokenizer,
     TokenizerChoice,
     TrainedTokenizer,
+    begins_unspaced,
     keep_tokenizers,
     rejoin_marks,
 )
@@ -292,3 +304,146 @@ def test_a_run_that_cannot_keep_its_tokenizer_trains_it_again(tmp_path: Path) ->
         own.prepare(TEXTS, tmp_path).digest
         == TrainedTokenizer(500).prepare(TEXTS, tmp_path).digest
     )
+
+
+NUMBERED = [f"the cat number {i} sleeps in the house" for i in range(50)]
+THAI, CHINESE = "แมวนอนอยู่ในบ้าน", "猫在房子里睡觉。"
+
+
+def bytes_of(*texts: str) -> Callable[[Path], Tokenizer]:
+    """Byte-level pieces, learned from these texts."""
+    return lambda folder: TrainedTokenizer(700).prepare(texts * 9, folder)
+
+
+def words_of(*texts: str) -> Callable[[Path], Tokenizer]:
+    return lambda folder: TrainedTokenizer(200, "wordpiece").prepare(texts * 9, folder)
+
+
+def characters_of(*texts: str) -> Callable[[Path], Tokenizer]:
+    """As SentencePiece has them, without the marks that begin a text."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    def make(folder: Path) -> Tokenizer:
+        pieces = ["<unk>", "▁", *sorted({sign for text in texts for sign in text})]
+        backend = Backend(models.Unigram([(piece, -1.0) for piece in pieces], 0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        backend.decoder = decoders.Metaspace()
+        token_ids = TokenIds(len(pieces), pad=0, bos=0, eos=0, mask=0)
+        return Tokenizer(backend, token_ids, [0], rejoin=False)
+
+    return make
+
+
+def starts_in(tokenizer: Tokenizer, text: str) -> list[bool]:
+    starts = tokenizer.word_starts()
+    assert len(starts) == tokenizer.token_ids.size
+    return [starts[i] for i in tokenizer.encode([text])[0]]
+
+
+def test_words_begin_where_spaces_were(tmp_path: Path) -> None:
+    """No space stands in front of the first word."""
+    assert (
+        sum(starts_in(bytes_of(*NUMBERED)(tmp_path), "the cat sleeps")) == 2
+    )  # no space before it
+    pieces = TrainedTokenizer(60, "wordpiece").prepare(NUMBERED, tmp_path)
+    starts = starts_in(pieces, "the cat sleeps")
+    assert len(starts) > 3 and sum(starts) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "words"),
+    [
+        (bytes_of(*NUMBERED), CHINESE, 8),  # each character is three pieces, its bytes
+        (bytes_of(CHINESE), "房子猫猫", 3),
+        (bytes_of(THAI), "นอนบ้าน", 3),
+        (words_of("ねこはねこだ"), "ねはだ", 3),
+        (words_of(THAI), "ในวน", 4),
+        (characters_of(CHINESE), CHINESE, 8),
+        (characters_of(THAI), THAI, 16 - 3),  # three marks above or below begin nothing
+    ],
+    ids=["bytes", "chinese", "thai", "kana words", "thai words", "characters", "marks"],
+)
+def test_in_scripts_without_spaces_a_piece_is_a_word(
+    tmp_path: Path, make: Callable[[Path], Tokenizer], text: str, words: int
+) -> None:
+    assert sum(starts_in(make(tmp_path), text)) == words
+
+
+@pytest.mark.parametrize("text", [" naïve", " Москва", " हिन्दी", " 한국어", " Ελλάδα", " 😀"])
+def test_in_scripts_with_spaces_a_word_begins_behind_one_only(tmp_path: Path, text: str) -> None:
+    for make in (bytes_of(*NUMBERED), bytes_of(text), characters_of(text)):
+        first, *others = starts_in(make(tmp_path), text)
+        assert first and not any(others)
+
+
+def test_a_part_of_a_character_counts_if_all_that_it_can_be_do() -> None:
+    thai, hindi, chinese, rare = "ม".encode(), "ह".encode(), "猫".encode(), "𠀀".encode()
+    assert all(begins_unspaced(text) for text in (thai[:2], chinese[:1], chinese[:2], rare[:2]))
+    unclear = (b"", thai[:1], hindi[:1], hindi[:2], thai[1:], chinese[2:] + thai, rare[:1])
+    assert not any(begins_unspaced(text) for text in unclear)
+
+
+def test_the_command_makes_a_file_that_all_clouds_can_load(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.es.txt").write_text("uno\ndos\n")
+    (tmp_path / "train.en").write_text("one\ntwo\n")
+    out = tmp_path / "shared.json"
+
+    def run(*languages: str) -> None:
+        options = ["--out", str(out), "--vocab-size", "300", "--languages", *languages]
+        train_tokenizer([str(tmp_path), *options])
+
+    run("es", "en")
+    digests = {FileTokenizer(str(out)).prepare((), tmp_path).digest for _ in range(2)}
+    assert f"digest {digests.pop():08x}; copy it to every cloud" in capsys.readouterr().out
+    assert not digests
+    with pytest.raises(DataError, match=r"no text of 'pt'"):
+        run("pt")
+
+
+def test_what_a_small_language_lacks_goes_to_the_others() -> None:
+    assert mixed({"es": 900, "en": 100}, 100, 1.0) == {"es": 90, "en": 10}
+    assert mixed({"es": 900, "en": 900}, 100, 0.7) == {"es": 50, "en": 50}
+    assert mixed({"a": 10, "b": 900, "c": 900}, 110, 0.0) == {
+        "a": 10, "b": 50, "c": 50
+    }  # fmt: skip
+    few = {"es": 7, "en": 3, "fr": 1}
+    assert mixed(few, 500, 0.7) == few
+    quarter = mixed({"es": 16, "en": 1600}, 110, 0.5)
+    assert quarter == {"es": 10, "en": 100}
+
+
+def test_texts_are_drawn_from_all_rows_of_a_language() -> None:
+    seen, kept = draw_texts(map(str, range(4000)), 1000, random.Random(0))
+
+    assert seen == 4000 and len(kept) == len(set(kept)) == 1000
+    assert sum(map(int, kept)) / 1000 == pytest.approx(2000, abs=150)
+    assert draw_texts(["a", "b"], 5, random.Random(0)) == (2, ["a", "b"])
+
+
+def test_the_shared_tokenizer_is_trained_on_the_mix_that_power_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "es.txt").write_text("uno\n" * 1600)
+    (tmp_path / "en.txt").write_text("one\n" * 16)
+    given: list[Counter[str]] = []
+    prepare = TrainedTokenizer.prepare
+
+    def counted(self: TrainedTokenizer, texts: list[str], cache_dir: Path) -> Tokenizer:
+        given.append(Counter(texts))
+        return prepare(self, texts, cache_dir)
+
+    monkeypatch.setattr(TrainedTokenizer, "prepare", counted)
+    options = ["--out", str(tmp_path / "t.json"), "--vocab-size", "300", "--max-texts", "110"]
+    options += ["--languages", "es", "en", "--power"]
+    for power in ("0.5", "0"):
+        monkeypatch.setattr("sys.argv", ["train_tokenizer", str(tmp_path), *options, power])
+        train_tokenizer()
+    assert given == [Counter(uno=100, one=10), Counter(uno=94, one=16)]
+    monkeypatch.setattr("sys.argv", ["train_tokenizer", str(tmp_path), *options, "2"])
+    with pytest.raises(ConfigError, match=r"--power must be a number in \[0, 1\]"):
+        train_tokenizer()
+    assert POWER == MultilingualText.language_power

@@ -1,16 +1,22 @@
-"""Corpora in a folder: formats, splits by name, alignment, and what must not be read."""
+"""Where corpora come from: folders, the hub's form, and the embedded texts."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import socket
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from xcloud import pretrained as hub_access
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.tasks.classification import Classification, DemoClassification, DemoCrossLingual
+from xcloud.tasks.question_answering import DemoQuestionAnswering
 from xcloud.tasks.rows import Corpus, Rows, chosen_rows
-from xcloud.tasks.translation import FolderTranslation, learnable
+from xcloud.tasks.translation import DemoTranslation, FolderTranslation, HubTranslation, learnable
 
 SOURCE, BOTH = frozenset({"source"}), frozenset({"source", "target"})
 PAIRS = [(f"hola {i}", f"hello {i}") for i in range(100)]
@@ -327,3 +333,172 @@ def test_further_texts_are_read_where_their_side_is_seen_and_without_those_that_
 def test_tatoeba_leaves_train_extra_alone() -> None:
     corpus = read(SHARED / "tatoeba_es_en", frozenset({"target"}))
     assert corpus.splits["train"].num_rows == 112_995
+
+
+ALL = frozenset({"text", "label"})
+SIZES = {"num_train": 1000, "num_dev": 100, "num_test": 200}
+REVIEWS = DemoClassification(**SIZES)  # type: ignore[arg-type]
+CORPORA = [REVIEWS, DemoClassification(name="qnli", **SIZES), DemoCrossLingual(**SIZES)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_splits_share_no_sample_and_labels_are_balanced(corpus: Classification) -> None:
+    found = corpus.read(ALL)
+    seen: set[tuple[str, ...]] = set()
+    for split, rows in found.splits.items():
+        sides = [rows.texts[key] for key in ("first", "second") if key in rows.texts]
+        texts = set(zip(*sides, strict=True))
+        assert not texts & seen and len(texts) == rows.num_rows
+        seen |= texts
+        if split == "train":
+            counts = Counter(rows.texts["label"])
+            even = rows.num_rows / len(counts)
+            assert all(abs(count - even) < 0.12 * even for count in counts.values())
+    assert found.splits["train"].num_rows == 1000
+    assert corpus.read(frozenset()).agreed == found.agreed
+
+
+def test_labels_do_not_follow_the_sample_number() -> None:
+    labels = REVIEWS.read(ALL).splits["train"].texts["label"]
+    assert 400 < sum(a == b for a, b in pairwise(labels)) < 600
+
+
+def test_answers_stand_in_their_stories_once_asked() -> None:
+    splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read(ALL).splits
+    for rows in splits.values():
+        stories = list(zip(rows.texts["group"], rows.texts["question"], strict=True))
+        assert len(set(stories)) == rows.num_rows == 3 * len(set(rows.texts["group"]))
+        for context, found in zip(rows.texts["context"], rows.texts["answers"], strict=True):
+            ((answer, start),) = found
+            assert context[start : start + len(answer)] == answer
+    assert splits["train"].num_rows == 33  # three questions each, rounded up
+
+
+def test_a_language_that_the_demo_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one of en, es, got 'fr'"):
+        DemoCrossLingual(train_language="fr")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"task\.num_train"):
+        DemoClassification(num_train=0)
+
+
+def test_splits_share_no_sentence_on_either_side() -> None:
+    corpus = DemoTranslation(num_pairs=3000, num_dev=300, num_test=300).read(BOTH)
+    assert {split: rows.num_rows for split, rows in corpus.splits.items()} == {
+        "train": 2400,
+        "dev": 300,
+        "test": 300,
+    }
+    for language in BOTH:
+        sides = [set(rows.texts[language]) for rows in corpus.splits.values()]
+        assert sum(map(len, sides)) == len(set().union(*sides)) == 3000
+
+
+def test_only_the_visible_side_is_given() -> None:
+    corpus = DemoTranslation(num_pairs=100, num_dev=10, num_test=10)
+    seen = corpus.read(frozenset({"source"}))
+    assert all(set(rows.texts) == {"source"} for rows in seen.splits.values())
+    assert corpus.read(frozenset()).agreed == seen.agreed
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_pairs": 10}, {"num_dev": 0}, {"num_pairs": 10**7}, {"num_pairs": 2.5}]
+)
+def test_nonsense_is_refused_when_built(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.num_"):
+        DemoTranslation(**settings)
+
+
+def test_other_languages_are_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"es and en only.*task\.path"):
+        DemoTranslation(source="de").check()
+
+
+datasets = pytest.importorskip("datasets")
+ROWS = [{"translation": {"es": f"hola {i}", "en": f"hello {i}"}} for i in range(40)]
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_hub(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
+    return HubTranslation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    write_rows(tmp_path / "validation.jsonl", ROWS[:3])
+    write_rows(tmp_path / "test.jsonl", ROWS[3:5])
+    return tmp_path
+
+
+def test_translation_dicts_in_a_local_folder_without_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", None)  # whoever asks for an address dies
+    corpus = read_hub(folder)
+    assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [40, 3, 2]
+    assert corpus.splits["test"].texts == {
+        "source": ["hola 3", "hola 4"],
+        "target": ["hello 3", "hello 4"],
+    }
+
+
+def test_parquet_with_columns_of_other_names(tmp_path: Path) -> None:
+    rows = {"spanish": ["uno", None, "tres"] * 10, "english": ["one", "two", "three"] * 10}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
+    columns = {"source_column": "spanish", "target_column": "english"}
+    corpus = read_hub(tmp_path, dev_share=3, test_share=3, **columns)
+    assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [24, 3, 3]
+    assert set(corpus.splits["train"].texts["source"]) == {"uno", "", "tres"}
+    held_out = ["dev held out of train", "test held out of train"]
+    assert corpus.remarks[:2] == held_out
+    assert "train: 7 empty cells of source are kept" in corpus.remarks
+    with pytest.raises(DataError, match=r"no column en, es; it has spanish, english"):
+        read_hub(tmp_path)
+
+
+def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path) -> None:
+    whole = read_hub(folder)
+    seen = read_hub(folder, frozenset({"target"}))
+    assert seen.splits["train"].texts == {"target": whole.splits["train"].texts["target"]}
+    assert seen.agreed == whole.agreed
+    nothing = read_hub(folder, frozenset())
+    assert [rows.num_rows for rows in nothing.splits.values()] == [40, 3, 2]
+
+
+def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
+    corpus = read_hub(folder, dev="test", test="validation")
+    assert (corpus.splits["dev"].num_rows, corpus.splits["test"].num_rows) == (2, 3)
+    with pytest.raises(DataError, match=r"nothing for task\.test=tst; found: train"):
+        read_hub(folder, test="tst")
+
+
+def test_a_language_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(DataError, match="no column fr; it has es, en"):
+        read_hub(folder, frozenset({"source"}), source="fr")
+
+
+def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def refuse(*args: object, **kwargs: object) -> socket.socket:
+        tried.append(args)
+        raise socket.gaierror("no network in this test")
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    hub_access.go_offline_if_unreachable.cache_clear()
+    try:
+        with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
+            HubTranslation(path="nobody/nothing").read(BOTH)
+    finally:
+        hub_access.go_offline_if_unreachable.cache_clear()
+    assert len(tried) == 1  # left alone the library retries for 23 s

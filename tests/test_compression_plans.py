@@ -1,3 +1,5 @@
+"""Plans of compression: by direction, boundary and phase, and what they are called."""
+
 import copy
 from pathlib import Path
 
@@ -191,3 +193,28 @@ def test_a_rate_can_be_swept_by_name() -> None:
     OmegaConf.update(config, "forward.svd.rate", 0.2)
 
     assert instantiate(config, _convert_="all").label == "fp16(svd(0.2))+int8"
+
+
+INT4, FP16 = Compression(BlockInt(4), BlockInt(4)), Compression(Cast("float16"), Cast("float16"))
+
+
+def test_a_named_boundary_has_its_own_compression_and_the_others_the_default() -> None:
+    compression = PerBoundary(INT4, boundary_1=FP16)
+
+    assert compression.at_boundary(0) is INT4
+    assert compression.at_boundary(1) is FP16
+    assert compression.at_boundary(2) is INT4
+    assert compression.label == "int4+int4, boundary 1: fp16+fp16"
+    assert not compression.is_identity
+    assert PerBoundary(Compression(), boundary_0=Compression()).is_identity
+
+
+def test_a_compression_for_all_boundaries_serves_each() -> None:
+    assert INT4.at_boundary(3) is INT4
+
+
+def test_what_is_no_boundary_or_no_compression_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name a boundary boundary_N"):
+        PerBoundary(INT4, head=FP16)
+    with pytest.raises(ConfigError, match=r"PerBoundary\.boundary_0 must be a Compression"):
+        PerBoundary(INT4, boundary_0="int8")  # type: ignore[arg-type]

@@ -1,26 +1,38 @@
-"""What holds of every price and every simulation, whatever the model, the clouds and the line."""
+"""What holds of every price and simulation, with kept rows and exchanges of replicas too."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise, permutations
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.plan_pieces import EIGHT, codec, drawn, every_plan, piece
+from tests.plan_pieces import COMPRESSORS, EIGHT, codec, drawn, every_plan, piece
+from tests.replicas import connected, exchange
+from xcloud.comm.compressor import Chain
+from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.activation_cache.price import over_epochs
+from xcloud.features.replicas.averaging import Terms, averager_for
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.replicas.merging import Median, weighted_sum
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.search import Ranked, Space, fastest
+from xcloud.planner.plan_report import Report, print_plans, write_plan
+from xcloud.planner.search import Ranked, Space, fastest, search
 from xcloud.planner.settings import DIMENSIONS, with_micro_batches
+from xcloud.record.timeline import predicted_of
+from xcloud.show.tables import epochs_text
 from xcloud.simulator.costs import (
+    FREE,
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -32,10 +44,10 @@ from xcloud.simulator.costs import (
     Update,
     lines_of,
 )
-from xcloud.simulator.formulas import exchange_of
+from xcloud.simulator.formulas import PieceWork, exchange_of, memory_of
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Simulator
-from xcloud.simulator.pricing import Pricer, alike
+from xcloud.simulator.pricing import OverEpochs, Pricer, alike
 
 SEEDS = range(8)
 
@@ -323,3 +335,133 @@ def test_only_a_change_that_makes_a_step_clearly_shorter_is_advice(share: float)
     ranked = Ranked([priced], priced, (2.0 * share, other), 2, 2)
 
     assert ranked.advice_to_own == ADVICE[share]
+
+
+TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
+FROZEN = BoundaryCodec(codec(1e6).forward)
+
+
+def pricer(costs: CompressorCosts, layout: ClusterLayout = TWO) -> Pricer:
+    ways = [Strategy(), Strategy("data_parallel", None, GradientAveraging())]
+    arranged = {way.name: Arranged(way, way.arrange(layout)) for way in ways}
+    return Pricer(replace(EIGHT, compressors={NO_COMPRESSION: costs}), arranged, 16)
+
+
+def test_kept_rows_make_steps_of_later_epochs_shorter_by_what_fits() -> None:
+    """EIGHT in two halves, the first one frozen: of 16 samples it computes 0.64 s, the other half
+    1.92 s; 1 MB of each sample crosses, 0.08 s on the line."""
+    costs = CompressorCosts("none", [FROZEN], AveragingCodec(32_000))
+    slow = replace(TWO, wan=LinkProfile(4e6, 0.01))
+    priced = pricer(costs, slow)
+    plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
+
+    def found(megabytes: int, num_steps: int = 50) -> OverEpochs:
+        told = over_epochs(priced, plan, megabytes * 10**6, 200, num_steps)
+        assert told is not None
+        return told
+
+    nothing, half, all_kept = found(0), found(100), found(200)
+    assert [one.kept_share for one in (nothing, half, all_kept)] == [0.0, 0.5, 1.0]
+    first_s = priced.step_s(plan)
+    assert nothing.first_epoch_s == all_kept.first_epoch_s == first_s
+    assert nothing.later_epochs_s == pytest.approx(first_s)
+    # The line is what bounds it: 16 samples of 2 s each, of which half cross; and then none.
+    assert first_s > 32 and 16 < half.later_epochs_s < first_s - 15
+    assert all_kept.later_epochs_s == pytest.approx(1.92, abs=0.05)
+    assert half.first_epoch_share == 0.25
+    assert half.mean_s == pytest.approx(0.25 * first_s + 0.75 * half.later_epochs_s)
+    short = found(200, num_steps=5)
+    assert short.mean_s == first_s and short.at_the_end is priced
+    assert all_kept.at_the_end.step_s(plan) == all_kept.later_epochs_s
+    whole = Plan("data_parallel", (8,), GPipe(4), NO_COMPRESSION)
+    assert over_epochs(priced, whole, 1, 200, 50) is None
+    assert over_epochs(pricer(COMPRESSORS[NO_COMPRESSION]), plan, 1, 200, 50) is None
+
+
+def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    priced = pricer(CompressorCosts("none", [FROZEN]))
+    plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
+    space = Space(plan, {"pipeline": [plan.ends]}, [4], [NO_COMPRESSION], ["schedule"])
+    ranked = search(priced, space, 1)
+    epochs = over_epochs(priced, ranked.best[0].plan, 10**9, 200, 50)
+    assert epochs is not None
+    report = Report(priced, space, ranked, 0.1, over_epochs={ranked.best[0].plan: epochs})
+
+    print_plans(report)
+    write_plan(tmp_path, report, ranked.best[0])
+
+    text = epochs_text(epochs.as_table())
+    said = capsys.readouterr().out
+    assert f"on average over the run, {text}" in said and "plan 1: " in said
+    assert "in later ones with 100% of the samples kept" in text
+    assert "program" not in said, "it was not measured"
+    told = predicted_of(tmp_path)
+    assert told["predicted_step_time_s"] == pytest.approx(epochs.mean_s, abs=1e-6)
+    assert told["predicted_over_epochs"]["later_epochs_s"] < told["predicted_step_time_s"]
+
+
+SHAPES = {"weight": torch.Size((12, 10)), "bias": torch.Size((37,))}
+TENSORS = [torch.ones(shape) for shape in SHAPES.values()]
+NUM_VALUES = 157
+
+
+def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked = {"encode": 0, "decode": 0}  # values, of all replicas
+
+    def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
+        return TensorCodec(shapes, lambda name, shape: Chain(), 7, True)
+
+    def counted(name: str) -> Callable[..., object]:
+        own = getattr(TensorCodec, name)
+
+        def count(codec: TensorCodec, *given: object, **named: object) -> object:
+            worked[name] += codec.raw_bytes // 4
+            return own(codec, *given, **named)
+
+        return count
+
+    for name in worked:
+        monkeypatch.setattr(TensorCodec, name, counted(name))
+    for num_replicas, merge in ((2, None), (3, None), (5, None), (3, Median()), (5, Median())):
+        worked |= {"encode": 0, "decode": 0}
+        layout = ClusterLayout({f"c{i}": Cloud(1, (0, 1), replica=i) for i in range(num_replicas)})
+        links = connected(num_replicas)
+        exchange(
+            [averager_for(own, SHAPES, new_codec, Terms(merge or weighted_sum)) for own in links],
+            1,
+            [TENSORS] * num_replicas,
+        )
+
+        lines = dict.fromkeys((f"{a}-{b}" for a, b in permutations(layout.clouds, 2)), FREE)
+        costs = AveragingCodec(4 * NUM_VALUES, NUM_VALUES, NUM_VALUES)  # a second for each value
+        averaging = GradientAveraging(merge=merge)
+        planned = exchange_of(layout, averaging, costs, [1.0], lines)
+
+        of_one = planned.bytes_per_step
+        sent = sum(size for pair, size in of_one.items() if pair.startswith("c0-"))
+        rounds = 1 if num_replicas == 2 or merge is not None else 2
+        weights = 8 * (num_replicas - 1) * rounds
+        assert sum(own.num_bytes for own in links) / num_replicas == pytest.approx(sent + weights)
+        assert sum(worked.values()) / num_replicas == pytest.approx(planned.codec_s)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_contributions_that_a_robust_merge_looks_at_are_counted_in_memory(
+    num_ranks: int,
+) -> None:
+    """Each of three replicas decodes all of them; the ranks of a cloud share a stage out."""
+    clouds = {f"c{i}": Cloud(num_ranks, (0,), replica=i) for i in range(3)}
+    work = PieceWork(*[0.0] * len(PieceWork._fields))._replace(trained_bytes=600)
+    plan = Plan("data_parallel", (1,), schedule=GPipe(6), compression="none")
+    memory = {}
+    for merge in (None, Median()):
+        strategy = Strategy("data_parallel", None, averaging=GradientAveraging(merge=merge))
+        arranged = Arranged(strategy, ClusterLayout(clouds))
+        memory[merge] = memory_of(plan, arranged, works=[work], messages={})["c0"]
+
+    mean, robust = memory.values()
+    assert robust - mean == 3 * 600 / num_ranks
