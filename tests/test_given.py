@@ -1,5 +1,6 @@
 """What is said of a key that no chosen group has."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from omegaconf import OmegaConf
 from tests.configs import composed
 from tests.nightly import each_once
 from xcloud.base.errors import ConfigError
+from xcloud.base.wording import WISHED
 from xcloud.job import config as configs
-from xcloud.job.config import check_keys
+from xcloud.job.config import Settings, check_keys
 from xcloud.job.given import composed as composed_words
 from xcloud.job.given import explained, hints, with_overrides
 
@@ -135,18 +137,29 @@ def test_no_key_is_accused_where_hydra_names_the_cause() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.dtype=bfloat16", "weights are FP32; training.precision=bf16 computes in bf16"),
-        ("model.load_in_4bit=true", "weights are not quantized here"),
-        ("model.qlora=true", "weights are not quantized here"),
-        ("task.dpo=true", "preferences are not learned from"),
-        ("training.gradient_checkpointing=true", "it is model.activation_checkpointing=true"),
+        ("model.dtype=bfloat16", "model.weights is what the frozen weights"),
+        ("model.dtype=bfloat16", "and training.precision=bf16 computes"),
+        ("model.load_in_4bit=true", "it is model.weights=nf4, of"),
+        ("model.load_in_8bit=true", "it is model.weights=int8, of"),
+        ("model.qlora=true", "it is model.weights=nf4, of"),
+        ("task.dpo=true", "it is task=preferences, as in +exp=dpo_reviews"),
+        ("training.gradient_checkpointing=true", "it is model.activation_checkpointing=true, of"),
     ],
 )
 def test_what_one_may_know_from_other_programs_is_answered(override: str, said: str) -> None:
-    """Not with the name that is nearest, of something else."""
+    """The name that is nearest is of something else."""
     (answer,) = hints(["+exp=lora_clm", override], CONF)
     assert said in answer and "did you mean" not in answer
     assert f"unknown setting '{override.partition('=')[0]}'" in answer
+
+
+def test_what_these_answers_name_is_accepted() -> None:
+    """An answer that was true when it was written would send a user to what is gone."""
+    named = {word for answer in WISHED.values() for word in re.findall(r"[+a-z_.]+=\w+", answer)}
+    assert {"model.weights=nf4", "task=preferences", "+exp=dpo_reviews"} <= named
+    for word in sorted(named):
+        experiment = [] if word.startswith("+exp=") else ["+exp=lora_clm"]
+        Settings.of(composed(*experiment, word))
 
 
 @pytest.mark.parametrize("target", ["nowhere.Part", "xcloud.comm.NoSuch", "json.nothing"])

@@ -304,7 +304,7 @@ PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
         ),
         ({"conversations": [{"from": "human", "value": "Hi"}]}, "its keys are conversations"),
         ({"prompt": "Hi", "completion": "Hello"}, "its keys are prompt, completion"),
-        (PREFERENCE, r"preference data: task=preferences learns from it"),
+        (PREFERENCE, r"preference data: task=preferences learns from it \(docs/preferences.md\)"),
         ({"messages": [{"from": "human", "value": "Hi"}]}, "row 1: neither"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "row 1: neither"),
     ],

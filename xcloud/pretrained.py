@@ -204,7 +204,8 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
             how = quantized.get("quant_method")
         raise DataError(
             f"checkpoint {name_or_path!r} is quantized ({how or 'quantization_config'}), and such "
-            "weights are not read here: give the one that it was made from"
+            "weights are not read here: give the one that it was made from, which a causal "
+            "language model packs itself (model.weights=nf4 or int8)"
         )
     return described
 

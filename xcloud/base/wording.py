@@ -179,19 +179,20 @@ def meant(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-_UNQUANTIZED = (
-    "weights are not quantized here: the frozen ones are FP32, with adapters beside them "
-    "(model.lora={r: 16})"
+_DTYPES = (
+    "model.weights is what the frozen weights beside adapters are kept as; trained weights are "
+    "FP32, and training.precision=bf16 computes in bf16"
 )
+_FOUR_BITS = "it is model.weights=nf4, of the frozen weights beside adapters"
 # Settings of other programs that one may wish for: what there is instead. Names that are near
 # theirs would mislead.
 WISHED = {
-    "dtype": "weights are FP32; training.precision=bf16 computes in bf16",
-    "torch_dtype": "weights are FP32; training.precision=bf16 computes in bf16",
-    "load_in_4bit": _UNQUANTIZED,
-    "load_in_8bit": _UNQUANTIZED,
-    "qlora": _UNQUANTIZED,
-    "dpo": "preferences are not learned from: chats are trained on their answers alone",
+    "dtype": _DTYPES,
+    "torch_dtype": _DTYPES,
+    "load_in_4bit": _FOUR_BITS,
+    "load_in_8bit": "it is model.weights=int8, of the frozen weights beside adapters",
+    "qlora": _FOUR_BITS,
+    "dpo": "it is task=preferences, as in +exp=dpo_reviews",
     "gradient_checkpointing": "it is model.activation_checkpointing=true, of causal models",
 }
 

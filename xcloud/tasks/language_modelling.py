@@ -588,7 +588,7 @@ def _column(file: TextFile) -> str:
     said = f"{file.where}: its keys are {listed(file.columns())}. {FORMS}"
     if {"chosen", "rejected"} <= there:
         said += " This is preference data: task=preferences learns from it"
-        raise DataError(f"{said} ({CONVERTER})")
+        raise DataError(f"{said} (docs/preferences.md); for other forms {CONVERTER}")
     raise DataError(f"{said} Make messages of instructions or conversations: {CONVERTER}")
 
 
