@@ -1,4 +1,4 @@
-"""The exceptions a user may meet, as one tree. Not a place for recovery code."""
+"""The exceptions a user may see, as one tree. Not a place for recovery code."""
 
 
 class XcloudError(Exception):

@@ -92,7 +92,7 @@ class LineTrial:
 def check_lines(
     case: Case, keys: LineKeys, wait_s: float, listen: tuple[str, int] | None
 ) -> list[Finding]:
-    """Meet the doctor of each peer at the other end of the line, all at once, and measure.
+    """Talk to the doctor of each peer at the other end of the line, all at once, and measure.
 
     keys: with those peers whose certificates are in order; the others are left out.
     listen: host and port to listen at, where it is not the address that others dial.

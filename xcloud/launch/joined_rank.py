@@ -1,4 +1,4 @@
-"""One rank of a run whose clouds have several owners: it meets ranks of other clouds over sealed
+"""One rank of a run whose clouds have several owners: it finds ranks of other clouds over sealed
 lines alone, and only the ranks of its own cloud over torch."""
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def decode_note(body: bytes, sender: str, max_entries: int) -> Note:
     return Note(NoteKind(body[0]), body[1 : 1 + _NUMBER_BYTES], entries)
 
 
-class Meeting:
+class MailboxRendezvous:
     """The notes of one rank, and the attempt that follows from them."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Meeting:
         self._key = key
 
     def hold(self, say: Callable[[str], None]) -> tuple[str, list[Certificate]]:
-        """Meet all other ranks. Return the attempt, and the certificate of each rank.
+        """Wait for all other ranks. Return the attempt, and the certificate of each rank.
 
         say: is told once a minute who is waited for.
 
@@ -230,8 +230,8 @@ class MailboxLines:
 
     say: is told once a minute who is waited for.
 
-    It meets all other ranks first. Raises ConfigError for a mailbox that this rank cannot write
-    to, and where it has no certificate of a cloud, LinkTimeout for ranks that have not come.
+    It waits for all other ranks first. Raises ConfigError for a mailbox that this rank cannot
+    write to, and where it has no certificate of a cloud, LinkTimeout for ranks that have not come.
     """
 
     def __init__(
@@ -241,8 +241,8 @@ class MailboxLines:
         self._store = ObjectStore(url)
         self._keys = keys
         self._key = read_key(keys.key_file)
-        meeting = Meeting(store=self._store, place=place, keys=keys, key=self._key)
-        self._attempt, self._certificates = meeting.hold(say)
+        rendezvous = MailboxRendezvous(store=self._store, place=place, keys=keys, key=self._key)
+        self._attempt, self._certificates = rendezvous.hold(say)
         folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
         self._arrivals = Arrivals(store=self._store, folder=folder)
         self._arrivals.clean(self._attempt)

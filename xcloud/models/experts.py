@@ -41,7 +41,7 @@ class Expert(nn.Module):
         self.add_module(up, nn.Linear(hidden, feed_forward, bias=False))
         self.add_module(down, nn.Linear(feed_forward, hidden, bias=False))
 
-    def forward(self, rows_RH: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    def forward(self, rows_RH: Tensor, adapters: Sequence[ExpertAdapter]) -> Tensor:
         gate, up, down = (self.get_submodule(name) for name in self._names)
         opened = gate(rows_RH)
         passed = up(rows_RH)
@@ -57,7 +57,7 @@ class Expert(nn.Module):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class ExpertAdapter:
     """LoRA beside one matrix [O, I] of one expert: (scale B A) x. A is [r, I], B is [O, r]."""
 
     a: Tensor
@@ -90,12 +90,12 @@ class ExpertAdapters(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
         nn.init.zeros_(self.lora_B)
 
-    def each(self) -> list[Adapter]:
+    def each(self) -> list[ExpertAdapter]:
         """Return the adapter of each expert."""
         # One unbind of all: a slice of one expert would get a gradient of the size of all.
         all_a = torch.unflatten(self.lora_A, 0, (self._num_experts, -1)).unbind(0)
         all_b = torch.unflatten(self.lora_B, 1, (-1, self._num_experts)).unbind(2)
-        return [Adapter(a, b, scale=self._scale) for a, b in zip(all_a, all_b, strict=True)]
+        return [ExpertAdapter(a, b, scale=self._scale) for a, b in zip(all_a, all_b, strict=True)]
 
 
 class Experts(nn.Module):
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         shape = (self._hidden, self._feed_forward)
         self.down = ExpertAdapters(self.num_experts, shape=shape, r=r, scale=scale)
 
-    def _adapters(self) -> list[tuple[Adapter, ...]]:
+    def _adapters(self) -> list[tuple[ExpertAdapter, ...]]:
         """Return the two adapters of each expert; none where there is no LoRA."""
         if self.gate_up is None or self.down is None:
             return [()] * self.num_experts

@@ -242,7 +242,7 @@ class Exchange(StatefulTree, ABC):
         return
 
     def resume(self, step: int) -> int:
-        """Meet the other replicas, and return the step to go on after.
+        """Wait for the other replicas, and return the step to go on after.
 
         Called where clouds may come back: in one that begins in a run that goes on, and in the
         first one, which is there after `step`.

@@ -1,5 +1,5 @@
 """Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
-the observations of observers.py, after training (docs/privacy.md, section 3). What replicas
+the observations of observers.py, after training (docs/privacy.md). What replicas
 average is attacked by experiments/gradient_leaks (meter.py there).
 
 Shapes of attacks: N samples or rows, D features, C classes.

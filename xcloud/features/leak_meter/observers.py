@@ -279,5 +279,5 @@ def leak_observers(
     if isinstance(meter, WatchesAverages):
         averaged = meter.averaged(observer, reading, num_others=layout.num_replicas - 1)
     elif rank == 0:
-        reporter.note("averages are not attacked; docs/privacy.md, section 3, says how they are")
+        reporter.note("averages are not attacked; docs/privacy.md says how they are")
     return LeakObservers(observer=observer, averaged=averaged, reporter=reporter, run_dir=run_dir)
