@@ -12,6 +12,14 @@ from _pytest.mark import ParameterSet
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
+def first_daily(values: Sequence[Any], count: int) -> list[ParameterSet]:
+    """For pytest.mark.parametrize, the first `count` values, and the others nightly."""
+    return [
+        pytest.param(value, marks=() if place < count else NIGHTLY)
+        for place, value in enumerate(values)
+    ]
+
+
 def each_once(*axes: Sequence[Any]) -> list[ParameterSet]:
     """For pytest.mark.parametrize, all combinations of some values: as many as it takes to have
     every value once, the others nightly."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.configs import build
+from tests.nightly import first_daily
 from tests.pipelines import BORDER, D, ToyStage, in_threads, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
@@ -123,7 +124,7 @@ def crossings(kept_bytes: int) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("num_frozen", [1, 2])
+@pytest.mark.parametrize("num_frozen", first_daily([2, 1], count=1))
 def test_kept_rows_change_no_bit_of_a_loss_and_cross_no_more(num_frozen: int) -> None:
     """In lanes, with accumulation, schedules that split the backward, and compression."""
     ways: list[tuple[Compressor, Schedule]] = [

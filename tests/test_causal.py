@@ -27,6 +27,7 @@ from tests.causal_models import (
     where,
     words,
 )
+from tests.nightly import first_daily
 from tests.peak_bytes import PeakBytes
 from tests.translation_models import IDS
 from xcloud.base.errors import ConfigError, DataError
@@ -99,7 +100,7 @@ def test_gradients_of_all_weights_are_those_of_the_whole_model(
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=3))
 def test_activation_checkpointing_keeps_less_and_gives_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:

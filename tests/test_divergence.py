@@ -21,6 +21,7 @@ from tests.local_replicas import (
     run_together,
 )
 from tests.local_replicas import equal as equal_values
+from tests.nightly import each_once
 from tests.one_way_toy import cloud, feed_config
 from tests.strategy_jobs import clouds
 from tests.tied_toy import TiedToy
@@ -314,8 +315,7 @@ def remembered(job: list[Rank]) -> dict[tuple[int, str], Tensor]:
     }
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "compressor"), each_once([*JOBS], COMPRESSORS))
 def test_a_skipped_update_leaves_all_residuals_as_they_were(
     name: str, compressor: Compressor
 ) -> None:
@@ -333,8 +333,7 @@ def test_a_skipped_update_leaves_all_residuals_as_they_were(
     assert any(not torch.equal(kept, before[key]) for key, kept in remembered(job).items())
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-@pytest.mark.parametrize("merge", [None, Median()], ids=repr)
+@pytest.mark.parametrize(("merge", "compressor"), each_once([None, Median()], COMPRESSORS))
 def test_no_later_message_carries_what_a_skipped_late_gradient_left_out(
     merge: Any, compressor: Compressor
 ) -> None:

@@ -22,6 +22,7 @@ from tests.causal_models import (
     where,
     words,
 )
+from tests.nightly import first_daily
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError
 from xcloud.models import causal_network
@@ -126,7 +127,7 @@ def test_each_weight_in_nf4_is_the_nearest_of_16_values_of_its_block() -> None:
     assert torch.equal(kept(linear, "nf4").stored().flatten(), nearest.flatten()[: 96 * 5])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))
 def test_weights_as_stored_give_the_bits_of_float32(tmp_path: Path, kind: str) -> None:
     """In FP32: what a checkpoint holds in 16 bits is made dense without loss."""
     folder_in(kind, tmp_path, torch.bfloat16)

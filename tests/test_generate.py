@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.causal_models import KINDS, batch_of, build, saved, through, where, words
+from tests.nightly import first_daily
 from xcloud import use
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Message
@@ -21,7 +22,7 @@ from xcloud.models.causal_stage import CausalStage
 from xcloud.use import Choice, following
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))
 def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
     tmp_path: Path, kind: str
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tests.trainers
 from tests.combinations import experiment
+from tests.nightly import each_once
 from tests.pipelines import D
 from tests.replicas import averagers, connected, exchange, same_bits
 from tests.strategy_jobs import clouds, values
@@ -260,8 +261,7 @@ STRATEGIES: dict[str, tuple[Callable[[Robust], Averaging], ClusterLayout, int | 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("merge", BOUNDED, ids=repr)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "merge"), each_once([*STRATEGIES], BOUNDED))
 def test_nothing_that_one_cloud_sends_moves_a_merge_beyond_the_others(
     name: str, merge: Robust
 ) -> None:
@@ -382,8 +382,7 @@ def test_three_equal_clouds_make_one_update_with_the_median_as_with_the_mean(
 # --- a cloud that has nothing to give
 
 
-@pytest.mark.parametrize("merge", BOUNDED, ids=repr)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("value", "merge"), each_once([math.nan, math.inf], BOUNDED))
 def test_a_gradient_that_is_not_finite_counts_for_nothing_in_all_of_the_merge(
     merge: Robust, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

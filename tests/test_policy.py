@@ -20,7 +20,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from tests.configs import CONF, composed
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import command, start
 from tests.toy import toy_config
@@ -571,7 +571,10 @@ def test_a_rule_that_a_one_way_job_cannot_keep_refuses_it(
     assert "has holders, and a job of this kind" in refused(READERS["worker"], file)
 
 
-@pytest.mark.parametrize("exp", sorted(path.stem for path in (CONF / "exp").glob("*.yaml")))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("exp", first_daily(EXPERIMENTS, count=3))
 def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
     exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
