@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.runs import command
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
 from xcloud.tracking.mlflow_store import (
+    KIND_TAG,
     VIEW_TAG,
     CurvePoint,
     Store,
@@ -99,6 +101,8 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
     tags = dict(query(root, "SELECT key, value FROM tags"))
     assert tags["sweep"] == "s1" and tags["status"] == "finished"
     assert tags["commit"] == "1a2b3c4" and tags["profile"] == "demo"
+    assert tags["mlflow.source.name"] == Path(sys.argv[0]).name
+    assert tags["mlflow.source.type"] == "LOCAL"
     curve = query(root, "SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step")
     assert curve == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert query(root, "SELECT step, value FROM metrics WHERE key = 'bleu'") == [(3, 41.92)]
@@ -148,6 +152,16 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
 def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowSender]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
     assert "metrics.`bleu`" in json.loads(tags[VIEW_TAG + view_of(None)])["selectedColumns"]
+    assert tags[KIND_TAG] == "custom_model_development"
+
+
+def test_the_kind_that_someone_gave_an_experiment_stays(tmp_path: Path) -> None:
+    blank_store(tmp_path)
+    store = Store(tmp_path)
+    client, key = store.open()
+    client.set_experiment_tag(key, KIND_TAG, "finetuning")
+    store.open()
+    assert client.get_experiment(key).tags[KIND_TAG] == "finetuning"
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(

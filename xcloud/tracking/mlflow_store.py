@@ -47,6 +47,7 @@ UI_PORT = 5000
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 VIEW_TAG = "mlflow.sharedViewState."
+KIND_TAG = "mlflow.experimentKind"  # without it MLflow shows an experiment as a chat application
 
 # Of summary.json, what has the same name in a table of runs.
 AS_THEY_ARE = (
@@ -258,6 +259,9 @@ class Store:
         if VIEW_TAG + view_of(None) not in experiment.tags:
             columns = ("accuracy", "bleu", "f1", "perplexity", *COSTS)
             show_first(client, experiment_id=experiment.experiment_id, metrics=columns)
+        if KIND_TAG not in experiment.tags:
+            kind = "custom_model_development"
+            client.set_experiment_tag(experiment.experiment_id, KIND_TAG, kind)
         return client, str(experiment.experiment_id)
 
     def artifacts(self, run_id: str = "") -> Path:

@@ -15,6 +15,7 @@ import logging
 import math
 import re
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -277,9 +278,13 @@ class MlflowSender(threading.Thread, Recording):
             self.run_id = earlier["run_id"]
             self._note_changes(earlier.get("params", {}))
             return
-        user = {"mlflow.user": psutil.Process().username()}
+        origin = {  # what MLflow's own client says of a run
+            "mlflow.user": psutil.Process().username(),
+            "mlflow.source.name": Path(sys.argv[0]).name,
+            "mlflow.source.type": "LOCAL",
+        }
         self.run_id = self._client.create_run(
-            self.experiment_id, int(1000 * self._started_at_s), user, run_name=self._run.name
+            self.experiment_id, int(1000 * self._started_at_s), origin, run_name=self._run.name
         ).info.run_id
         replaced = run_named_by(
             self._run.run_dir / REPLACED_FILE, store=self._store, client=self._client
