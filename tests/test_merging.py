@@ -463,6 +463,23 @@ def test_a_job_believes_each_replica_its_own_samples_of_an_update(
         assert weights[0] == sum(tokens(piece) for piece, replica in whole if replica == 0)
 
 
+def test_what_replicas_tell_each_other_is_counted_from_nothing() -> None:
+    training = Training(9, batch_size=30, optimizer=Optimizer(0.01, 1))
+    strategy = strategy_of(GradientAveraging())
+    job = ranks(clouds(3), training, schedule=GPipe(3), strategy=strategy)
+
+    def told() -> list[int]:
+        return [links.raw_bytes for rank in job for links in rank.wiring.averaging]
+
+    counts = [told()]
+    for step in (1, 2):
+        reports_of(job, step)
+        counts.append(told())
+    before, first, second = counts
+    assert before == [0, 0, 0] and min(first) > 0
+    assert second == [2 * num_bytes for num_bytes in first], "an update is as long as another"
+
+
 def test_the_samples_of_each_replica_are_those_that_its_ranks_compute() -> None:
     """Counted in the trainers, whose ranks take micro-batches in turn."""
     for num_replicas, m, passes, size in (
