@@ -82,6 +82,15 @@ NAMED = {
             "show/monitor.py",  # calls launch.on_event
         },
     ),
+    "weight_patches": (
+        r"weight_patches|WeightPatches|PatchWriter|\bPatches\b|\"weights_written\"",
+        {
+            "pipeline/settings.py",  # the setting
+            "security/policy.py",  # what a file from elsewhere may build
+            "record/intake.py",  # the fields of its event
+            "__main__.py",  # a command
+        },
+    ),
     # Kinds of work of their own, with settings in the core: who imports them.
     "checkpoints": (
         r"features\.checkpoints",

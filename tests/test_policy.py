@@ -599,7 +599,8 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
 WORDS = """
 address choices classes clouds column compressors config dev experiment follow_up generators
 holders hooks
-label label_column language languages links metrics name names pairs pairs_config profile revision
+label label_column language languages links metrics name names pairs pairs_config profile
+reader revision
 schedules source source_column split strategies sweep target target_column targets test
 text_columns text_key train train_language weights
 """

@@ -37,6 +37,8 @@ use.generate | generate outputs/DATE/TIME "The doctor" \
 evaluate.command.evaluate | evaluate outputs/DATE/TIME --tasks task.yaml \
     | score a trained causal language model by tasks of lm-evaluation-harness
 use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
+features.weight_patches.command.follow | follow outputs/DATE/TIME --as served \
+    | keep a folder of transformers current with a run that is training elsewhere
 launch.torchrun.torchrun \
     | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
     | start this cloud's ranks of a run over several machines

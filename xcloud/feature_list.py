@@ -12,6 +12,7 @@ from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.privacy.figures import GUARANTEE
 from xcloud.features.replicas.figures import MERGES
 from xcloud.features.sentinel.figures import DEPARTURES
+from xcloud.features.weight_patches.figures import WEIGHTS
 from xcloud.record.evaluation import EVALUATION_FIGURE
 from xcloud.record.feature_figures import LINES, REFUSED_REPORTS, FeatureFigure
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from xcloud.rank.feature import Feature
 
 FIGURES: Sequence[FeatureFigure] = (
-    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, LINES, REFUSED_REPORTS, PRODUCERS),
+    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, WEIGHTS, LINES, REFUSED_REPORTS, PRODUCERS),
     EVALUATION_FIGURE,
 )
 """What they add to summary, closing table, tracker and pictures."""
@@ -39,6 +40,7 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.sentinel.feature import DepartureWatch
     from xcloud.features.sharding.feature import Sharding
     from xcloud.features.tied.feature import TiedEnds
+    from xcloud.features.weight_patches.feature import WeightPatches
 
     return (
         LeakMeasurement(),
@@ -50,4 +52,5 @@ def all_features() -> Sequence[Feature]:
         ActivationCaching(),
         DepartureWatch(),
         AutopilotFeature(),
+        WeightPatches(),
     )

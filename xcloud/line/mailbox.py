@@ -79,10 +79,19 @@ class Mailbox(Wan):
 class ObjectStore:
     """The objects of a mailbox. A call that fails is made again for patience_s.
 
-    Raises ConfigError for a place that cannot be written.
+    setting: where the URL was given, for messages.
+    writes: whether objects are written too, which is tried at once.
+
+    Raises ConfigError for a place that cannot be written, or is no folder.
     """
 
-    def __init__(self, url: str, patience_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        patience_s: float = 60.0,
+        setting: str = "cluster.wan.url",
+        writes: bool = True,
+    ) -> None:
         # Only ranks with a mailbox need the library.
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
         from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
@@ -97,12 +106,15 @@ class ObjectStore:
             self._is_local = isinstance(self._fs, LocalFileSystem)
             if self._is_local and not os.path.isdir(self._root):
                 raise FileNotFoundError("there is no such folder")
-            probe = f"probe-{secrets.token_hex(8)}"
-            self._put(probe, b"xcloud")
-            self._fs.rm_file(f"{self._root}/{probe}")
+            if writes:
+                probe = f"probe-{secrets.token_hex(8)}"
+                self._put(probe, b"xcloud")
+                self._fs.rm_file(f"{self._root}/{probe}")
         except Exception as error:  # whatever the store's own library raises
+            can = "write to" if writes else "read"
             raise ConfigError(
-                f"cluster.wan.url={url} is no mailbox that this rank can write to: {_words(error)}"
+                f"{setting}={url} is no folder or bucket that can be used: this process cannot "
+                f"{can} it: {_words(error)}"
             ) from error
 
     def put(self, name: str, data: bytes) -> None:

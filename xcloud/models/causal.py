@@ -41,7 +41,7 @@ from xcloud.models.causal_network import (
     merged_weights,
     network_of,
     read_config,
-    write_checkpoint,
+    tie,
     write_config,
 )
 from xcloud.models.causal_stage import CausalStage, OwnCausal
@@ -273,22 +273,42 @@ class CausalLM(TextModel):
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
         base in out/base; or all weights as transformers does. Returns the folders that want the
         tokenizer, too. architecture: of any stage."""
+        file, weights = self.joined(tensors, architecture)
+        folders = self.write_beside(architecture, context, out)
+        save_file(weights, out / file, {"format": "pt"})
+        return folders
+
+    def joined(
+        self, tensors: Mapping[str, Tensor], architecture: Architecture
+    ) -> tuple[str, dict[str, Tensor]]:
+        """Return the name of the file with weights that `join` writes, and what is in it.
+
+        Raises DataError for a tensor that is missing."""
+        self._check_has_no_split()
+        if self.lora is not None:
+            return "adapter_model.safetensors", dict(tensors)
+        network = self._whole(config_of(architecture["config"]))
+        kind = KINDS[network.config.model_type]
+        names = [name for name, _ in network.named_parameters()]  # of a tied pair one
+        if missing := set(names) - set(tensors):
+            raise DataError(f"no part of the model holds {sorted(missing)[0]}")
+        return "model.safetensors", {kind.in_file(name): tensors[name] for name in names}
+
+    def write_beside(
+        self, architecture: Architecture, context: BuildContext, out: Path
+    ) -> list[Path]:
+        """Write what `join` writes beside the weights. Returns the folders that want the
+        tokenizer, too."""
         self._check_has_no_split()
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
         if self.lora is None:
-            network = network_of(
-                config,
-                part=Part(blocks=range(config.num_hidden_layers), is_first=True, is_last=True),
-            )
-            # Of a tied pair one will do.
-            if missing := {name for name, _ in network.named_parameters()} - set(tensors):
-                raise DataError(f"no part of the model holds {sorted(missing)[0]}")
-            network.load_state_dict(tensors, strict=False)
+            dtype = config.dtype
+            network = self._whole(config)
             network.config.use_cache = True
-            write_checkpoint(network, folder=out)
+            network.config.dtype = dtype
+            write_config(network, folder=out)
             return [out]
-        save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
         base = self._base(replace(context, architecture=architecture))
         folders = [out]
         if self.own is not None:
@@ -299,6 +319,13 @@ class CausalLM(TextModel):
             base = str(Path(base).expanduser().resolve())
         self.lora.adapter_config(config, base=base).save_pretrained(out)
         return folders
+
+    def _whole(self, config: Any) -> Any:
+        """Return the whole network, without memory for its weights."""
+        part = Part(blocks=range(config.num_hidden_layers), is_first=True, is_last=True)
+        network = laid_out(config, part=part)
+        tie(network)
+        return network
 
     def merge(self, stages: Sequence[CausalStage], context: BuildContext, out: Path) -> list[Path]:
         """Write the model with its adapters added to its weights into `out`, as transformers loads

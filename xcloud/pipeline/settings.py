@@ -14,7 +14,14 @@ from pydantic import Field
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.base.settings import NotNegative, NotNegativeFloat, Positive, PositiveFloat, settings
+from xcloud.base.settings import (
+    Address,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    settings,
+)
 
 OnDivergence = Literal["stop", "skip"]
 
@@ -103,6 +110,25 @@ class Checkpoints:
         return bool(self.every_steps or self.every_minutes)
 
 
+@settings("training.patches")
+class Patches:
+    """When a run writes its weights for workers elsewhere (docs/follow-weights.md).
+
+    every: updates between two patches, which have the values that changed in BF16; the last update
+        has one, too. 0 = none.
+    whole_every: patches between two snapshots, which have all values.
+    url: folder or bucket that fsspec knows, of which each run needs one of its own; None: the run
+        folder, where one machine plays all clouds.
+    reader: cloud to whose certificate (`peers` of the policy) the weights are sealed; None: they
+        are not sealed.
+    """
+
+    every: NotNegative = 0
+    whole_every: Positive = 20
+    url: Address | None = None
+    reader: str | None = None
+
+
 @settings("training")
 class Updates:
     """How many updates are made, and of what.
@@ -139,6 +165,7 @@ class Training(Updates):
     each boundary), which then cross in the first epoch only. 0 = none.
     optimizer: its learning rate, decay and bounds.
     checkpoint: when the run saves what it can go on from.
+    patches: when it writes its weights for workers elsewhere.
     """
 
     evaluate_every: NotNegative = 0
@@ -147,6 +174,7 @@ class Training(Updates):
     activation_cache_mb: NotNegative = 0
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    patches: Patches = field(default_factory=Patches)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

@@ -82,6 +82,8 @@ _TABLE = {
     "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
     "departure": "step:whole sender:whole peer:text stream:text statistic:text value:figure "
     "usual:figure deviation:number",
+    "weights_written": "step:whole stage:whole num_bytes:whole is_whole:whole num_values:whole "
+    "pause_s:number write_s:number",
     "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
     "lost_checkpoint": "step:whole reason:text",
     "finish": "| num_steps:whole",

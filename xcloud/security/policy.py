@@ -69,7 +69,8 @@ tasks.text_sources.DemoText tasks.text_sources.FolderText tasks.text_sources.Hub
 tasks.text_sources.PublicText tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
 tasks.tokenizer.TrainedTokenizer tasks.translation.DemoTranslation
 tasks.translation.FolderTranslation tasks.translation.HubTranslation tasks.wit3.Wit3Translation
-pipeline.settings.Checkpoints pipeline.settings.Optimizer pipeline.settings.Training
+pipeline.settings.Checkpoints pipeline.settings.Optimizer pipeline.settings.Patches
+pipeline.settings.Training
 """.split()
 )
 
@@ -180,7 +181,8 @@ class Policy:
     write: the same for cache_dir and the tracker's folder.
     hub: names on the hub that may be fetched, with this machine's token: owner/name, or
         owner/name@revision where the file names a revision.
-    addresses: the tracking servers it may name, as written there.
+    addresses: the tracking servers, mailboxes and places for weights that it may name, as written
+        there.
     clouds: names of those that may take part; None: any.
     holders, weights: as security.holders and security.weights, beside those of the file.
     require: dotted setting of the job -> the value it must have, or {min: …, max: …}. Of an

@@ -1,0 +1,156 @@
+"""Bytes of weight patches beside whole weights in BF16, at learning rates that people use.
+
+python -m benchmarks.weight_patches [--steps 200] [--rates 1e-6 1e-5 1e-4] [--json FILE]
+
+A causal model of 10 million weights in the shape of a small Qwen2 learns sentences of a made-up
+language with AdamW (betas 0.9 and 0.95, clipped to 1), as one stage. It is first trained at 1e-3
+for --warm updates, since drawn weights have no small and large ones as trained ones have. After
+each update its patch is coded against the weights of the update before, in memory. A second row of
+each rate has a patch of every tenth update. About five minutes on two quiet cores; figures:
+docs/follow-weights.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import ran_on
+from xcloud.features.weight_patches.codec import bits_of
+from xcloud.features.weight_patches.objects import decode, encode
+from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
+from xcloud.models.causal_stage import CausalStage
+from xcloud.models.stages import LABEL, TEXT, TYPES
+from xcloud.pipeline.settings import AdamW
+
+VOCABULARY, LENGTH, BATCH = 4096, 64, 8
+EVERY = (1, 10)
+
+
+def stage_of_ten_million() -> CausalStage:
+    config = config_of(
+        {
+            "model_type": "qwen2", "hidden_size": 320, "intermediate_size": 864,
+            "num_hidden_layers": 7, "num_attention_heads": 5, "num_key_value_heads": 5,
+            "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH,
+            "tie_word_embeddings": True,
+        }
+    )  # fmt: skip
+    part = Part(blocks=range(7), is_first=True, is_last=True)
+    network = network_of(config, part=part)
+    draw_weights(network, seed=0)
+    about = {"lora": False, "max_length": LENGTH}
+    return CausalStage(network=network, part=part, chunk=VOCABULARY, architecture=about)
+
+
+def batches(seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield sentences in which a token follows from the two before, one time in four by chance."""
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+        by_chance = torch.rand(BATCH, LENGTH + 1, generator=draw) < 0.25
+        for place in range(2, LENGTH + 1):
+            follows = (7 * text[:, place - 1] + text[:, place - 2]) % 1021
+            text[:, place] = torch.where(by_chance[:, place], text[:, place] % 1021, follows)
+        ids = text[:, :-1]
+        yield {TEXT: ids, TYPES: torch.zeros_like(ids), LABEL: text[:, 1:]}
+
+
+def train(stage: CausalStage, rate: float, steps: int, seed: int) -> Iterator[float]:
+    """Yield the loss of each update, once it is made."""
+    optimizer = AdamW(stage.parameters(), rate, (0.9, 0.95))
+    for _, batch in zip(range(steps), batches(seed), strict=False):
+        loss = stage(None, batch).loss / batch[LABEL].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)
+        optimizer.step()
+        yield float(loss.detach())
+
+
+def measured(stage: CausalStage, rate: float, steps: int) -> list[dict[str, Any]]:
+    """Return a row for each number of updates between two patches."""
+    kept = {every: {n: bits_of(t) for n, t in stage.exported().items()} for every in EVERY}
+    found: dict[int, list[tuple[int, int, float]]] = {every: [] for every in EVERY}
+    num_values = sum(bits.size for bits in kept[1].values())
+    losses = []
+    for step, loss in enumerate(train(stage, rate, steps, seed=2), start=1):
+        losses.append(loss)
+        for every in EVERY:
+            if step % every == 0:
+                now = {n: bits_of(t) for n, t in stage.exported().items()}
+                found[every].append(coded(kept[every], now, is_checked=every > 1))
+                kept[every] = now
+    return [
+        {
+            "rate": rate,
+            "every": every,
+            "loss_from": round(losses[0], 3),
+            "loss_to": round(losses[-1], 3),
+            "changed_share": statistics.median(one[0] for one in rows) / num_values,
+            "patch_bytes": round(statistics.median(one[1] for one in rows)),
+            "whole_bytes": 2 * num_values,
+            "encode_s": round(statistics.median(one[2] for one in rows), 3),
+        }
+        for every, rows in found.items()
+    ]
+
+
+def coded(before: dict[str, Any], now: dict[str, Any], is_checked: bool) -> tuple[int, int, float]:
+    """Return values changed, bytes of the object, and seconds of this thread to code it.
+
+    is_checked: it is decoded again, and must give the same bits.
+    """
+    about = {"run": "benchmark", "attempt": 1, "stage": 0, "is_last": False}
+    since_s = time.thread_time()
+    data = encode(now, before, {}, {}, step=2, base=1, **about)
+    took_s = time.thread_time() - since_s
+    if is_checked:
+        whole = decode(encode(before, None, {}, {}, step=1, base=None, **about), before=None)
+        found = decode(data, before=whole)
+        assert all((found.tensors[name] == bits).all() for name, bits in now.items())
+    num_changed = sum(int((before[name] != bits).sum()) for name, bits in now.items())
+    return num_changed, len(data), took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="updates at each rate")
+    parser.add_argument("--warm", type=int, default=150, help="updates before, at 1e-3")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    stage = stage_of_ten_million()
+    for loss in train(stage, 1e-3, given.warm, seed=1):
+        warm_loss = loss
+    print(
+        f"{sum(p.numel() for p in stage.parameters()):,} weights, loss {warm_loss:.3f}; {ran_on()}"
+    )
+    rows = []
+    for rate in given.rates:
+        for row in measured(copy.deepcopy(stage), rate, given.steps):
+            rows.append(row)
+            share = row["patch_bytes"] / row["whole_bytes"]
+            print(
+                f"{rate:.0e} every {row['every']:>2}: {100 * row['changed_share']:.2f} % changed, "
+                f"{row['patch_bytes']:,} of {row['whole_bytes']:,} bytes ({100 * share:.2f} %, "
+                f"1/{1 / share:.1f}), {row['encode_s']} s; loss {row['loss_from']} to "
+                f"{row['loss_to']}",
+                flush=True,
+            )
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

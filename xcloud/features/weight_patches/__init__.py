@@ -1,0 +1,1 @@
+"""Write a run's weights for workers elsewhere, patch by patch; keep a folder current there."""

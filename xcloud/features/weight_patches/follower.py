@@ -1,0 +1,234 @@
+"""A follower: it brings the weights of all stages to the newest step, and a folder after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError, DataError, SealError
+from xcloud.base.run_folder import LOCK_FILE
+from xcloud.contracts.model import BuildContext
+from xcloud.features.weight_patches.codec import tensor_of
+from xcloud.features.weight_patches.objects import StageWeights, decode
+from xcloud.features.weight_patches.store import (
+    At,
+    PatchRoute,
+    PatchStore,
+    Stored,
+    WeightObject,
+    best_route,
+    steps_of_all,
+)
+from xcloud.record.files import read_json, replace_text
+
+FOLLOWED_FILE = "followed.json"
+"""Of the folder: run, attempt and step of its weights; step is null until they are there."""
+
+
+class News(NamedTuple):
+    """What a look has brought. num_bytes: that were read for it."""
+
+    attempt: int
+    step: int
+    num_bytes: int
+    num_patches: int
+    num_snapshots: int
+    is_last: bool
+
+
+class Follower:
+    """The weights of a run as far as they have been followed.
+
+    run: its name.
+    problems: what is wrong with objects that are there, in words. Such an object is not read
+        again; another way around it, such as a later snapshot, is waited for.
+    is_behind: the last look found newer weights that nothing leads to.
+    """
+
+    def __init__(self, store: PatchStore, run: str, num_stages: int) -> None:
+        self._store = store
+        self._run = run
+        self._num_stages = num_stages
+        self._weights: dict[int, StageWeights] = {}
+        self._refused: set[WeightObject] = set()
+        self.problems: list[str] = []
+        self.is_behind = False
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self._weights)
+
+    def look(self) -> News | None:
+        """Bring all stages to the newest step that they can have; None if there is nothing new.
+
+        Where an object is refused, all stages stay where they are or take another way.
+        """
+        while True:
+            listed = self._store.listed()
+            there = {one: stored for one, stored in listed.items() if one not in self._refused}
+            route = best_route(there, self._at(), self._num_stages)
+            if route is None:
+                self._note_gap(listed)
+                return None
+            if (found := self._taken(route, there)) is not None:
+                self._weights = found
+                self.is_behind = False
+                return self._news(route, there)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all stages, by name, which share the follower's memory."""
+        return {
+            name: tensor_of(bits)
+            for _, weights in sorted(self._weights.items())
+            for name, bits in weights.tensors.items()
+        }
+
+    @property
+    def architecture(self) -> Mapping[str, Any]:
+        """The architecture of the last stage."""
+        return self._weights[self._num_stages - 1].architecture
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The files beside the weights, of all stages."""
+        return {k: v for weights in self._weights.values() for k, v in weights.files.items()}
+
+    def _at(self) -> dict[int, At]:
+        return {
+            stage: (weights.head.attempt, weights.head.step)
+            for stage, weights in self._weights.items()
+        }
+
+    def _taken(
+        self, route: PatchRoute, there: Mapping[WeightObject, Stored]
+    ) -> dict[int, StageWeights] | None:
+        """Return the weights at the end of a route; None if an object on it is refused, or has
+        been deleted since it was listed."""
+        found: dict[int, StageWeights] = {}
+        for stage, objects in route.objects.items():
+            weights = self._weights.get(stage)
+            for one in objects:
+                try:
+                    data = self._store.get(there[one])
+                    if data is None:
+                        return None
+                    weights = decode(data, before=weights)
+                    self._check(one, weights)
+                except (DataError, SealError) as error:
+                    self._refused.add(one)
+                    self.problems.append(f"{one.in_words} is refused: {error}")
+                    return None
+            assert weights is not None, "a stage that is not there begins with a snapshot"
+            found[stage] = weights
+        return found
+
+    def _check(self, one: WeightObject, weights: StageWeights) -> None:
+        """Raise DataError unless an object is what its name says, of this run."""
+        head = weights.head
+        if WeightObject(head.attempt, head.step, head.base, stage=head.stage) != one:
+            raise DataError(f"by its head it is another one (step {head.step}, {head.stage})")
+        if head.run != self._run:
+            raise DataError(f"it is of the run {head.run!r:.200}, not of {self._run!r}")
+
+    def _news(self, route: PatchRoute, there: Mapping[WeightObject, Stored]) -> News:
+        objects = [one for way in route.objects.values() for one in way]
+        num_snapshots = sum(one.base is None for one in objects)
+        return News(
+            route.attempt,
+            route.step,
+            num_bytes=sum(there[one].num_bytes for one in objects),
+            num_patches=len(objects) - num_snapshots,
+            num_snapshots=num_snapshots,
+            is_last=all(weights.head.is_last for weights in self._weights.values()),
+        )
+
+    def _note_gap(self, there: Mapping[WeightObject, Stored]) -> None:
+        """Note whether there are newer weights that nothing leads to."""
+        attempt = max((one.attempt for one in there), default=0)
+        by_stage = [
+            [one for one in there if (one.attempt, one.stage) == (attempt, stage)]
+            for stage in range(self._num_stages)
+        ]
+        steps = steps_of_all(by_stage)
+        here = min(self._at().values(), default=(attempt, 0))
+        self.is_behind = bool(steps) and here < (attempt, steps[0])
+        if self.is_behind:
+            text = f"nothing leads from step {here[1]} to step {steps[0]}: patches are missing"
+            if text not in self.problems:
+                self.problems.append(text)
+
+
+class FollowedFolder:
+    """A folder of transformers or peft that has the newest weights, in BF16.
+
+    model: joins the stages (CausalLM). task: reads the tokenizers.
+
+    Raises ConfigError for a folder with other files, or of another run.
+    """
+
+    def __init__(self, path: Path, run: str, model: Any, task: Any) -> None:
+        self._path = path
+        self._run = run
+        self._model = model
+        self._task = task
+        self._is_made = False
+        about = read_json(path / FOLLOWED_FILE)
+        others = path.is_dir() and {file.name for file in path.iterdir()} - {LOCK_FILE}
+        if others and not about:
+            raise ConfigError(
+                f"{path} holds files of something else: give --as a folder that is empty or new"
+            )
+        if about and about.get("run") != run:
+            raise ConfigError(
+                f"{path} has the weights of the run {about.get('run')!r}, not of {run!r}: give "
+                "--as another folder"
+            )
+
+    def update(self, follower: Follower, news: News, context: BuildContext) -> None:
+        """Bring the folder to the follower's weights. The file of weights is replaced as a whole,
+        so whoever opens it has the weights of one step; what stands beside it is written once."""
+        architecture = {**follower.architecture}
+        architecture["config"] = {**architecture["config"], "dtype": "bfloat16"}
+        file, tensors = self._model.joined(follower.tensors(), architecture)
+        if not self._is_made:
+            self._write_beside(architecture, follower.files, context)
+            self._is_made = True
+        draft = self._path / f".{file}.{os.getpid()}"
+        try:
+            save_file(tensors, draft, {"format": "pt"})
+            os.replace(draft, self._path / file)
+        except SafetensorError as error:
+            raise DataError(f"{self._path / file} cannot be written: {error}") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        self._note(news.attempt, news.step)
+
+    def _write_beside(
+        self, architecture: dict[str, Any], files: Mapping[str, bytes], context: BuildContext
+    ) -> None:
+        """Write all that stands beside the weights: config, tokenizers, a base of the run's
+        own."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        if not (self._path / FOLLOWED_FILE).exists():
+            self._note(None, None)
+        folders = self._model.write_beside(architecture, context, self._path)
+        with tempfile.TemporaryDirectory() as made:
+            for name, content in files.items():
+                path = Path(made, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            text = self._task.saved_text(Path(made))
+        for folder in folders:
+            text.save(folder)
+
+    def _note(self, attempt: int | None, step: int | None) -> None:
+        about = {"run": self._run, "attempt": attempt, "step": step}
+        replace_text(self._path / FOLLOWED_FILE, text=json.dumps(about) + "\n")
