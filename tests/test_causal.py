@@ -28,12 +28,11 @@ from tests.causal_models import (
     words,
 )
 from tests.nightly import first_daily
-from tests.peak_bytes import PeakBytes
 from tests.translation_models import IDS
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere, Lora, attention_masks
+from xcloud.models.causal_network import Elsewhere, Lora
 from xcloud.models.split_point import Split
 from xcloud.pipeline.settings import autocast_for
 from xcloud.rank.export import export_stage, whole
@@ -215,17 +214,6 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
     joined = AutoModelForCausalLM.from_pretrained(tmp_path / "j").eval()
     expected = joined(torch.tensor(UNEVEN[0])).logits[:, -1].detach()
     torch.testing.assert_close(next_words([stage], batch_of(UNEVEN[0])), expected)
-
-
-def test_the_mask_of_a_long_text_is_none_or_its_float32_and_little_more(tmp_path: Path) -> None:
-    network = saved("llama", tmp_path)
-    network.config._attn_implementation = "sdpa"
-    alone, packed = torch.arange(1024)[None], torch.arange(512).repeat(2)[None]
-    assert attention_masks(network.config, alone) is None
-    with PeakBytes() as bytes_:
-        mask = attention_masks(network.config, packed)
-    assert isinstance(mask, torch.Tensor) and mask.nbytes == 4 * 1024**2
-    assert bytes_.peak < 5.5 * 1024**2  # one byte a pair, while it is made
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
+from xcloud.models.document_attention import ATTENTION, Documents, attend
 from xcloud.models.experts import ExpertAdapters, Experts, experts_in, separate_experts
 from xcloud.models.frozen_weights import (
     DTYPES,
@@ -35,8 +36,6 @@ from xcloud.models.frozen_weights import (
 )
 from xcloud.models.stages import seeded
 from xcloud.pretrained import WeightFiles, raw_config
-
-Masks = Tensor | None | dict[str, Tensor | None]
 
 HEAD = "lm_head"
 EXPERT_PARAMETERS = ("gate_up", "down")  # and "_proj", in transformers
@@ -125,15 +124,12 @@ def network_of(config: Any, part: Part) -> Any:
 
 
 def laid_out(config: Any, part: Part) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    # Only eager attention knows the soft cap of Gemma 2's scores.
-    way = "sdpa"
-    if getattr(config, "attn_logit_softcapping", None):
-        way = "eager"
+    AttentionInterface.register(ATTENTION, attend)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=way, dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
         )
     kind = KINDS[config.model_type]
     base = network.base_model
@@ -154,44 +150,13 @@ def laid_out(config: Any, part: Part) -> Any:
     return network
 
 
-def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
-    """Return the attention_mask of the model's forward, float32 [B, 1, S, S]: 0 where a token may
-    look (itself, what stands before it in its document), else very low. None where samples are
-    one document each: attention then needs no memory in the square of S. All layers share it.
-
-    places_BS: position of each token in its document. num_new: rows of so many last tokens only.
-    """
-    begins_BS = places_BS == 0
-    length = places_BS.shape[1]
-    documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
-    before = 0 if num_new is None else length - num_new
-    window = getattr(config, "sliding_window", None) or length
-    is_plain = not before and config._attn_implementation == "sdpa" and not begins_BS[:, 1:].any()
-
-    def mask_of(window: int) -> Tensor | None:
-        if is_plain and window >= length:
-            return None
-        # In place: each [S, S] more would be felt.
-        sees = documents_BS[:, None, before:, None] == documents_BS[:, None, None]
-        hidden = sees.tril_(before).triu_(before - window + 1).logical_not_()
-        mask = torch.zeros(hidden.shape, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-
-    full = mask_of(length)
-    near = full if window >= length else mask_of(window)
-    by_type = getattr(config, "layer_types", None)
-    if by_type:
-        return {"full_attention": full, "sliding_attention": near}
-    return near
-
-
 class Past:
     """Keys and values of the tokens so far. Samples are one document each, of equal length."""
 
     def __init__(self) -> None:
         from transformers import DynamicCache
 
-        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
+        self.keys_and_values = DynamicCache()  # without a config it drops nothing
         self.length = 0
 
 
@@ -200,23 +165,32 @@ def run(
     places_BS: Tensor,
     ids_BS: Tensor | None,
     rows_BSH: Tensor | None,
+    documents: Documents | None,
     past: Past | None = None,
     router_logits: list[Tensor] | None = None,
 ) -> Tensor:
-    """From ids or rows to rows [B, S, H]. past: of the tokens before these, which it takes in.
-    router_logits: filled with those of each router, [B * S, experts]."""
-    cache = None
-    seen_BS = places_BS
+    """From ids or rows to rows [B, S, H].
+
+    documents: of a micro-batch whose rows stand one behind the other as one sample; None: each
+        sample is one document.
+    past: of the tokens before these, which it takes in.
+    router_logits: filled with those of each router, [B * S, experts].
+    """
+    asked: dict[str, Any] = {}
+    if documents is not None:
+        asked["documents"] = documents
     if past is not None:
+        asked["past_key_values"] = past.keys_and_values
         past.length += places_BS.shape[1]
-        cache = past.keys_and_values
-        seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
-    masks = attention_masks(network.config, places_BS=seen_BS, num_new=places_BS.shape[1])
-    asked = {} if router_logits is None else {"output_router_logits": True}
+    if router_logits is not None:
+        asked["output_router_logits"] = True
     output = network.base_model(
-        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
-        past_key_values=cache, use_cache=cache is not None, **asked,
-    )  # fmt: skip
+        input_ids=ids_BS,
+        inputs_embeds=rows_BSH,
+        position_ids=places_BS,
+        use_cache=past is not None,
+        **asked,
+    )
     if router_logits is not None:
         router_logits.extend(output.router_logits or ())
     return cast(Tensor, output.last_hidden_state)

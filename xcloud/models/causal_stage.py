@@ -47,6 +47,7 @@ from xcloud.models.causal_network import (
     run,
     write_checkpoint,
 )
+from xcloud.models.document_attention import Documents
 from xcloud.models.encoder import Packing, check_heads
 from xcloud.models.experts import RouterLoss
 from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
@@ -215,28 +216,37 @@ class CausalStage(Stage):
         router_logits: list[Tensor] | None = None,
     ) -> tuple[Packing, Tensor]:
         """Return where tokens stand in their documents, and this part's rows."""
-        ids_BS = rows_BSH = None
+        ids_R = rows_RH = None
         if received is None:
             there_BS = batch[TEXT] != NO_TOKEN
             places_R = packed_places(batch[TYPES])[there_BS]
             if past is not None:
                 places_R = places_R + past.length
             packing = Packing(counts=there_BS.sum(1), positions=places_R)
-            ids_BS = packing.unpack(batch[TEXT][there_BS])
+            ids_R = batch[TEXT][there_BS]
         else:
             packing = Packing(counts=received["counts"], positions=received["places"].long())
-            hidden = received["hidden"]
-            rows_BSH = packing.unpack(hidden if self.cut is None else self.cut(hidden, packing))
-        places_BS = packing.unpack(packing.positions)
+            rows_RH = received["hidden"]
+            if self.cut is not None:
+                rows_RH = self.cut(rows_RH, packing)
+        # Rows of a micro-batch stand one behind the other, as one sample without padding. Only
+        # kept keys and values need samples, of equal length, side by side.
+        num_samples = 1 if past is None else len(packing.counts)
+        documents = Documents(packing) if past is None else None
+
+        def grid(tensor: Tensor) -> Tensor:
+            return torch.unflatten(tensor, 0, (num_samples, -1))
+
         made_BSH = run(
             self.network,
-            places_BS=places_BS,
-            ids_BS=ids_BS,
-            rows_BSH=rows_BSH,
+            places_BS=grid(packing.positions),
+            ids_BS=None if ids_R is None else grid(ids_R),
+            rows_BSH=None if rows_RH is None else grid(rows_RH),
+            documents=documents,
             past=past,
             router_logits=router_logits,
         )
-        rows = packing.pack(made_BSH)
+        rows = made_BSH.flatten(0, 1)
         if self.cut is not None and self._part.is_first:
             rows = self.cut(rows, packing)
         return packing, rows

@@ -212,7 +212,7 @@ class RouterLoss:
     ) -> Message:
         """Return the sums so far, of this stage and those before.
 
-        logits: of each router of this stage, [B * S, E].
+        logits: of each router of this stage, [R, E], rows of the samples one behind the other.
         """
         num_samples = len(packing.counts)
         if received is None:
@@ -223,7 +223,7 @@ class RouterLoss:
             tokens_BE = received[TOKENS]
             shares_BE = received[SHARES]
         for of_router in logits:
-            shares_BSE = torch.unflatten(of_router.softmax(-1).float(), 0, (num_samples, -1))
+            shares_BSE = packing.unpack(of_router.softmax(-1).float())
             chosen_BSk = shares_BSE.topk(self.num_chosen, dim=-1).indices
             chosen_BSE = torch.zeros_like(shares_BSE).scatter_(2, chosen_BSk, 1)
             if packing.mask is not None:

@@ -1,0 +1,158 @@
+"""Causal attention within documents whose rows stand one behind the other, without a mask of all
+pairs: memory grows with the number of rows, work with the sum of the squares of the documents'
+lengths. `transformers` calls `attend` for the models of causal_network.py.
+
+Shapes: B samples, R rows of a micro-batch, D documents of a group, L tokens of the longest of
+them, S new positions and T positions that they may see, N heads of F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from xcloud.models.encoder import Packing
+
+ATTENTION = "documents"  # our name among the attention functions of transformers
+SHORTEST = 0.75  # length of a group's shortest document, as a share of its longest
+QUERIES = 256  # queries whose mask exists at a time, where a mask is needed
+LONG = 512  # tokens; see _kernel
+
+
+class Documents:
+    """The documents of a micro-batch, in groups of similar length.
+
+    A group is padded on the right to its longest document. Causal attention hides that padding
+    from every token, so it needs no mask.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        starts_R = packing.positions == 0
+        starts_R[packing.counts.cumsum(0) - packing.counts] = True  # a sample never sees another
+        starts = starts_R.nonzero()[:, 0].tolist()
+        lengths = [
+            stop - start for start, stop in zip(starts, [*starts[1:], len(starts_R)], strict=True)
+        ]
+        members: list[list[int]] = []
+        for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+            if not members or lengths[number] < SHORTEST * lengths[members[-1][0]]:
+                members.append([])
+            members[-1].append(number)
+        device = packing.positions.device
+        self._groups: list[tuple[Tensor, Packing]] = []
+        for numbers in map(sorted, members):
+            spans = [torch.arange(lengths[number]) + starts[number] for number in numbers]
+            counts = torch.tensor([lengths[number] for number in numbers], device=device)
+            self._groups.append((torch.cat(spans).to(device), Packing(counts)))
+        self._order_R = torch.cat([rows for rows, _ in self._groups]).argsort()
+
+    def attend(
+        self, query_RNF: Tensor, key_RNF: Tensor, value_RNF: Tensor, how: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return what each row takes from its document, [R, N, F]. how: see `causal`."""
+        made = []
+        for rows, packing in self._groups:
+            grids = []
+            for tensor in (query_RNF, key_RNF, value_RNF):
+                own = tensor if len(self._groups) == 1 else tensor.index_select(0, rows)
+                grids.append(packing.unpack(own).transpose(1, 2))
+            made.append(packing.pack(how(*grids).transpose(1, 2)))
+        if len(made) == 1:
+            return made[0]
+        return torch.cat(made).index_select(0, self._order_R)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    documents: Documents | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Return what `transformers` expects of an attention function, [B, S, N, F] and no weights.
+
+    query: [B, N, S, F]. key, value: [B, N or fewer, T, F], of earlier tokens too.
+    documents: of the rows of the only sample (B = 1); None: each sample is one document.
+    """
+    how = partial(causal, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)
+    if documents is None:
+        return how(query, key, value).transpose(1, 2), None
+    query_RNF, key_RNF, value_RNF = (t[0].transpose(0, 1) for t in (query, key, value))
+    return documents.attend(query_RNF, key_RNF, value_RNF, how=how)[None], None
+
+
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return softmax(q k' * scaling) v, [D, N, S, F], where the last query sees all T keys, the
+    one before it all but the last, and so on, each at most the `window` nearest.
+
+    softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+    """
+    num_new = query.shape[2]
+    num_keys = key.shape[2]
+    before = num_keys - num_new
+    window = min(window or num_keys, num_keys)
+    if softcap is None and window == num_keys and (num_new == 1 or before == 0):
+        with _kernel(query):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=num_new > 1,
+                scale=scaling,
+                enable_gqa=key.shape[1] < query.shape[1],
+            )
+    key, value = (
+        tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)
+    )
+    made = []
+    for start in range(0, num_new, QUERIES):
+        some = query[:, :, start : start + QUERIES]
+        first = max(0, before + start - window + 1)
+        stop = before + start + some.shape[2]
+        sees = torch.ones(some.shape[2], stop - first, dtype=torch.bool, device=query.device)
+        diagonal = before + start - first
+        sees = sees.tril(diagonal).triu(diagonal - window + 1)
+        keys = key[:, :, first:stop]
+        values = value[:, :, first:stop]
+        if softcap is None:
+            with _kernel(query):
+                mixed = F.scaled_dot_product_attention(
+                    some, keys, values, attn_mask=sees, dropout_p=dropout, scale=scaling
+                )
+        else:
+            scores = some @ keys.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
+            scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~sees, torch.finfo(scores.dtype).min)
+            weights = F.dropout(scores.softmax(-1, dtype=torch.float32), dropout)
+            mixed = weights.to(values.dtype) @ values
+        made.append(mixed)
+    return torch.cat(made, 2)
+
+
+def _kernel(query: Tensor) -> AbstractContextManager[object]:
+    """Return the context of the fused kernel for long documents on CPUs, whatever the trainer
+    chose for short ones: plain products keep all scores for the backward."""
+    if query.device.type == "cpu" and query.shape[2] >= LONG:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    return nullcontext()
