@@ -483,7 +483,7 @@ def test_samples_are_shown_document_by_document(
         if not are_chats and "text" in fields:
             assert re.fullmatch(r"text       text \d+ is\n {11}here", document)
         elif not are_chats:
-            assert re.fullmatch(r"expected   ext \d+ is\n {11}here", document), "without its first"
+            assert re.fullmatch(r"text       ext \d+ is\n {11}here", document), "without its first"
         elif "text" in fields:
             asked_of = re.fullmatch(r"question   Who is n(\d+)\?\nexpected   Ana (\d+)", document)
             assert asked_of is not None and asked_of[1] == asked_of[2]
@@ -492,19 +492,19 @@ def test_samples_are_shown_document_by_document(
 
 
 @pytest.mark.parametrize(
-    ("files", "is_said"),
+    ("files", "asked"),
     [
-        (("stage0.safetensors", "stage1.safetensors", "tokenizer/learned_chats"), True),
-        (("stage0.safetensors", "stage1.safetensors"), False),  # it has learned plain texts
-        (("stage1.safetensors", "tokenizer/learned_chats"), False),  # the rest is elsewhere
+        (("stage0.safetensors", "stage1.safetensors", "tokenizer/learned_chats"), "--chats"),
+        (("stage0.safetensors", "stage1.safetensors"), '"Once upon"'),  # it learned plain texts
+        (("stage1.safetensors", "tokenizer/learned_chats"), None),  # the rest is elsewhere
     ],
 )
-def test_a_run_on_chats_says_how_its_model_answers_some(
-    files: Sequence[str], is_said: bool, tmp_path: Path
+def test_a_run_says_how_its_model_is_tried(
+    files: Sequence[str], asked: str | None, tmp_path: Path
 ) -> None:
     for name in files:
         (file := tmp_path / "a run" / "model" / name).parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     said = build("+exp=lora_clm", "profile=demo").next_command(tmp_path / "a run")
-    command = f"python -m xcloud generate '{tmp_path}/a run' --chats"
-    assert said == (command if is_said else None)
+    command = f"python -m xcloud generate '{tmp_path}/a run' {asked}"
+    assert said == (command if asked else None)

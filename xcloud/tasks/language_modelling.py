@@ -390,11 +390,11 @@ class LanguageModelling(TextTask):
         return list(self.read(frozenset({"text"})).splits["test"].texts[MESSAGES][:num])
 
     def next_command(self, run_dir: Path) -> str | None:
-        """Return the command by which a model that has learned chats answers some of its test: in
-        a run only its loss on them is seen."""
-        if not (run_dir / MODEL_DIR / FOLDER_NAME / CHATS_FILE).exists():
-            return None
-        return f"python -m xcloud generate {shlex.quote(str(run_dir))} --chats"
+        """Return the command by which the model answers some chats of its test, or goes on from a
+        text: in a run only its loss is seen."""
+        learns_chats = (run_dir / MODEL_DIR / FOLDER_NAME / CHATS_FILE).exists()
+        asked = "--chats" if learns_chats else '"Once upon"'
+        return f"python -m xcloud generate {shlex.quote(str(run_dir))} {asked}"
 
 
 class LanguageData(View[LanguageModelling]):
@@ -487,7 +487,7 @@ class LanguageData(View[LanguageModelling]):
 
     def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
         """Return the first documents that were scored: of chats what was asked, where the text may
-        be seen, and the answer that was expected; of plain texts the text."""
+        be seen, and the answer that was expected; of plain texts what was to be guessed."""
         found = chain.from_iterable(
             self._documents_of(split, ident=ident) for ident in scores.samples
         )
@@ -502,21 +502,22 @@ class LanguageData(View[LanguageModelling]):
     def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
         """Yield the documents of a sample: tokens by the names that they are shown under."""
         labels = self._columns["label"][split][ident]
+        answer_name = "expected" if self.tokenizer_here.learns_chats else "text"
         if "text" not in self._fields:  # then not even where a document ends: answers alone
             for is_learned, run in groupby(labels, lambda token: token != NO_LABEL):
                 if is_learned:
-                    yield {"expected": list(run)}
+                    yield {answer_name: list(run)}
             return
         texts, types = (self._columns[name][split][ident] for name in ("text", "types"))
         rows = zip(texts, types, labels, strict=True)
         for _, document in groupby(rows, lambda row: row[1]):
             tokens, _, learned = map(list, zip(*document, strict=True))
             if not self.tokenizer_here.learns_chats:
-                yield {"text": tokens}
+                yield {answer_name: tokens}
                 continue
             first = next(n for n, token in enumerate(learned) if token != NO_LABEL)
             answer = list(takewhile(lambda token: token != NO_LABEL, learned[first:]))
-            yield {"question": tokens[: first + 1], "expected": answer}
+            yield {"question": tokens[: first + 1], answer_name: answer}
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write tokenizer/ as transformers loads it, where text or labels are seen."""
