@@ -19,6 +19,7 @@ from tests.runs import in_threads, losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.run_folder import owned
+from xcloud.evaluate.command import evaluate
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
@@ -322,6 +323,22 @@ def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_me
     adapted = layer.base_layer.stored() + layer.get_delta_weight("default")
     torch.testing.assert_close(folded.detach(), adapted.detach())
     assert not torch.equal(folded, layer.base_layer.stored())
+
+
+@pytest.mark.nightly
+def test_a_file_is_scored_as_if_it_were_the_runs_test_set(
+    two_clouds: Path, tmp_path: Path
+) -> None:
+    task = TextGenerator(two_clouds).experiment.task
+    texts = task.read(frozenset({"text"})).splits["test"].texts["text"]
+    (folder := tmp_path / "other").mkdir()
+    (folder / "mine.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+
+    evaluate([str(two_clouds), "--texts", str(folder / "mine.jsonl")])
+
+    summary = json.loads((two_clouds / "summary.json").read_text())
+    found = {n: s["value"] for n, s in summary["evaluation"]["other_mine"]["metrics"].items()}
+    assert found == pytest.approx(summary["quality"], rel=1e-4)
 
 
 @pytest.mark.nightly

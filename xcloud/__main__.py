@@ -34,8 +34,8 @@ study.pages.site | site --out site | write the records as a static site
 use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines with a trained run
 use.generate | generate outputs/DATE/TIME "The doctor" \
     | let a trained causal language model write on
-evaluate.command.evaluate | evaluate outputs/DATE/TIME --tasks task.yaml \
-    | score a trained causal language model by tasks of lm-evaluation-harness
+evaluate.command.evaluate | evaluate outputs/DATE/TIME --texts FILE \
+    | score a trained causal language model on other texts, or by tasks of lm-evaluation-harness
 use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
 features.weight_patches.command.follow | follow outputs/DATE/TIME --as served \
     | keep a folder of transformers current with a run that is training elsewhere

@@ -1,7 +1,8 @@
-"""`python -m xcloud evaluate RUN --tasks ...`: run the tasks, and write what came of them."""
+"""`python -m xcloud evaluate RUN`: score a run on other data, and write what came of it."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -12,7 +13,9 @@ from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.run_folder import owned
 from xcloud.base.settings import NotNegative, Positive
 from xcloud.base.terminal import say
-from xcloud.base.wording import check, meant, quoted
+from xcloud.base.units import score_name, score_with_error
+from xcloud.base.wording import check, listed, meant, quoted
+from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import check_is_run
 from xcloud.record.evaluation import EVALUATION, evaluation_metrics
@@ -26,24 +29,33 @@ UNCOMPRESSED = "_uncompressed"
 
 
 def evaluate(words: Sequence[str]) -> None:
-    """Score a trained causal language model by the tasks of lm-evaluation-harness:
+    """Score a trained causal language model on other texts, or by the tasks of
+    lm-evaluation-harness: python -m xcloud evaluate RUN --texts FILE, or
     python -m xcloud evaluate RUN --tasks my_task.yaml lambada_openai
 
     RUN is a run's output folder, with the parts of all clouds in it. All stages run in this
     process; the message between two clouds goes through the run's compressors, as it did in
-    training (--uncompressed leaves them out). A model that has learned chats is asked through its
-    chat template, unless --plain. A task is a name that the harness knows or a YAML file of its
-    form; such a file may run Python code of its author. Needs the extra `evaluate`.
+    training (--uncompressed leaves them out). FILE is plain text (.txt) or has a row a line
+    (.jsonl), as the files of task.path; its perplexity is that of a run whose test set it is.
+
+    A task is a name that the harness knows or a YAML file of its form; such a file may run Python
+    code of its author. A model that has learned chats is asked through its chat template, unless
+    --plain. Needs the extra `evaluate`.
     """
     parser = parser_of(evaluate)
-    parser.add_argument("--tasks", nargs="+", required=True, help="names or YAML files")
-    parser.add_argument("--include", type=Path, metavar="DIR", help="a folder of further tasks")
-    parser.add_argument("--num-fewshot", type=int, help="examples before each question")
-    parser.add_argument("--limit", type=int, help="only the first samples of each task")
-    parser.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
-    parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--texts", type=Path, metavar="FILE", help="texts or chats, .txt or .jsonl")
+    data.add_argument("--tasks", nargs="+", help="names or YAML files")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    of_tasks = parser.add_argument_group("with --tasks")
+    of_tasks.add_argument("--include", type=Path, metavar="DIR", help="a folder of further tasks")
+    of_tasks.add_argument("--num-fewshot", type=int, help="examples before each question")
+    of_tasks.add_argument("--limit", type=int, help="only the first samples of each task")
+    of_tasks.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
+    of_tasks.add_argument("--no-cache", action="store_true", help="send the whole text each time")
     arguments = parser.parse_args(words)
+    if arguments.texts is not None:
+        _check_no_task_options(arguments)
     if arguments.num_fewshot is not None:
         check("--num-fewshot", value=arguments.num_fewshot, annotation=NotNegative)
     if arguments.limit is not None:
@@ -52,25 +64,10 @@ def evaluate(words: Sequence[str]) -> None:
     check_is_run(run, EXPERIMENT_FILE)
     with owned(run):
         generator = TextGenerator(folder=run, compressed=not arguments.uncompressed)
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(
-                "evaluate needs the package lm-eval: "
-                'pip install -c constraints.txt -e ".[evaluate]"'
-            )
-        manager, tasks = _tasks(arguments.tasks, include=arguments.include)
-        # What is said while they are read stands before the harness's progress.
-        _ = generator.stages
-        chats = generator.text.learns_chats and not arguments.plain
-        results = _results(
-            generator,
-            tasks=tasks,
-            manager=manager,
-            chats=chats,
-            cached=not arguments.no_cache,
-            limit=arguments.limit,
-            num_fewshot=arguments.num_fewshot,
-        )
-        scores = _scores(results, compressor=generator.compressor, chats=chats)
+        if arguments.texts is not None:
+            scores, table = _on_texts(generator, file=arguments.texts)
+        else:
+            scores, table = _on_tasks(generator, arguments=arguments)
         if arguments.uncompressed:
             scores = {f"{name}{UNCOMPRESSED}": of for name, of in scores.items()}
         summary = read_summary(run)
@@ -79,11 +76,75 @@ def evaluate(words: Sequence[str]) -> None:
         figures = dict(evaluation_metrics({EVALUATION: scores}))
         if trouble := add_figures(run, tracker=generator.experiment.tracker, figures=figures):
             say(f"MLflow lacks these scores: {trouble}", error=True)
-    from lm_eval.utils import make_table
-
-    say(make_table(results))
+    say(table)
     say(f"through the compressor: {generator.compressor}")
     say(run / SUMMARY_FILE)
+
+
+def _check_no_task_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that mean nothing to plain perplexity."""
+    given = {
+        "--include": arguments.include is not None,
+        "--num-fewshot": arguments.num_fewshot is not None,
+        "--limit": arguments.limit is not None,
+        "--plain": arguments.plain,
+        "--no-cache": arguments.no_cache,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(f"{listed(wrong)}: only with --tasks; leave out beside --texts")
+
+
+def _on_texts(generator: TextGenerator, file: Path) -> tuple[dict[str, Any], str]:
+    """Return what summary.json has of a file of texts or chats, and the lines to print."""
+    data = read_texts(generator, file=file)
+    say(data.describe())
+    for what, by_split in data.num_cut.items():
+        for cut in by_split.values():
+            say(f"{what}: {cut.num} of {cut.of} ({cut.setting})")
+    found = score_texts(generator, data=data)
+    stem = file.name.removesuffix(".gz").rpartition(".")[0]
+    metrics = {
+        name: {"value": value, "stderr": found.errors.get(name)}
+        for name, value in found.values.items()
+    }
+    scores = {
+        "metrics": metrics,
+        "num_samples": data.num_samples("test"),
+        "compressor": generator.compressor,
+    }
+    lines = [
+        f"{score_name(name)}  {score_with_error(name, value=value, error=found.errors.get(name))}"
+        for name, value in found.values.items()
+    ]
+    return {f"{file.resolve().parent.name}_{stem}": scores}, "\n".join(lines)
+
+
+def _on_tasks(
+    generator: TextGenerator, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
+    """Return what summary.json has of the harness's tasks, and the harness's own table."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "evaluate --tasks needs the package lm-eval: pip install -c constraints.txt -e "
+            '".[evaluate]"; --texts FILE needs nothing more'
+        )
+    manager, tasks = _tasks(arguments.tasks, include=arguments.include)
+    # What is said while they are read stands before the harness's progress.
+    _ = generator.stages
+    chats = generator.text.learns_chats and not arguments.plain
+    results = _results(
+        generator,
+        tasks=tasks,
+        manager=manager,
+        chats=chats,
+        cached=not arguments.no_cache,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+    )
+    from lm_eval.utils import make_table
+
+    scores = _scores(results, compressor=generator.compressor, chats=chats)
+    return scores, str(make_table(results))
 
 
 def _tasks(names: Sequence[str], include: Path | None) -> tuple[Any, list[Any]]:

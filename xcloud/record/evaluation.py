@@ -1,7 +1,8 @@
-"""Scores of lm-evaluation-harness in a run's summary, measured after the run:
+"""Scores in a run's summary that were measured after the run:
 
-"evaluation": {TASK: {"metrics": {METRIC: {"value", "stderr"}}, "num_samples", "num_fewshot",
-"task_version", "harness", "compressor", "chat_template"}}; TASK is NAME or NAME_uncompressed.
+"evaluation": {TASK: {"metrics": {METRIC: {"value", "stderr"}}, "num_samples", "compressor"}}, and
+of a task of lm-evaluation-harness "num_fewshot", "task_version", "harness", "chat_template", too.
+TASK is NAME or NAME_uncompressed; of a file of texts NAME is FOLDER_FILE, without its ending.
 """
 
 from __future__ import annotations

@@ -406,10 +406,10 @@ class LanguageData(View[LanguageModelling]):
         columns: dict[str, dict[Split, TokenTable]] = {name: {} for name in task.fields}
         packed: list[str] = []
         cuts: dict[str, dict[Split, Cut]] = {}
-        if corpus.splits["train"].texts:
+        if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
-            name = task.unit(corpus.splits["train"])
             for split, rows in corpus.splits.items():
+                name = task.unit(rows)
                 samples, found = task.samples(
                     self._tokenizer, rows, where=f"{task.describe()}, {split}"
                 )

@@ -1,0 +1,97 @@
+"""A run on a file of other texts: no run is needed, and no harness."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.causal_models import build, saved, through, where
+from tests.small_tokenizer import write_chat_tokenizer
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.evaluate.command import evaluate
+from xcloud.evaluate.texts import read_texts, score_texts
+from xcloud.models.causal import CausalLM
+from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer
+from xcloud.use import TextGenerator
+
+LENGTH = 32
+TEXTS = ["Ana came on Monday.", "Who came?", "When? On Monday, she said."]
+CHATS = [
+    [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for asked, answered in (("Who?", "Ana."), ("When?", "On Monday."))
+]
+
+
+def generator_of(folder: Path, stages: Any = ()) -> TextGenerator:
+    """What of a finished run is asked for."""
+    task = SimpleNamespace(max_length=LENGTH, cache_dir=str(folder))
+    training = SimpleNamespace(eval_batch_size=2)
+    found = SimpleNamespace(
+        folder=folder,
+        stages=stages,
+        experiment=SimpleNamespace(task=task, training=training),
+        message_to_last=lambda batch: through(stages, batch),
+    )
+    return cast(TextGenerator, found)
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "chats"])
+def test_perplexity_of_a_file_is_that_of_transformers_over_its_documents(
+    ending: str, tmp_path: Path
+) -> None:
+    """Each document on its own there, packed here; of chats the answers alone count."""
+    write_chat_tokenizer(tmp_path / FOLDER_NAME)
+    tokenizer = CausalTokenizer.load(tmp_path / FOLDER_NAME)
+    network = saved("llama", tmp_path, vocab_size=len(tokenizer._pretrained))
+    stages = [s.eval() for s in build(CausalLM(str(tmp_path)), 2, where(tmp_path))]
+    documents = tokenizer.texts(TEXTS)
+    if ending == "chats":
+        documents = [tokenizer.chat(chat, "here") for chat in CHATS]
+        rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS)
+    elif ending == "txt":
+        rows = "\n\n".join(TEXTS)
+    else:
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (file := tmp_path / f"mine.{ending.replace('chats', 'jsonl')}").write_text(rows)
+    generator = generator_of(tmp_path, stages)
+
+    found = score_texts(generator, data=read_texts(generator, file=file))
+
+    nats = []
+    for document in documents:
+        with torch.no_grad():
+            logits_SV = network(torch.tensor([document.ids])).logits[0, :-1]
+        losses = F.cross_entropy(logits_SV, torch.tensor(document.ids[1:]), reduction="none")
+        nats += losses[torch.tensor(document.learned[1:])].tolist()
+    assert found.values["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-4)
+    assert found.values["perplexity"] == pytest.approx(math.exp(found.values["loss"]), rel=1e-3)
+
+
+def test_a_file_of_another_form_or_none_is_named(tmp_path: Path) -> None:
+    generator = generator_of(tmp_path)
+    with pytest.raises(DataError, match=r"--texts: there is no file .*none\.jsonl"):
+        read_texts(generator, file=tmp_path / "none.jsonl")
+    (tmp_path / "mine.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match=r"mine\.csv must end in \.txt or \.jsonl"):
+        read_texts(generator, file=tmp_path / "mine.csv")
+    (tmp_path / "mine.jsonl").write_text('{"instruction": "Add", "output": "2"}\n')
+    with pytest.raises(DataError, match="its keys are instruction, output"):
+        read_texts(generator, file=tmp_path / "mine.jsonl")
+
+
+def test_options_of_the_harness_are_refused_beside_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(tmp_path), "--texts", "mine.txt"]
+    with pytest.raises(ConfigError, match="--limit, --plain: only with --tasks"):
+        evaluate([*words, "--limit", "3", "--plain"])
+    with pytest.raises(SystemExit):
+        evaluate([str(tmp_path)])
+    assert "one of the arguments --texts --tasks is required" in capsys.readouterr().err

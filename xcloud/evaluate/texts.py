@@ -1,0 +1,57 @@
+"""A trained causal language model on a file of texts or chats: the loss that a run reports of its
+test set, measured on other data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xcloud.base.errors import DataError
+from xcloud.contracts.model import Scores
+from xcloud.tasks.language_modelling import (
+    FOLDER_NAME,
+    FolderLanguageModelling,
+    LanguageData,
+)
+from xcloud.tasks.rows import Corpus
+from xcloud.tasks.sources import list_files
+from xcloud.tasks.tokenizer import PretrainedTokenizer
+from xcloud.use import TextGenerator
+
+
+def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
+    """Return the documents of a file as the test set of a run: cut by the run's tokenizer, and
+    packed as its samples are. Raises DataError for a file of another form."""
+    trained: Any = generator.experiment.task
+    task = FolderLanguageModelling(
+        path=str(file.parent),
+        tokenizer=PretrainedTokenizer(str(generator.folder / FOLDER_NAME)),
+        max_length=trained.max_length,
+        cache_dir=trained.cache_dir,
+    )
+    if isinstance(trained, FolderLanguageModelling):
+        task = replace(task, document=trained.document)
+    if not file.is_file():
+        raise DataError(f"--texts: there is no file {file}")
+    for table in list_files(file.parent, form=task.form):
+        if table.path == file:
+            table.check()
+            corpus = Corpus({"test": task.rows_of(table)})
+            return task.view(corpus, fields=frozenset(task.fields))
+    raise DataError(f"--texts: {file} must end in .txt or .jsonl, or in one of both and .gz")
+
+
+@torch.no_grad()
+def score_texts(generator: TextGenerator, data: LanguageData) -> Scores:
+    """Return perplexity and loss of the test set of `data`."""
+    predictions: dict[int, list[int]] = {}
+    numbers = torch.arange(data.num_samples("test"))
+    for ids in torch.split(numbers, generator.experiment.training.eval_batch_size):
+        batch = data.batch("test", ids)
+        message = generator.message_to_last(batch)
+        found = generator.stages[-1].predict(message, batch)
+        predictions |= zip(ids.tolist(), found, strict=True)
+    return data.score("test", predictions=predictions)
