@@ -111,6 +111,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert told == seen
     assert told_bytes == sizes
     kinds = {message["kind"] for message in audit["messages"]}
+    kinds.discard("alive")  # of a rank that prepares for long
     assert kinds == {"activation", "gradient", "evaluation", "norm", "report", "barrier",
                       "close", "checkpoint"}  # fmt: skip
     # Reports tell figures; the words of a sample are in a file of its owner alone.

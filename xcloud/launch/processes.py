@@ -177,8 +177,9 @@ class LocalRanks:
         return self.run_dir / f"rank{rank}.log"
 
     def wait(self, meanwhile: Callable[[], bool]) -> None:
-        """Wait until all ranks are done, calling `meanwhile` often. It returns whether all ranks
-        have joined: until then every rank is essential, because the others would wait for it.
+        """Wait until all ranks are done, calling `meanwhile` often. It returns whether it has been
+        told that all ranks have joined. Every rank is essential until it is ready, because the
+        others would wait for it.
 
         Raises RunFailed naming the first cause if an essential rank fails. The others notice,
         report the rest and end; those that do not are ended, as are all ranks on any other
@@ -196,8 +197,8 @@ class LocalRanks:
 
         a rank stopped before all joined, longer than     the run has stopped: those that wait for
         END_WITHIN_S ago                                  it inside torch hear no signal
-        one failed before all joined                      the run fails
-        one failed that is essential or was not ready     it fails, once the others have reported
+        one failed that is essential or was not ready,    the run fails, once those that have
+        as nobody is before all joined                    joined have reported
         an essential one runs                             the run goes on; lost clouds restart
         another one runs, for LATE_S at most              the run goes on
         an essential one stopped                          the run has stopped
@@ -211,7 +212,7 @@ class LocalRanks:
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
         ready = {rank for rank in failed if ready_file(self.run_dir, rank=rank).exists()}
-        if failed.keys() - (ready - self.essential) or (failed and not have_joined):
+        if failed.keys() - (ready - self.essential):
             cause = first_cause(
                 self.run_dir,
                 clouds=dict(zip(self.ranks, self.clouds, strict=True)),
