@@ -412,15 +412,22 @@ class TrialRun:
 
 
 def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass, by name, that these settings of its fields change.
+    """Return the fields of a dataclass, by name, that these settings change.
 
-    settings: by dotted name, such as "training.max_steps".
+    settings: by dotted name, such as "training.max_steps", of fields of fields, too.
     """
     changes: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     for key, value in settings.items():
-        name, _, setting = key.partition(".")
-        changes.setdefault(name, {})[setting] = value
-    return {name: replace(getattr(made, name), **change) for name, change in changes.items()}
+        name, _, inner = key.partition(".")
+        if inner:
+            changes.setdefault(name, {})[inner] = value
+        else:
+            found[name] = value
+    for name, change in changes.items():
+        field = getattr(made, name)
+        found[name] = replace(field, **changed_fields(field, settings=change))
+    return found
 
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
