@@ -289,6 +289,10 @@ def test_a_missing_checkpoint_is_one_error_at_once(
     monkeypatch.setattr("xcloud.pretrained.go_offline_if_unreachable", lambda: False)
     with pytest.raises(DataError, match=r"out of reach \(no answer, or .* set\); put its config"):
         PretrainedBackbone("nobody/no-such-model").width()
+    with pytest.raises(
+        DataError, match=r"^there is no folder 'models/mine', nor is it in the hub"
+    ):
+        PretrainedBackbone("models/mine").width()
     saved(tmp_path, "bert")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(DataError, match="is not a complete checkpoint"):

@@ -274,3 +274,17 @@ def test_a_figure_of_a_feature_is_written_down_once(monkeypatch: pytest.MonkeyPa
     assert summary["num_melts"] == 3
     assert "| melts | 3 | of ice |" in tables.markdown_of(summary)
     assert mlflow_store.final_metrics(summary, (figure,))["num_melts"] == 3.0
+
+
+def test_the_closing_table_leaves_out_what_never_crosses() -> None:
+    """Under local updates nothing goes forward, and nobody waits inside a step."""
+    run = RunStatistics(2)
+    feed_step(run, 1)
+    summary = summarise(run)
+    sent = {"forward": 0, "backward": 0, "averaging": 4000, "other": 0}
+    shown = tables.markdown_of({**summary, "wan_bytes_per_step": sent, "bubble_ratio": 0.0})
+    assert "sent averaging" in shown
+    for row in ("sent forward", "sent backward", "sent otherwise", "bubble ratio"):
+        assert row not in shown
+    crossing = {**sent, "forward": 1000}
+    assert "sent forward" in tables.markdown_of({**summary, "wan_bytes_per_step": crossing})

@@ -19,7 +19,14 @@ from tests.runs import ROOT
 from xcloud.base.terminal import printable, say, signals_to_stop
 from xcloud.show.display import ProgressLine
 from xcloud.show.status import describe
-from xcloud.show.tables import Column, markdown_of, print_report, print_table, write_csv
+from xcloud.show.tables import (
+    Column,
+    console_of,
+    markdown_of,
+    print_report,
+    print_table,
+    write_csv,
+)
 
 ESCAPES = "\x1b]0;owned\x07 \x9b2J \r over \x08 \u202e txt"
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
@@ -108,6 +115,16 @@ def test_a_spreadsheet_computes_nothing_of_a_run(tmp_path: Path) -> None:
     read = pd.read_csv(tmp_path / "new" / "table.csv", keep_default_na=False)
     assert list(read["'=label"]) == [*(f"'{text}" for text in evil), *fine]
     assert set(read["value"]) == {-1.5}
+
+
+def test_a_long_cell_stays_one_line_where_output_goes_on_to_a_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A column that wraps on a terminal would cut words in two there."""
+    cell = "local_updates: 8% less " * 40
+    columns = [Column("next", right=False, wraps=True), Column("step")]
+    print_table(console_of(), columns=columns, rows=[[cell, "1 s"]])
+    assert cell.strip() in capsys.readouterr().out
 
 
 def test_a_run_without_a_step_has_no_closing_table() -> None:

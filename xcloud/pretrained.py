@@ -252,14 +252,16 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
     )
     if not go_offline_if_unreachable():
         raise DataError(
-            f"checkpoint {name!r} is not in the hub cache, and the hub is out of reach (no "
-            f"answer, or HF_HUB_OFFLINE is set); {wanted}"
+            f"there is no folder {name!r}, nor is it in the hub cache, and the hub is out of "
+            f"reach (no answer, or HF_HUB_OFFLINE is set); {wanted}"
         )
     try:
         return load(plain, **revision)
     except OSError as error:
         why = str(error).partition("\n")[0]
-        raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error
+        raise DataError(
+            f"there is no folder {name!r}, and the hub has no such checkpoint: {why}; {wanted}"
+        ) from error
 
 
 # What a config.json says of who wrote it and where, not of the network.
