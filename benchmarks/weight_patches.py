@@ -1,13 +1,12 @@
 """Bytes of weight patches beside whole weights in BF16, at learning rates that people use.
 
-python -m benchmarks.weight_patches [--steps 200] [--rates 1e-6 1e-5 1e-4] [--json FILE]
+python -m benchmarks.weight_patches [--steps 40] [--rates 1e-6 1e-5 1e-4] [--json FILE]
 
 A causal model of 10 million weights in the shape of a small Qwen2 learns sentences of a made-up
-language with AdamW (betas 0.9 and 0.95, clipped to 1), as one stage. It is first trained at 1e-3
-for --warm updates, since drawn weights have no small and large ones as trained ones have. After
-each update its patch is coded against the weights of the update before, in memory. A second row of
-each rate has a patch of every tenth update. About five minutes on two quiet cores; figures:
-docs/follow-weights.md.
+language with AdamW (betas 0.9 and 0.95, clipped to 1), as one stage: first at 1e-3 for --warm
+updates, then at each rate. After each update its patch is coded against the weights of the update
+before, in memory; and every ten updates one against the weights ten updates before, which is
+decoded again, to the bit. About three minutes on two quiet cores; figures: docs/follow-weights.md.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ def coded(before: dict[str, Any], now: dict[str, Any], is_checked: bool) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="updates at each rate")
-    parser.add_argument("--warm", type=int, default=150, help="updates before, at 1e-3")
+    parser.add_argument("--steps", type=int, default=40, help="updates at each rate")
+    parser.add_argument("--warm", type=int, default=40, help="updates before, at 1e-3")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -47,6 +47,9 @@ from xcloud.features.one_way.producer import OrderBook
 from xcloud.features.replicas.averaging import Terms
 from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.weight_patches.codec import bits_of
+from xcloud.features.weight_patches.objects import decode as decode_weights
+from xcloud.features.weight_patches.objects import encode as encode_weights
 from xcloud.line.hello import (
     Hello,
     Refusal,
@@ -402,6 +405,16 @@ def reports(folder: Path) -> Parser:
     return Parser(honest, take)
 
 
+def weight_objects() -> Parser:
+    drawn = torch.Generator().manual_seed(1)
+    first, second = ({"w": bits_of(torch.randn(40, 9, generator=drawn))} for _ in range(2))
+    about = {"run": "r s1", "attempt": 1, "stage": 0, "is_last": False}
+    whole = encode_weights(first, None, {"lora": True}, {"t/a": b"{}"}, step=1, base=None, **about)
+    patch = encode_weights(second, first, {}, {}, step=2, base=1, **about)
+    before = decode_weights(whole, before=None)
+    return Parser([whole, patch], lambda data: decode_weights(data, before=before))
+
+
 def checkpoint_headers(folder: Path) -> Parser:
     kept = CheckpointFolder(folder / "kept")
     kept.write(3, 0, {"w": torch.ones(3), "n": 4}, {"seed": 1})
@@ -420,7 +433,7 @@ PARSERS: dict[str, Callable[..., Parser]] = {
         frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
         ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
         greetings, doctors_facts, pieces, sealed, mailbox_objects, notes,
-        checkpoint_headers,
+        checkpoint_headers, weight_objects,
     )
 }  # fmt: skip
 PARSERS |= {
