@@ -72,6 +72,15 @@ def test_attention_is_that_of_a_mask_over_all_pairs(
         torch.testing.assert_close(found, wanted)
 
 
+def test_attention_is_the_same_where_heads_cannot_share_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = drawn(11, 11)
+    expected = causal(*given, **PLAIN)
+    monkeypatch.setattr(document_attention, "_shares_keys", lambda query: False)
+    torch.testing.assert_close(causal(*given, **PLAIN), expected)
+
+
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 1, 8, 7, 2, 1]])
 def test_a_document_is_attended_to_as_if_it_stood_alone(lengths: list[int]) -> None:
     places_R = torch.cat([torch.arange(length) for length in lengths])
