@@ -14,7 +14,7 @@ A system is named by whose it is, its schedule, micro-batches in flight (not for
 compressor, forward and backward: "xcloud 1F1B 3 INT4+INT2". Without one nothing is compressed.
 "compute" is each rank's forward, backward and update of the same micro-batches with nobody to wait
 for, both ranks at once, the slower one: what a step takes at least, with one round trip
-(experiments/pipelining).
+(experiments/README.md).
 
 Like for like, and by cause:
 - links: GPipe / GPipe and 1F1B / 1F1B, both with 2 micro-batches in flight. The schedule is the

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from omegaconf import OmegaConf
 
 from benchmarks.namespaces import ADDRESSES, INTERFACE
-from tests.forks import Child, become
+from tests.warm_ranks import Child, become
 from xcloud.base.errors import XcloudError
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job.config import Settings

@@ -34,7 +34,7 @@ from benchmarks.chaos_jobs import losses_of, weights_of
 from benchmarks.chaos_runs import LOG, ROOT, Launched, prepare_to_fork
 from benchmarks.machine import ran_on
 from tests.event_lines import steps_done
-from tests.forks import Child
+from tests.warm_ranks import Child
 from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader

@@ -8,20 +8,54 @@ from __future__ import annotations
 
 import copy
 import json
+import queue
 from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tests.in_process_link import InProcessLink
+from xcloud.base.errors import LinkTimeout
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, Message, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory
 from xcloud.comm.state import State
 from xcloud.comm.step_clock import StepClock
-from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.net.link import LinkRecord, Tensors
+from xcloud.net.link_end import expect
+
+
+class InProcessLink:
+    """Both ends in one process: the same frames and the same counting, no time."""
+
+    def __init__(self, name: str = "this process") -> None:
+        self.name = name
+        self.record = LinkRecord()
+        self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._sequence = 0
+
+    def send(self, key: MessageKey, parts: Tensors, carries: Sequence[str] = ()) -> None:
+        frame = encode_frame(key, parts, self._sequence)
+        seal_frame(frame, 0.0)
+        self._sequence += 1
+        self.record.note(key.kind, parts, carries, frame.numel())
+        self._frames.put(frame)
+
+    def say_alive(self, parts: Tensors = (), carries: Sequence[str] = ()) -> None:
+        """Both ends live and die together."""
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Tensors:
+        try:
+            frame = self._frames.get(timeout=overdue_s)
+        except queue.Empty:
+            raise LinkTimeout(f"no {key} from {self.name} after {overdue_s:.1f} s") from None
+        return expect(decode_frame(frame, self.name), key, self.name).parts
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing to end."""
+
 
 D, NUM_SAMPLES, B, ROWS_PER_SAMPLE = 120, 20, 10, 15
 FIELDS = (

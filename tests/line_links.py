@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from tests.line_keys import keys_of
+from tests.owners import keys_of
 from xcloud.line.connection import LineState
 from xcloud.line.hello import StreamName
 from xcloud.line.pinned_tls import PinnedTls

@@ -1,18 +1,47 @@
 """Clouds of two owners on this machine: a folder of keys and a policy each, and nothing in common
-but the experiment file and the lines between them."""
+but the experiment file and the lines between them; and keys of three clouds."""
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from tests.line_keys import folder_of_keys
 from tests.runs import command, free_port, read
 from tests.toy import toy_config
+from xcloud.line.keys import LineKeys, make_key, read_line_keys
+
+
+@cache
+def folder_of_keys() -> Path:
+    """Return a folder with the keys of cloud_a, cloud_b and cloud_c."""
+    folder = tempfile.TemporaryDirectory(prefix="xcloud-keys-")
+    _FOLDERS.append(folder)
+    for name in ("cloud_a", "cloud_b", "cloud_c"):
+        make_key(name, Path(folder.name))
+    return Path(folder.name)
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def keys_of(me: str, peers: Sequence[str]) -> LineKeys:
+    """Return the keys of a cloud that knows these peers."""
+    folder = folder_of_keys()
+    named = {peer: [f"{peer}.pem"] for peer in peers}
+    return read_line_keys(me, named, policy_file=folder / "policy.yaml")
+
+
+def copy_keys(folder: Path) -> Path:
+    """Copy all keys into a folder, and return where its policy would lie."""
+    shutil.copytree(folder_of_keys(), folder, dirs_exist_ok=True)
+    return folder / "policy.yaml"
+
 
 CLOUDS = ("cloud_a", "cloud_b")
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from tests import warm_ranks
 from tests.combinations import run as run_ranks
-from tests.forks import Child
+from tests.warm_ranks import Child
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.pipeline.pipeline import Pipeline

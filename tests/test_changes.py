@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attempts import CODECS, TRAINING, Shape, job
 from tests.channels import same_state, stored
 from tests.local_replicas import Diary, Scalar
-from tests.pipelines import in_threads
+from tests.pipelines import TiedToy, in_threads
 from tests.replicas import Post
-from tests.resumable_jobs import CODECS, TRAINING, Shape, job
-from tests.tied_toy import TiedToy
 from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError

@@ -13,6 +13,7 @@ from tests.channels import (
     IDENTITY,
     ROWS_PER_SAMPLE,
     B,
+    InProcessLink,
     Pair,
     Phases,
     copies,
@@ -21,7 +22,6 @@ from tests.channels import (
     stored,
 )
 from tests.codecs import COMPRESSORS
-from tests.in_process_link import InProcessLink
 from tests.nightly import NIGHTLY
 from tests.pipelines import wired
 from xcloud.comm.channel import Boundary, BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel

@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.attempts import (
+    CODECS,
     LAST,
+    SHAPES,
     STRATEGIES,
     Attempt,
     changed,
+    job,
     undisturbed,
 )
 from tests.channels import same_state
 from tests.nightly import each_once
 from tests.pipelines import in_threads
-from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import states_of
 from xcloud.features.checkpoints import saving

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from tests.attempts import (
+    CODECS,
     LAST,
+    SHAPES,
     STRATEGIES,
     Attempt,
+    Shape,
+    job,
     undisturbed,
     whole,
 )
 from tests.channels import same_state
 from tests.nightly import each_once
-from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from xcloud.comm.state import State
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing

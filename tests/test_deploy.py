@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.line_keys import keys_of
 from tests.line_links import LABEL, NAME, RUN, listener
+from tests.owners import keys_of
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import LinkError
 from xcloud.base.project import project_root

@@ -23,10 +23,9 @@ from tests.local_replicas import (
 from tests.local_replicas import equal as equal_values
 from tests.nightly import each_once
 from tests.one_way_toy import cloud, feed_config
-from tests.strategy_jobs import clouds
-from tests.tied_toy import TiedToy
+from tests.pipelines import TiedToy
 from tests.toy import toy_config
-from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
+from tests.trainers import LAYOUTS, SKIP, Rank, clouds, ranks, spoil, update
 from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain, Compressor

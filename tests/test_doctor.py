@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.configs import composed
-from tests.line_keys import copy_keys
+from tests.owners import copy_keys
 from tests.runs import free_port
 from xcloud.__main__ import main
 from xcloud.base.errors import FrameError

@@ -24,8 +24,7 @@ from tests.causal_models import (
     where,
     words,
 )
-from tests.channels import IDENTITY
-from tests.in_process_link import InProcessLink
+from tests.channels import IDENTITY, InProcessLink
 from tests.runs import in_threads, losses, weights
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel

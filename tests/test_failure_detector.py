@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.in_process_link import InProcessLink
+from tests.channels import InProcessLink
 from tests.pipelines import heartbeat, in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout

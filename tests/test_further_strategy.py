@@ -16,8 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tests.import_walk import PACKAGE
-from tests.strategy_jobs import clouds, values
-from tests.trainers import ranks, update
+from tests.trainers import clouds, ranks, update, values
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression

@@ -2,19 +2,452 @@
 our errors, and in either case needs little more memory than an honest message. 300 inputs each,
 and 100,000 each night."""
 
+from __future__ import annotations
+
+import json
 import random
 import struct
 import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.parsers import ON_DISK, PARSERS
+from tests.codecs import ERRORS
+from tests.event_lines import DEEP, STEP, Desk
+from tests.local_replicas import MEAN, rounds_of
+from tests.owners import folder_of_keys, keys_of
 from tests.peak_bytes import PeakBytes
+from tests.replicas import Post
 from xcloud.base.errors import ConfigError, FrameError, XcloudError
-from xcloud.comm.compressor import Tensors
-from xcloud.comm.sparsify import _drawn
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Compressor, Tensors
+from xcloud.comm.ids import (
+    CorruptedTexts,
+    IdPacking,
+    Reader,
+    decode_ascending,
+    decode_ids,
+    encode_ascending,
+    encode_ids,
+)
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.precision import BlockInt
+from xcloud.comm.sparsify import TopK, _drawn
+from xcloud.comm.step_clock import StepClock
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.doctor.talk import Facts, pack_facts, unpack_facts
+from xcloud.features.autopilot.pilot import like
+from xcloud.features.one_way.feed import Order
+from xcloud.features.one_way.intake import Inbox
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.one_way.producer import OrderBook
+from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.late import Skip
+from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.weight_patches.codec import bits_of
+from xcloud.features.weight_patches.objects import decode as decode_weights
+from xcloud.features.weight_patches.objects import encode as encode_weights
+from xcloud.line.hello import (
+    Hello,
+    Refusal,
+    StreamName,
+    decode_hello,
+    encode_hello,
+    encode_refusal,
+)
+from xcloud.line.keys import read_key
+from xcloud.line.mailbox import BoxKeys, LinkBox
+from xcloud.line.mailbox_lines import Entry, Note, NoteKind, decode_note, encode_note
+from xcloud.line.pieces import HEADER, Assembly
+from xcloud.line.sealing import open_sealed, seal
+from xcloud.net.failure_detector import FailureDetector
+from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.net.peer import Peer
+from xcloud.net.words import Message, WordKind, decode, encode
+from xcloud.pipeline.control import (
+    check_norms,
+    number_of,
+    reply_of,
+)
+from xcloud.pipeline.exchange import Work
+from xcloud.rank.agreement import (
+    Verdict,
+    compare_facts,
+    decode_facts,
+    decode_table,
+    decode_verdict,
+    encode_table,
+)
+from xcloud.rank.saving import code_of
+from xcloud.record.checkpoint_files import CheckpointFolder
+
+
+class Parser(NamedTuple):
+    """honest: messages to damage. take: parses one of them, or raises one of our errors."""
+
+    honest: list[Any]
+    take: Callable[[Any], object]
+
+
+def frame(parts: Tensors, kind: Kind = Kind.NORM, step: int = 1) -> Frame:
+    return Frame(MessageKey(kind, step), parts, 0, 0.0, 64)
+
+
+def whole(*numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+
+
+# --- parsers
+
+
+def frames() -> Parser:
+    parts = (torch.randn(3, 5), torch.arange(9, dtype=torch.int16), torch.tensor([True]))
+    made = encode_frame(MessageKey(Kind.ACTIVATION, 3, 1), parts, 5)
+    seal_frame(made, 1.5)
+    seals = random.Random(1)
+
+    def take(data: bytes) -> object:
+        buffer = as_bytes(data).clone()
+        if len(buffer) >= 40 and seals.random() < 0.7:  # with a checksum that fits
+            view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+            end = min(len(view), len(made))
+            struct.pack_into("<I", view, 20, 0)
+            struct.pack_into("<I", view, 20, zlib.crc32(view[:end]))
+        return decode_frame(buffer, "rank 1")
+
+    return Parser([made.numpy().tobytes()], take)
+
+
+def greetings() -> Parser:
+    stream = StreamName("forward 0", "cloud_a", 0, "cloud_b", 1)
+    hello = encode_hello(Hello(stream, bytes(16), attempt=1, connection=2, of=3, expected=7))
+    honest = [hello[1:], encode_refusal(Refusal.OTHER_RUN)[1:]]
+    return Parser(honest, lambda data: decode_hello(data, "cloud_b"))
+
+
+def doctors_facts() -> Parser:
+    facts = Facts("0.2.0", code="c0de", torch="2.11", python="3.11.4", file="f11e")
+    return Parser([pack_facts(facts)], lambda data: unpack_facts(data, "cloud_b"))
+
+
+def pieces() -> Parser:
+    heads = [HEADER.pack(n, 300_000, at, size) for n in range(3)
+             for at, size in ((0, 1 << 18), (1 << 18, 300_000 - (1 << 18)))]  # fmt: skip
+
+    def take(data: bytes) -> object:
+        assembly = Assembly(1 << 19, max_bytes=600_000, deliver=lambda frame: None)
+        for at in range(0, len(data) - HEADER.size + 1, HEADER.size):
+            frame, frame_bytes, offset, num_bytes = HEADER.unpack_from(data, at)
+            assembly.place(frame, frame_bytes, offset, num_bytes)
+            assembly.arrived(frame, offset, num_bytes)
+        return assembly.expected
+
+    return Parser([b"".join(heads)], take)
+
+
+def sealed() -> Parser:
+    a, b = (keys_of(cloud, []).own for cloud in ("cloud_a", "cloud_b"))
+    a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
+    honest = seal(bytes(999), b, a_key, context=b"round 3")
+    return Parser([honest], lambda data: open_sealed(data, b_key, b, sender=a, context=b"round 3"))
+
+
+def mailbox_objects() -> Parser:
+    a, b = (keys_of(cloud, []).own for cloud in ("cloud_a", "cloud_b"))
+    a_key, b_key = (read_key(folder_of_keys() / f"{one.cloud}.key") for one in (a, b))
+    of_no_store: Any = None
+    box = LinkBox(of_no_store, bytes(16), "0" * 32, "forward", ("cloud_a", 0), ("cloud_b", 1))
+    made = encode_frame(MessageKey(Kind.AVERAGING, 3), (torch.randn(99),), 7)
+    seal_frame(made, -1.0)
+    honest = seal(made.numpy().tobytes(), b, a_key, context=box._context(7))
+
+    def take(data: bytes) -> object:
+        found = box.open(7, data, BoxKeys(b_key, b, peer=a), max_bytes=2048)
+        return decode_frame(as_bytes(found).clone(), "rank 0")
+
+    return Parser([honest], take)
+
+
+def notes() -> Parser:
+    entry = Entry(bytes(16), "0" * 64)
+    honest = [
+        Note(NoteKind.OFFER, bytes(16)),
+        Note(NoteKind.ANSWER, bytes(16), [entry]),
+        Note(NoteKind.BEGIN, bytes(16), [entry, entry, entry]),
+    ]
+    return Parser([encode_note(one) for one in honest], lambda data: decode_note(data, "a", 3))
+
+
+class Held:
+    """A link with one message in it, either way."""
+
+    def __init__(self) -> None:
+        self.parts: Tensors = ()
+        self.stats = SimpleNamespace()
+
+    def send(self, key: MessageKey, parts: Tensors, carries: object = ()) -> None:
+        self.parts = tuple(part.clone() for part in parts)
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Tensors:
+        return self.parts
+
+
+def boundary(compressor: Compressor) -> Parser:
+    fields = (
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("places", (), torch.int16, "counted", most=15),
+        BoundaryField("hidden", (24,), torch.float32, "counted"),
+    )
+    link, key, ids = Held(), MessageKey(Kind.ACTIVATION, 1), torch.arange(4)
+    identity, clock = ChannelId(7, 0, "forward", 0, 1), StepClock()
+
+    def codecs() -> Codecs:
+        return Codecs([(None, Codec(compressor, NoMemory()))])
+
+    counts = torch.tensor([16, 3, 8, 1], dtype=torch.int16)
+    rows = int(counts.sum())
+    message = {
+        "counts": counts, "places": torch.zeros(rows, dtype=torch.int16),
+        "hidden": torch.randn(rows, 24, generator=torch.Generator().manual_seed(1)),
+    }  # fmt: skip
+    sender = SendChannel(link, fields, codecs, clock, identity)  # type: ignore[arg-type]
+    sender.send(key, message, {"ids": ids})
+    receiver = ReceiveChannel(
+        link, fields, codecs, clock, identity, torch.device("cpu"), 1.0, 16,  # type: ignore[arg-type]
+    )  # fmt: skip
+    honest = link.parts
+
+    def take(parts: Tensors) -> object:
+        link.parts = parts
+        return receiver.recv(key, {"ids": ids})
+
+    return Parser([honest], take)
+
+
+def packed_ids() -> Parser:
+    packing = IdPacking(4000, 12, 40, digest=7)
+    draw = np.random.default_rng(0)
+    counts = draw.integers(1, 41, 12)
+    num = int(counts.sum())
+    ids = torch.tensor(draw.zipf(1.3, num) % 4000)
+    texts = CorruptedTexts(ids, torch.tensor(counts), torch.tensor(draw.random(num) < 0.2))
+    return Parser(
+        [packing.pack(texts).numpy().tobytes()], lambda data: packing.unpack(as_bytes(data))
+    )
+
+
+def ranked_ids() -> Parser:
+    ids = np.random.default_rng(0).zipf(1.3, 400) % 4000
+    data = encode_ids(ids.astype(np.int64), 4000).numpy().tobytes()
+    return Parser([data], lambda data: decode_ids(Reader(as_bytes(data)), 400, 4000))
+
+
+def gaps() -> Parser:
+    numbers = np.sort(np.random.default_rng(0).choice(5000, 200, replace=False)).astype(np.int64)
+    data = encode_ascending(numbers, 5000).numpy().tobytes()
+    return Parser([data], lambda data: decode_ascending(Reader(as_bytes(data)), 200, 5000))
+
+
+def orders() -> Parser:
+    rows = torch.tensor([[n, n % 2, 40] for n in range(1, 9)], dtype=torch.int32)
+
+    def take(parts: Tensors) -> object:
+        book = OrderBook(num_consumers=2, max_waiting=64, max_number=100)
+        book.take_orders(frame(parts))
+        return [book.next(False) for _ in range(book._waiting.qsize())]
+
+    return Parser([(rows,)], take)
+
+
+def batches() -> Parser:
+    layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
+
+    def take(parts: Tensors) -> object:
+        inbox = Inbox(layout, 64, {1: Peer()}, max_waiting=8)
+        inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
+        for number in (1, 2, 5):
+            inbox.put(0, frame(parts, Kind.BATCH, number))
+        return inbox.state_dict()
+
+    return Parser([(torch.zeros(64, dtype=torch.uint8),)], take)
+
+
+def norms() -> Parser:
+    honest = [(whole(1.0, 2.0, dtype=torch.float64),)]
+    return Parser(honest, lambda parts: check_norms(parts, 2, 1))
+
+
+def measures() -> Parser:
+    mine = torch.zeros(3, 4, dtype=torch.float64)
+    return Parser([(mine + 1,)], lambda parts: like(mine, parts, 1))
+
+
+def answers() -> Parser:
+    total = whole(1.0, dtype=torch.float64)
+    honest = [(total,), (total, whole(1, dtype=torch.uint8))]
+    return Parser(honest, lambda parts: reply_of(parts, 0))
+
+
+def codes() -> Parser:
+    return Parser([(whole(1, dtype=torch.uint8),)], lambda parts: code_of(frame(parts), 1))
+
+
+def ages() -> Parser:
+    detector = FailureDetector(1, num_ranks=3)
+    honest = (whole(0.0, 1.0, 2.0, dtype=torch.float32),)
+    return Parser([honest], lambda parts: detector.hear(0, frame(parts)))
+
+
+def facts() -> Parser:
+    mine = {"the task's data": "ab" * 32, "the parameters": "cd" * 32}
+
+    def take(data: bytes) -> object:
+        return compare_facts(mine, decode_facts(data.decode("utf-8", "replace"), 1), 1)
+
+    return Parser([json.dumps(mine).encode()], take)
+
+
+def tables() -> Parser:
+    honest = encode_table(
+        {"setting": {"seed": "1"}, "code": {"xcloud/run.py": "ab"}, "info": {"torch": "2"}}
+    )
+    return Parser(
+        [honest.encode()], lambda data: decode_table(data.decode("utf-8", "replace"), "rank 1")
+    )
+
+
+def verdicts() -> Parser:
+    honest = json.dumps(asdict(Verdict("go", (1, 2), "they differ", 40, 7)))
+    return Parser([honest.encode()], lambda data: decode_verdict(data.decode("utf-8", "replace")))
+
+
+SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
+
+
+def words() -> Parser:
+    honest = [Message(WordKind.TELL, "table", "{}"), Message(WordKind.ASK, "verdict")]
+    return Parser(
+        [encode(message).numpy().tobytes() for message in honest],
+        lambda data: decode(as_bytes(data), "rank 1"),
+    )
+
+
+def told_steps() -> Parser:
+    return Parser([(whole(7, dtype=torch.int64),), ()], number_of)
+
+
+def contributions() -> Parser:
+    codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
+    parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
+    return Parser([parts], lambda parts: Terms().contribution(1, 1, 1.0, 1.0, codec, parts))
+
+
+SETTINGS = LocalUpdates(2, MEAN, late=Skip(5.0))
+
+
+def hub() -> Parser:
+    head = whole(2.0, 0.0, 2.0, dtype=torch.float64)
+
+    def take(parts: Tensors) -> object:
+        post = Post(2)
+        rounds = rounds_of(post.links(0), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
+        key = MessageKey(Kind.AVERAGING, 0, 0)
+        post.links(1).send(0, key, parts, ("",) * len(parts), 0)
+        return rounds.after_update(2, Work(2, 2.0))
+
+    return Parser([(head, torch.ones(1)), (head,)], take)
+
+
+def member() -> Parser:
+    def take(parts: Tensors) -> object:
+        post = Post(2)
+        rounds = rounds_of(post.links(1), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
+        key = MessageKey(Kind.AVERAGING, 0, 1)
+        post.links(0).send(1, key, parts, ("",) * len(parts), 0)
+        return rounds.after_update(2, Work(2, 2.0))
+
+    some = whole(2.0, 2.0, 1.0, 0.0, dtype=torch.float64)
+    every = whole(2.0, 2.0, 0.0, 1.0, dtype=torch.float64)
+    one = torch.ones(1)
+    return Parser([(some, one), (some, one, one), (every, one, one[:0])], take)
+
+
+def reports(folder: Path) -> Parser:
+    now = iter(range(10**9))
+    desk = Desk(folder)
+    desk.file.close()
+    desk.intake._clock = lambda: 1e3 * next(now)  # the bound on bytes is not what is tried
+    desk.file.append = lambda lines: [json.loads(line) for line in lines.splitlines()]  # type: ignore
+    honest: list[bytes] = [
+        json.dumps(line).encode() + b"\n"
+        for line in (
+            {**STEP, "loss": 1.0, "line_busy_s": {"forward": {"b": 1.0}}},
+            {"event": "note", "text": "größer"},
+            {"event": "timeline", "step": 1, "machine": "f", "started_us": 0, "unix_us": 0,
+             "step_us": 1, "spans": [["fetch", "", 0, 0, 0, 1]], "sent": [], "received": []},
+            {"event": "quality", "step": 2, "split": "dev", "values": {"bleu": 1.0},
+             "signature": {}, "evaluation_s": 1.0},
+        )
+    ]  # fmt: skip
+
+    def take(data: bytes) -> object:
+        return desk.intake.take(2, frame((as_bytes(data),), Kind.REPORT))
+
+    take(DEEP)
+    assert desk.num_refused == {2: 1}
+    return Parser(honest, take)
+
+
+def weight_objects() -> Parser:
+    drawn = torch.Generator().manual_seed(1)
+    first, second = ({"w": bits_of(torch.randn(40, 9, generator=drawn))} for _ in range(2))
+    about = {"run": "r s1", "attempt": 1, "stage": 0, "is_last": False}
+    whole = encode_weights(first, None, {"lora": True}, {"t/a": b"{}"}, step=1, base=None, **about)
+    patch = encode_weights(second, first, {}, {}, step=2, base=1, **about)
+    before = decode_weights(whole, before=None)
+    return Parser([whole, patch], lambda data: decode_weights(data, before=before))
+
+
+def checkpoint_headers(folder: Path) -> Parser:
+    kept = CheckpointFolder(folder / "kept")
+    kept.write(3, 0, {"w": torch.ones(3), "n": 4}, {"seed": 1})
+    (header,) = (path for path in kept.step_dir(3).iterdir() if path.suffix == ".json")
+
+    def take(data: bytes) -> object:
+        header.write_bytes(data)
+        return kept.about(3, 0)
+
+    return Parser([header.read_bytes()], take)
+
+
+PARSERS: dict[str, Callable[..., Parser]] = {
+    maker.__name__: maker
+    for maker in (
+        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
+        ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
+        greetings, doctors_facts, pieces, sealed, mailbox_objects, notes,
+        checkpoint_headers, weight_objects,
+    )
+}  # fmt: skip
+PARSERS |= {
+    f"boundary {number} {c.label}": lambda c=c: boundary(c)  # type: ignore[misc]
+    for number, (c, _) in enumerate(ERRORS)
+}
+ON_DISK = (reports, checkpoint_headers)
+
 
 FEW, MANY = 300, 100_000
 LONGEST_S = 10.0  # of one input: a second, on a machine that does other things too

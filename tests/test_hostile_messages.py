@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.in_process_link import InProcessLink
+from tests.channels import InProcessLink
 from tests.local_replicas import MEAN, Diary, Scalar
 from tests.memory_group import MemoryGroup
 from tests.peak_bytes import PeakBytes

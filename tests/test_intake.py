@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.report_desk import DEEP, MAX_STEPS, SCORERS, STEP, Desk
+from tests.event_lines import DEEP, MAX_STEPS, SCORERS, STEP, Desk
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.job import config as configs

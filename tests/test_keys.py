@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.line_keys import copy_keys, folder_of_keys, keys_of
+from tests.owners import copy_keys, folder_of_keys, keys_of
 from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError, SealError
 from xcloud.job.config import this_clouds_keys, this_clouds_policy

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.line_keys import copy_keys, folder_of_keys, keys_of
 from tests.line_links import (
     LABEL,
     NAME,
@@ -29,6 +28,7 @@ from tests.line_links import (
     listener,
     stream,
 )
+from tests.owners import copy_keys, folder_of_keys, keys_of
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.line import connection as connections

@@ -29,8 +29,7 @@ from tests.local_replicas import (
 )
 from tests.pipelines import in_threads
 from tests.replicas import Post
-from tests.strategy_jobs import clouds, values
-from tests.trainers import Rank, ranks, spoil, update
+from tests.trainers import Rank, clouds, ranks, spoil, update, values
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.channels import InProcessLink
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
-from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads, pipelines
 from tests.translation_models import IDS, context
 from tests.understanding_models import (

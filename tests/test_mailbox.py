@@ -7,28 +7,108 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.combinations import experiment, interrupted, losses, run, state
-from tests.mailbox_links import MailboxTransport, both, files_in, lines, linked
-from tests.owners import CLOUDS, TwoOwners
+from tests.owners import CLOUDS, TwoOwners, keys_of
 from tests.runs import start, wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.line import mailbox
-from xcloud.line.mailbox import MailboxOutLink, ObjectStore, pause_after
+from xcloud.line.mailbox import MailboxInLink, MailboxOutLink, ObjectStore, pause_after
+from xcloud.line.mailbox_lines import MailboxLines
+from xcloud.line.transport import SealedPlace
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import LinkWindow
+from xcloud.net.transport import CPU, Collectives, Transport
 from xcloud.record.files import CheckpointSteps
+
+BOX_CLOUDS = ("cloud_a", "cloud_b", "cloud_c")
+RUN = bytes(range(16))
+WITHIN_S = 20.0
+_MAKING_KEYS = threading.Lock()  # they are made once, by whoever comes first
+
+
+def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> MailboxLines:
+    with _MAKING_KEYS:
+        me = BOX_CLOUDS[rank]
+        keys = keys_of(me, [cloud for cloud in BOX_CLOUDS if cloud != me])
+    place = SealedPlace(
+        rank,
+        num_ranks,
+        run,
+        attempt=1,
+        cloud_of=BOX_CLOUDS.__getitem__,
+        address_of=lambda rank: None,
+        listener_of=lambda here, there: here,
+        listens_at=None,
+        first_within_s=WITHIN_S,
+        reconnect_s=WITHIN_S,
+    )
+    return MailboxLines(str(url), place, keys)
+
+
+class MailboxTransport(Transport):
+    """A transport whose links all go through a mailbox."""
+
+    def __init__(self, in_memory: Transport, url: str | Path) -> None:
+        super().__init__(in_memory.rendezvous)
+        self.computing = in_memory.computing
+        self.lines = lines(url, self.rank, in_memory.rendezvous.num_ranks)
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return self.lines.out(line, peer, settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return self.lines.incoming(line, peer, settings)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        return None
+
+
+def both(url: str | Path) -> list[MailboxLines]:
+    """The lines of cloud_a and cloud_b, which have met."""
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(partial(lines, url), range(2)))
+
+
+class Ends(NamedTuple):
+    """Both ends of a link from cloud_a to cloud_b."""
+
+    out: MailboxOutLink
+    incoming: MailboxInLink
+    of: list[MailboxLines]
+
+
+@contextmanager
+def linked(
+    url: str | Path, capacity_bytes: int = 1 << 20, window: LinkWindow | None = None
+) -> Iterator[Ends]:
+    settings = (capacity_bytes, window or LinkWindow())
+    of = both(url)
+    out = of[0].out("control", 1, OutSettings("receiver", *settings))
+    incoming = of[1].incoming("control", 0, InSettings("sender", *settings))
+    try:
+        yield Ends(out, incoming, of)
+    finally:
+        for one in of:
+            one.stop()
+
+
+def files_in(url: Path) -> list[Path]:
+    """The objects of frames that lie in a mailbox."""
+    return sorted(file for file in url.rglob("*") if file.is_file() and "note-" not in file.name)
 
 
 def key(number: int) -> MessageKey:
@@ -183,7 +263,7 @@ def test_old_notes_are_no_meeting(tmp_path: Path, monkeypatch: Any) -> None:
     """The store shows each rank what the other had left for an earlier attempt."""
     for one in both(tmp_path):
         one.stop()
-    monkeypatch.setattr("tests.mailbox_links.WITHIN_S", 0.3)
+    monkeypatch.setattr("tests.test_mailbox.WITHIN_S", 0.3)
     with pytest.raises(LinkTimeout, match="rank 0 of cloud_a has not come"):
         lines(tmp_path, 1)
     with pytest.raises(LinkTimeout, match="rank 1 of cloud_b has not come"):
@@ -191,7 +271,7 @@ def test_old_notes_are_no_meeting(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_a_note_in_another_clouds_name_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.mailbox_links.WITHIN_S", 0.3)
+    monkeypatch.setattr("tests.test_mailbox.WITHIN_S", 0.3)
     with pytest.raises(LinkTimeout):
         lines(tmp_path, 0)
     (note,) = tmp_path.rglob("note-*")

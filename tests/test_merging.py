@@ -17,8 +17,7 @@ from tests.combinations import experiment
 from tests.nightly import each_once
 from tests.pipelines import D
 from tests.replicas import averagers, connected, exchange, same_bits
-from tests.strategy_jobs import clouds, values
-from tests.trainers import Rank, ranks, spoil, update
+from tests.trainers import Rank, clouds, ranks, spoil, update, values
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.in_process_link import InProcessLink
+from tests.channels import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from tests.runs import one_at_a_time
 from xcloud.base.errors import FrameError, LinkTimeout

@@ -1,4 +1,4 @@
-"""Finding the project and its commit."""
+"""Finding the project and its commit, and how the tests themselves run."""
 
 import re
 import subprocess
@@ -83,3 +83,10 @@ def test_the_build_is_pinned_as_the_constraints_are() -> None:
     root = project.project_root()
     [needed] = tomllib.loads((root / "pyproject.toml").read_text())["build-system"]["requires"]
     assert needed in (root / "constraints.txt").read_text().splitlines()
+
+
+def test_every_process_knows_which_tests_belong_together(request: pytest.FixtureRequest) -> None:
+    """Otherwise they are spread one by one: module fixtures are made in each process, and tests
+    that measure run side by side."""
+    if hasattr(request.config, "workerinput"):
+        assert request.node.nodeid.endswith("@test_project")

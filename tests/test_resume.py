@@ -15,9 +15,13 @@ import torch
 from torch.nn.functional import dropout
 
 from tests.attempts import (
+    CODECS,
     SETTINGS,
+    SHAPES,
     Attempt,
+    Shape,
     changed,
+    job,
     undisturbed,
     whole,
 )
@@ -25,7 +29,6 @@ from tests.channels import same_state, stored
 from tests.combinations import FIRST, STEPS, experiment, interrupted, run
 from tests.nightly import each_once
 from tests.pipelines import in_threads, samples
-from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import State, joined, states_of

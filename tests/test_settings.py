@@ -1,17 +1,26 @@
-"""Settings as checked dataclasses: what is refused, and in which words."""
+"""Settings as checked dataclasses: what is refused, and in which words; and what
+`python -m xcloud settings` reads from the classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 from pydantic import Field
 
+from tests.configs import composed
 from xcloud.base.errors import ConfigError
+from xcloud.base.project import conf_dir
 from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.job.catalogue import NOT_SHOWN, main, settings_of
 
 
 @settings("outer.inner")
@@ -88,3 +97,93 @@ def test_what_is_missing_or_unknown_is_named() -> None:
         Outer()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="Inner: setting 'bit' is unknown"):
         Inner(bit=3)  # type: ignore[call-arg]
+
+
+def test_a_setting_has_its_type_its_default_its_value_and_what_it_means() -> None:
+    found = {s.key: s for s in settings_of(composed("+exp=abnet_iwslt"), "training")}
+
+    batch = found["training.batch_size"]
+    assert batch.takes == "int, at least 1"
+    assert batch.default == "64"
+    assert batch.means == "samples of one update, over all ranks and accumulation steps together."
+    assert found["training.max_steps"].default == ""  # must be given
+    assert found["training.checkpoint.keep"].takes == "int, at least 1"
+    assert found["training.optimizer.decay"].takes == "inverse_sqrt or linear or constant"
+
+
+def test_a_part_of_a_group_can_be_asked_for_and_an_unknown_one_is_answered_with_the_nearest() -> (
+    None
+):
+    config = composed("+exp=abnet_iwslt")
+    keys = [s.key for s in settings_of(config, "cluster.clouds")]
+    assert "cluster.clouds.cloud_a.num_ranks" in keys
+    assert "cluster.clouds.cloud_b.num_ranks" in keys
+    with pytest.raises(ConfigError, match="did you mean 'training'"):
+        settings_of(config, "trainin")
+
+
+def test_the_command_prints_groups_settings_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "\ntraining     Training\n" in capsys.readouterr().out
+    assert main(["compression"]) == 0
+    assert "compression=  one of bf16, " in capsys.readouterr().out
+    assert main(["training", "training.batch_size=32", "+exp=abnet_iwslt", "--json"]) == 0
+    found = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert found["training.batch_size"]["value"] == "32"
+    assert found["training.batch_size"]["default"] == "64"
+
+
+def targets_in(node: Any) -> Iterator[str]:
+    """Yield the constructors that a YAML names, at any depth."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node["_target_"]
+        for value in node.values():
+            yield from targets_in(value)
+
+
+def settings_classes_of(hint: Any) -> Iterator[type]:
+    """Yield the classes of settings in an annotation."""
+    for part in typing.get_args(hint):
+        yield from settings_classes_of(part)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+
+
+def constructors() -> list[str]:
+    """Return what the files of conf/ name, and the classes of the settings of these."""
+    found: dict[str, None] = {}
+    files = (path for path in conf_dir().rglob("*.yaml") if "hydra" not in path.parts)
+    waiting = [name for path in files for name in targets_in(yaml.safe_load(path.read_text()))]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found[name] = None
+        target = resolve_name(name)
+        if dataclasses.is_dataclass(target):
+            hints = typing.get_type_hints(target, include_extras=True)
+            waiting += [
+                f"{cls.__module__}.{cls.__name__}"
+                for field in dataclasses.fields(target)
+                for cls in settings_classes_of(hints[field.name])
+            ]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", constructors())
+def test_every_setting_says_what_it_means(name: str) -> None:
+    config = OmegaConf.create({"group": {"_target_": name}})
+    silent = [s.key for s in settings_of(config, "group") if s.takes and not s.means]
+    assert not silent, f"document in the docstring of {name}: {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("experiment", [path.stem for path in (conf_dir() / "exp").glob("*.yaml")])
+def test_every_setting_of_an_experiment_says_what_it_means(experiment: str) -> None:
+    """Also of what its own lines or a choice among them compose."""
+    config = composed(f"+exp={experiment}")
+    groups = [str(key) for key in config if key not in NOT_SHOWN]
+    silent = [
+        s.key for group in groups for s in settings_of(config, group) if s.takes and not s.means
+    ]
+    assert not silent

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.nightly import first_daily
-from tests.strategy_jobs import clouds, values
-from tests.trainers import Rank, ranks, spoil, update
+from tests.trainers import Rank, clouds, ranks, spoil, update, values
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Compressor

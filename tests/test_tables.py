@@ -1,4 +1,5 @@
-"""The final table: complete, readable without a terminal, paths whole."""
+"""The final table: complete, readable without a terminal, paths whole; and what scores are called
+and how they are quoted."""
 
 import io
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from xcloud.base.units import human_bytes, human_seconds
+from xcloud.base.units import human_bytes, human_seconds, score_name, score_text, shown_scores
 from xcloud.record.summary import RunStatistics
 from xcloud.show.tables import print_report
 
@@ -112,3 +113,21 @@ def test_memory_is_of_the_fullest_rank_of_each_cloud() -> None:
     for part in ("source target", "peak 3.00 GB 1.00 GB", "parameters 4.00 MB 4.00 MB",
                  "activations 1.50 MB 1.50 MB"):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("bleu", 0.4213, "0.42"), ("bleu", 41.92, "41.92"), ("accuracy", 92.231, "92.23"),
+     ("label_leak_auc", 0.57312, "0.5731"), ("something", 2.5, "2.50"),
+     ("loss", 3.21987, "3.2199"), ("replaced_loss", 0.352846, "0.3528")],
+)  # fmt: skip
+def test_decimals_follow_the_score_not_its_value(name: str, value: float, text: str) -> None:
+    assert score_text(name, value) == text
+
+
+def test_names_and_what_a_table_shows() -> None:
+    assert (score_name("f1"), score_name("xx")) == ("F1", "xx")
+    assert shown_scores(["bleu", "chrf"]) == ["bleu"]
+    assert shown_scores(["exact_match", "f1", "exact_match"]) == ["exact_match", "f1"]
+    assert shown_scores(["accuracy", "accuracy_de", "label_leak_auc"])[1:] == ["label_leak_auc"]
+    assert shown_scores([]) == []

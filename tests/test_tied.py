@@ -10,8 +10,7 @@ import torch
 
 from tests.causal_models import batch_of, build, loss_of, saved, where, words
 from tests.configs import composed
-from tests.pipelines import D
-from tests.tied_toy import TiedToy
+from tests.pipelines import D, TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.causal_models import SMALL, build, saved, where
 from tests.configs import build as build_job
 from tests.configs import composed
-from tests.line_keys import keys_of
+from tests.owners import keys_of
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
 from xcloud.features.checkpoints.resume import check_can_go_on

@@ -189,3 +189,16 @@ def spoil(job: Sequence[Rank], stage: int, value: float) -> Any:
     held = next(p for p in pipelines if stage in p.stages)  # of one lane only
     bias = next(p for p in held.stages[stage].parameters() if p.ndim == 1)
     return bias.register_hook(lambda gradient: torch.full_like(gradient, value))
+
+
+def clouds(count: int, num_ranks: Sequence[int] | int = 1) -> ClusterLayout:
+    numbers = [num_ranks] * count if isinstance(num_ranks, int) else num_ranks
+    return ClusterLayout({f"c{i}": Cloud(numbers[i]) for i in range(count)}, "free")
+
+
+def values(job: Sequence[Rank], stage: int) -> list[Tensor]:
+    """The stage's parameters in every rank that holds it, as one vector each."""
+    found = [r.trainer.pipeline.stages.get(stage) for r in job]
+    return [
+        torch.cat([p.detach().reshape(-1) for p in s.parameters()]) for s in found if s is not None
+    ]
