@@ -69,7 +69,9 @@ def _lines(events: list[Event]) -> dict[str, Any]:
 
 def _line_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for line in summary.get("lines", ()):
-        round_trip = f"{1e3 * line['round_trip_s']:.3g} ms round trip"
+        round_trip = "round trip not measured"
+        if line["round_trip_s"] is not None:
+            round_trip = f"{1e3 * line['round_trip_s']:.3g} ms round trip"
         carried = "never filled"
         if line["bandwidth_bits_per_s"] is not None:
             carried = f"{1e-6 * line['bandwidth_bits_per_s']:.3g} Mbit/s while full"
