@@ -4,6 +4,7 @@ the store of their rendezvous."""
 import json
 import struct
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,6 +52,26 @@ def test_every_rank_hears_rank_0_and_rank_0_hears_every_rank(tmp_path: Path) -> 
     found = in_threads([first, lambda: other(1), lambda: other(2)])
     verdict = "go of 2 ü of 1 ü"
     assert found == [["of 2 ü", "of 1 ü"], [verdict, "of 1 ü"], [verdict, "of 2 ü"]]
+
+
+def test_rank_0_waits_until_those_who_joined_have_heard_and_are_gone(tmp_path: Path) -> None:
+    """Rank 2 never comes, and is not waited for."""
+    heard = list[str]()
+
+    def first() -> list[str]:
+        own = rendezvous(tmp_path, 0)
+        own.read("table", 1)
+        own.write("verdict", "stop")
+        own.wait_for_leaving()
+        return [*heard]
+
+    def other() -> None:
+        own = rendezvous(tmp_path, 1)
+        own.write("table", "")
+        time.sleep(0.5)
+        heard.append(own.read("verdict", 0))
+
+    assert in_threads([first, other])[0] == ["stop"]
 
 
 @pytest.mark.parametrize("name", ["verdict", "word 0 verdict", "data", "run number", "table"])

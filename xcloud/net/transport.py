@@ -95,6 +95,10 @@ class Rendezvous:
         for one that sends anything but such words."""
         return self.words.hear(name, rank)
 
+    def wait_for_leaving(self) -> None:
+        """Let the other ranks hear from rank 0 why all end (Words.wait_for_leaving)."""
+        self.words.wait_for_leaving()
+
 
 def rendezvous_store(run_dir: Path) -> Store:
     """Return the store of all ranks of one machine, in a file of the run folder."""

@@ -33,6 +33,7 @@ MAX_TEXT_BYTES = 1 << 18
 MAX_WORDS = 32  # of one rank in one attempt
 _HEAD = struct.Struct("<BBI")
 WORD_BYTES = _HEAD.size + MAX_NAME_BYTES + MAX_TEXT_BYTES
+LEAVE_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
 _GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
 
@@ -46,6 +47,10 @@ class Words(Protocol):
     def hear(self, name: str, rank: int) -> str:
         """Return, once it is there, in rank 0 what `rank` tells it, in the others what rank 0 or
         the rank itself tells."""
+
+    def wait_for_leaving(self) -> None:
+        """In rank 0, wait until the ranks that have joined are gone, who end when they have heard
+        why; for LEAVE_WITHIN_S at most. Other ranks wait for nobody."""
 
 
 class WordLine(Protocol):
@@ -209,6 +214,9 @@ class WordsToFirst:
 
         return self._carried(ask, name=name)
 
+    def wait_for_leaving(self) -> None:
+        pass
+
     def _carried(self, call: Callable[[WordLine], str | None], name: str) -> str:
         try:
             if self._line is None:
@@ -260,6 +268,11 @@ class WordsOfFirst:
         raise LinkTimeout(
             f"rank {rank} has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
         )
+
+    def wait_for_leaving(self) -> None:
+        with self._changed:
+            joined = {rank for rank, beginning in self._greeted.items() if beginning}
+            self._changed.wait_for(lambda: joined <= self._ended.keys(), LEAVE_WITHIN_S)
 
     def _greet(self) -> None:
         """Look for ranks that begin, also again. One line to a rank is awaited at a time."""
@@ -355,6 +368,9 @@ class WordsInOneProcess:
                 "(cluster.liveness.join_within_s)"
             ) from None
         return self._store.get(key).decode("utf-8", "replace")
+
+    def wait_for_leaving(self) -> None:
+        pass
 
 
 def _is_late(error: RuntimeError) -> bool:

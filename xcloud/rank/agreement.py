@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,8 +117,19 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
             raise ConfigError(own.text)
     verdict = decode_verdict(rendezvous.read("verdict", 0))
     if verdict.kind == "stop":
-        raise ConfigError(verdict.text)
+        with _heard_by_others(rendezvous):
+            raise ConfigError(verdict.text)
     return verdict
+
+
+@contextmanager
+def _heard_by_others(rendezvous: Rendezvous) -> Iterator[None]:
+    """Let rank 0 fail with a ConfigError only once the others, who hear it from it, are gone."""
+    try:
+        yield
+    except ConfigError:
+        rendezvous.wait_for_leaving()
+        raise
 
 
 def agree_on(
@@ -141,7 +153,8 @@ def agree_on(
     for peer in others[1:] if rendezvous.rank == 0 else [0]:
         theirs = decode_facts(rendezvous.read(what, peer), peer=peer)
         unneeded = left_out.get(max(peer, rendezvous.rank), ())
-        compare_facts(facts, theirs=theirs, peer=peer, left_out=unneeded)
+        with _heard_by_others(rendezvous):
+            compare_facts(facts, theirs=theirs, peer=peer, left_out=unneeded)
     return facts if rendezvous.rank == 0 else theirs
 
 
@@ -166,7 +179,8 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
         first = {**theirs, **first}
     rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
-        _compare_shared(first, theirs=theirs, whose=f"rank {peer}")
+        with _heard_by_others(rendezvous):
+            _compare_shared(first, theirs=theirs, whose=f"rank {peer}")
 
 
 def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:
