@@ -229,7 +229,7 @@ def test_a_claim_that_was_taken_back_counts_as_not_reproduced(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("gone"))
     assert " not reproduced " in line
     paper = pages.paper_page({"front": claim(), "gone": gone}, {"front": record})
-    assert "| Gone (`gone`) | taken back: 1.5 in front with seed 1 |" in paper
+    assert "- Gone (`gone`)\n" in paper
     front = pages.front_page({"front": claim(), "gone": gone}, {"front": record}, {})
     ((_, state),) = front.facts
     assert state.startswith("1 of 2 claims are reproduced") and "1 not reproduced" in state

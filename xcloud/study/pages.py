@@ -39,6 +39,7 @@ from xcloud.study.reproduce import FOLDER, Record
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
 PAPER = Path("docs", "paper.md")
 NUM_HEADLINES = 4
+NOT_PUBLISHED = "–"  # a cell of ours that stands in no paper
 AXES = {
     **SCORE_NAMES, "bytes": "bytes between clouds, an update", "step_s": "seconds of a step",
     "tokens_per_s": "tokens a second", "step_off": "real step / formula - 1",
@@ -61,15 +62,12 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
     """Return the text of docs/paper.md: the cells for which a source prints a figure."""
     tables = {}
     for table, lines in _cells(claims, records=records).items():
-        printed = [line for line in lines if line[1].published != UNKNOWN]
+        printed = [line for line in lines if line[1].published not in (UNKNOWN, NOT_PUBLISHED)]
         formulas = [claim for claim, cell, _ in printed if isinstance(cell.published, Figure)]
-        rows = [
-            (*shown, _linked(claim))
-            for claim, cell, shown in printed
-            if not isinstance(cell.published, Figure)
-        ]
+        others = [line for line in printed if not isinstance(line[1].published, Figure)]
         tables[table] = {
-            "rows": rows,
+            "rows": [shown for *_, shown in others],
+            "claims": ", ".join(dict.fromkeys(_linked(claim) for claim, *_ in others)),
             "num_formulas": len(formulas),
             "formulas": ", ".join(dict.fromkeys(map(_linked, formulas))),
         }
