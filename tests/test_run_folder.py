@@ -88,7 +88,7 @@ WRITERS: dict[str, Writer] = {
 # export needs a trained language model: tests/test_causal_run.py.
 READERS = {
     "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
-    "export", "policy", "torchrun", "status", "train-tokenizer", "keys", "approve",
+    "export", "policy", "torchrun", "status", "train-tokenizer", "keys", "approve", "follow",
     "doctor",
 }  # fmt: skip
 
