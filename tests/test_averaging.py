@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nightly import first_daily
+from tests.nightly import each_once, first_daily
 from tests.replicas import averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.comm.compressor import Chain, Compressor
@@ -380,9 +380,12 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
         torch.testing.assert_close(second[0][0], sum(drawn(10 + r)[0] for r in range(3)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    "compressor", [TopK(0.01), BlockInt(1, block=1024), BlockInt(4)], ids=repr
+    ("dtype", "compressor"),
+    each_once(
+        [torch.bfloat16, torch.float16, torch.float32],
+        [TopK(0.01), BlockInt(1, block=1024), BlockInt(4)],
+    ),
 )
 def test_what_is_small_beside_a_residual_is_not_lost(
     compressor: Compressor, dtype: torch.dtype

@@ -10,6 +10,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
+from tests.nightly import each_once
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import with_defaults
 from xcloud.contracts.model import Task
@@ -39,11 +40,14 @@ def models_of(exp: str) -> tuple[str, ...]:
     return next(models for start, models in MODELS.items() if exp.startswith(start))
 
 
-@pytest.mark.parametrize("profile", options("profile"))
-@pytest.mark.parametrize(
-    ("exp", "model"), [(exp, model) for exp in options("exp") for model in models_of(exp)]
-)
-def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile: str) -> None:
+EXPERIMENTS = [(exp, model) for exp in options("exp") for model in models_of(exp)]
+
+
+@pytest.mark.parametrize(("experiment", "profile"), each_once(EXPERIMENTS, options("profile")))
+def test_every_experiment_builds_in_every_profile(
+    experiment: tuple[str, str], profile: str
+) -> None:
+    exp, model = experiment
     path = [] if profile == "demo" else ["task.path=somewhere"]
     if model == "electra":
         path = ["model.text.source.path=somewhere"] if profile == "files" else []

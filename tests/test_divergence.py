@@ -349,6 +349,8 @@ def test_no_later_message_carries_what_a_skipped_late_gradient_left_out(
     assert max(norms[6:]) < 10 * max(norms[1:5])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_late_gradients_lose_nothing_on_their_way() -> None:
     """What was meant is what arrived and what is kept, though feedback comes an update later."""
     layout, options = averaged(delay=1)

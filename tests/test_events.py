@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, steps_done
+from tests.nightly import first_daily
 from tests.runs import in_threads
 from tests.toy import toy_config
 from tests.toy_text import PAD, ToyTextTask, text_config
@@ -257,7 +258,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first_daily([*LAYOUTS], count=3))
 def test_every_token_of_an_epoch_is_counted_once(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

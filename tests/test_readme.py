@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import xcloud
 from tests.configs import composed
+from tests.nightly import first_daily
 from xcloud.job.config import Settings
 from xcloud.show.tables import markdown_of
 from xcloud.study.archive import RunArchive
@@ -23,24 +25,29 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS]
-SHOWN = "\n".join(page.read_text() for page in [ROOT / "README.md", *DOCS])
 ELSEWHERE = re.compile(
     r"resume=|\bRUN/|mine\.json|majority_vote|one_at_a_time|'\$|\$T|--cfg|<|NAME|TASK"
 )
-COMMANDS = sorted(
-    {
+
+
+def commands_in(pages: Iterable[Path]) -> set[str]:
+    shown = "\n".join(page.read_text() for page in pages)
+    return {
         match.split(" #")[0].split("   ")[0].strip()
-        for match in re.findall(r"(?:^|`)(python run\.py [^`\n]*)", SHOWN, re.MULTILINE)
+        for match in re.findall(r"(?:^|`)(python run\.py [^`\n]*)", shown, re.MULTILINE)
         if not ELSEWHERE.search(match) and not match.endswith("\\") and "..." not in match
     }
-)
+
+
+OF_README = sorted(commands_in([ROOT / "README.md"]))
+COMMANDS = [*OF_README, *sorted(commands_in(DOCS).difference(OF_README))]
 
 
 def test_the_docs_show_commands() -> None:
     assert len(COMMANDS) > 30
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", first_daily(COMMANDS, count=len(OF_README)))
 def test_every_run_command_builds_its_experiments(command: str) -> None:
     words = [word for word in shlex.split(command)[2:] if word != "-m"]
     words = [word for word in words if not word.startswith(("hydra.", "plan=", "plan."))]
