@@ -122,6 +122,22 @@ def test_a_part_of_a_group_can_be_asked_for_and_an_unknown_one_is_answered_with_
         settings_of(config, "trainin")
 
 
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [
+        ("training", "training.patches.every"),
+        ("training.patches", "training.patches.url"),
+        ("cluster.liveness", "cluster.liveness.lost_after_s"),
+        ("launch", "launch.max_restarts"),
+    ],
+)
+def test_settings_that_no_yaml_mentions_are_shown_with_their_defaults(
+    group: str, key: str
+) -> None:
+    found = {s.key: s for s in settings_of(composed("+exp=abnet_iwslt"), group)}
+    assert found[key].means and found[key].default == found[key].value != ""
+
+
 def test_the_command_prints_groups_settings_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "\ntraining     Training\n" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -51,28 +51,47 @@ class Setting:
 
 def settings_of(config: DictConfig, group: str) -> list[Setting]:
     """Return the settings of a group, nested ones included. Raises ConfigError if unknown."""
+    known = _all_settings(config)
+    found = [one for one in known if f"{one.key}.".startswith(f"{group}.")]
+    if not found and OmegaConf.select(config, group) is None:
+        groups = _groups(config, known=known)
+        near = meant(group, known=groups)
+        raise ConfigError(f"there is no group {group!r}{near} There are: {', '.join(groups)}")
+    return found
+
+
+def _all_settings(config: DictConfig) -> list[Setting]:
+    """Return the settings of an experiment, and what else its config holds."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    groups = [str(key) for key in plain if key not in NOT_SHOWN]
-    node: Any = plain
-    for part in group.split("."):
-        if not isinstance(node, dict) or part not in node:
-            known = [str(key) for key in node if key not in NOT_SHOWN] if node is plain else groups
-            near = meant(group, known=known)
-            raise ConfigError(f"there is no group {group!r}{near} There are: {', '.join(groups)}")
-        node = node[part]
-    return list(_settings_in(node, path=group))
+    found = [replace(one, key=one.key[1:]) for one in _settings_in(plain, path="")]
+    of_experiment = {one.key.split(".")[0] for one in found}
+    for key, node in plain.items():
+        if key not in of_experiment:
+            found += _settings_in(node, path=str(key))
+    return [one for one in found if one.key.split(".")[0] not in NOT_SHOWN]
 
 
-def _settings_in(node: Any, path: str) -> Iterator[Setting]:
-    if isinstance(node, dict) and "_target_" not in node and node:
+def _groups(config: DictConfig, known: Sequence[Setting]) -> list[str]:
+    """Return the names of groups, those without a setting among them."""
+    names = {one.key.split(".")[0] for one in known} | {str(key) for key in config}
+    return sorted(names.difference(NOT_SHOWN))
+
+
+def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Setting]:
+    """Yield the settings of a node. known: the class that the setting is annotated with, of which
+    a node without a `_target_` is."""
+    if isinstance(node, dict) and "_target_" in node:
+        target = resolve_name(str(node["_target_"]))
+    elif isinstance(node, dict) and known is not None:
+        target = known
+    elif isinstance(node, dict) and node:
         for name, value in node.items():  # such as the clouds of a cluster
             yield from _settings_in(value, path=f"{path}.{name}")
         return
-    if not isinstance(node, dict) or "_target_" not in node:
+    else:
         yield Setting(key=path, takes="", default="", value=_word(node), means="")
         return
-    target = resolve_name(str(node["_target_"]))
     meanings = _meanings(target)
     hints = _annotations(target)
     for name, parameter in inspect.signature(target).parameters.items():
@@ -81,12 +100,16 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
         has_default = default is not parameter.empty
         written = _default(target, name=name, default=default) if has_default else ""
         value = node.get(name)
-        if isinstance(value, dict) and value:
-            yield from _settings_in(value, path=key)
+        annotation = hints.get(name, parameter.annotation)
+        is_group = dataclasses.is_dataclass(annotation) and bool(dataclasses.fields(annotation))
+        if is_group and name not in node:
+            value = {}
+        if isinstance(value, dict) and (value or is_group):
+            yield from _settings_in(value, path=key, known=annotation if is_group else None)
             continue
         yield Setting(
             key=key,
-            takes=_takes(hints.get(name, parameter.annotation)),
+            takes=_takes(annotation),
             default=written,
             value=_word(value) if name in node else written,
             means=meanings.get(name, ""),
@@ -201,15 +224,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _list_groups(config: DictConfig) -> int:
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    for key, node in plain.items():
-        if key in NOT_SHOWN:
-            continue
-        if isinstance(node, dict) and "_target_" in node:
-            shown = node["_target_"].rpartition(".")[2]
-        else:
-            shown = _word(node)
-        say(f"{key!s:<12} {shown}")
+    for name in _groups(config, known=_all_settings(config)):
+        node = config.get(name)
+        shown = "" if node is None else _word(node)
+        if isinstance(node, DictConfig):
+            shown = node.get("_target_", "").rpartition(".")[2]
+        say(f"{name:<12} {shown}".rstrip())
     say("\npython -m xcloud settings GROUP   lists the settings of one")
     return 0
