@@ -35,6 +35,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Toys are no constructors of xcloud; processes that the tests start inherit this.
 os.environ["XCLOUD_POLICY"] = str(Path(__file__).parent / "policy.yaml")
 
+# Torch looks up the names of both ends of a connection to its store. Where no name server answers
+# each takes ten seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 MAX_PROCESSES = 8
 
 
@@ -118,6 +122,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below
+        if option.maxworkerrestart is None:
+            # The one that takes a dead one's place near the end gets no tests, and pytest-xdist
+            # 3.8 waits for it for ever. Without it the run ends and names the test.
+            option.maxworkerrestart = "0"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,6 +111,7 @@ def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port(
     wait_for(lambda: bool(lost), 20)
     assert f"127.0.0.1:{closed} (connection refused)" in str(lost[0])
     assert str(lost[0]).startswith("rank 1 cannot be reached: both reach the store at the store")
+    detector.over.set()  # the end of its thread
     here.close()
     there.close()
 

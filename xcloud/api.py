@@ -175,6 +175,9 @@ def compress_ddp(model: nn.Module, name: str, *, feedback: bool = True) -> Compr
 
     Returns the state of the hook: `num_bytes` and `raw_bytes` count, `state_dict()` belongs into
     the checkpoint of every rank.
+
+    Let go of the model (`del model`) before `dist.destroy_process_group()`: torch may wait for
+    ever in the destructor of a model that outlives its group, with this hook or without.
     """
     from torch.nn.parallel import DistributedDataParallel
 

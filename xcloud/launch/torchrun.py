@@ -35,7 +35,7 @@ from xcloud.net.addresses import store_at, why_unreachable
 from xcloud.net.rendezvous import JOIN_WITHIN_S, Ending, Waiting, ended_key
 
 _LOOK_EVERY_S = 0.2
-_TELL_WITHIN_S = 5.0
+_TELL_WITHIN_S = 20.0  # torch looks up the names of both ends, which may take 5 s each
 _DEFAULT_PORT = 29500
 
 
