@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from tests.configs import composed
-from tests.nightly import each_once
+from tests.nightly import NIGHTLY, each_once, first_daily
 from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads
 from tests.small_tokenizer import small_tokenizer
@@ -381,8 +381,16 @@ def said_by(folder: Path, rank: int) -> str:
     ("override", "said"),
     [
         ("seed=2", "seed is 1 in rank 0 (cloud cloud_a), 2 in rank 1 (cloud cloud_b)"),
-        ("training.optimizer.clip_norm=0.5", "training.optimizer.clip_norm is 0 in rank 0"),
-        ("cluster.clouds.cloud_b.num_ranks=2", "cluster.clouds.cloud_b.num_ranks is 1 in rank 0"),
+        pytest.param(
+            "training.optimizer.clip_norm=0.5",
+            "training.optimizer.clip_norm is 0 in rank 0",
+            marks=NIGHTLY,
+        ),
+        pytest.param(
+            "cluster.clouds.cloud_b.num_ranks=2",
+            "cluster.clouds.cloud_b.num_ranks is 1 in rank 0",
+            marks=NIGHTLY,
+        ),
     ],
     ids=["seed", "clip_norm", "num_ranks"],
 )
@@ -418,7 +426,7 @@ def test_clouds_with_the_same_experiment_in_other_folders_start(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("min_producers", [1, None])
+@pytest.mark.parametrize("min_producers", first_daily([1, None], count=1))
 def test_a_producer_with_another_seed_is_refused_and_the_rest_go_on_if_they_suffice(
     tmp_path: Path, min_producers: int | None
 ) -> None:

@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.nightly import NIGHTLY
 from tests.pipelines import in_threads, pipelines, samples
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
@@ -136,7 +137,13 @@ def test_with_a_memory_and_one_rank_on_each_side_they_are_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "accumulate"), [("2x2", 1), ("2x2", 2), ("2 feeding 1", 1), ("2 feeding 3", 1)]
+    ("shape", "accumulate"),
+    [
+        ("2x2", 2),
+        ("2 feeding 1", 1),
+        pytest.param("2x2", 1, marks=NIGHTLY),
+        pytest.param("2 feeding 3", 1, marks=NIGHTLY),
+    ],
 )
 def test_where_a_memory_is_kept_every_sample_is_known_from_the_second_epoch_on(
     shape: str, accumulate: int

@@ -79,6 +79,8 @@ def test_a_line_without_end_is_refused_before_it_is_kept(tmp_path: Path) -> None
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 90_000
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_may_not_unpack_to_many_times_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_adapters_are_bit_equal_to_one_process(
     assert all(tensor.any() for name, tensor in ours.items() if "lora_B" in name), "all trained"
 
 
+@pytest.mark.nightly
 def test_all_weights_are_bit_equal_to_one_process(
     all_weights: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_pipelines_whose_first_stage_is_dealt_are_averaged_as_one_model(
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_an_owner_of_text_and_labels_trains_over_another_cloud(
     two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:

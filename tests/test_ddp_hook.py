@@ -255,6 +255,7 @@ def test_a_loop_may_say_that_it_left_gradients_out() -> None:
             assert same_bits([*found, *undisturbed.step(step, FIRST)])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_real_ranks_learn_stay_equal_and_send_little(tmp_path: Path) -> None:
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.local_replicas import groups
+from tests.nightly import first_daily
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
@@ -193,7 +194,7 @@ class TwoLayers(ToyStage):
         self.layer[1].bias = nn.Parameter(torch.ones(8))
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=list(JOBS))
+@pytest.mark.parametrize("job", first_daily([*JOBS.values()], count=4), ids=list(JOBS))
 def test_updates_are_bit_equal_to_those_summed_after_the_backward(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

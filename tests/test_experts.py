@@ -25,6 +25,7 @@ from tests.causal_models import (
     words,
 )
 from tests.channels import IDENTITY, InProcessLink
+from tests.nightly import each_once
 from tests.runs import in_threads, losses, weights
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
@@ -251,8 +252,7 @@ def test_a_whole_model_is_exported_for_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize(("kind", "weights"), each_once(MIXTURES, ["bfloat16", "int8", "nf4"]))
 def test_experts_are_kept_as_other_matrices_are(tmp_path: Path, kind: str, weights: str) -> None:
     """And compute as transformers does with their dense values."""
     network = folder_in(kind, tmp_path, torch.bfloat16)

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tests.import_walk import PACKAGE
+from tests.nightly import first_daily
 from tests.trainers import clouds, ranks, update, values
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
@@ -89,7 +90,7 @@ TRAINING = Training(30, batch_size=18, optimizer=Optimizer(0.02, 1))
 VOTES = Strategy("votes", None, MajorityVote(0.5))
 
 
-@pytest.mark.parametrize("num_clouds", [2, 3])
+@pytest.mark.parametrize("num_clouds", first_daily([3, 2], count=1))
 def test_a_strategy_of_one_class_trains_over_clouds_that_stay_equal(num_clouds: int) -> None:
     signs = Compression(averaging=BlockInt(4, block=64))
     job = ranks(

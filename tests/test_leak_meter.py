@@ -227,6 +227,7 @@ def test_the_middle_of_a_u_shape_is_asked_for_both_text_and_labels(tmp_path: Pat
     assert "4x slower" in summary["link"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_notes_of_several_ranks_of_a_cloud_are_joined(tmp_path: Path) -> None:
     config = text_config("two_owners", ["security=two_owners", "security/meter=attack"])
@@ -415,6 +416,8 @@ def watched(
     return observer, meter.averaged(observer, victim, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_text_is_read_from_an_averaged_gradient_without_a_word_of_it(tmp_path: Path) -> None:
     stage = causal("llama", tmp_path, Lora(r=8))
     meter = AveragesMeter()

@@ -13,6 +13,7 @@ import torch
 
 from tests.channels import InProcessLink
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
+from tests.nightly import NIGHTLY
 from tests.pipelines import in_threads, pipelines
 from tests.translation_models import IDS, context
 from tests.understanding_models import (
@@ -232,7 +233,9 @@ def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict
 
 @pytest.mark.parametrize("way", ["svd", "pca", "orthogonal", "frozen bottom"])
 @pytest.mark.parametrize(
-    ("one", "many"), [(LOCAL, U_SHAPE), (LOCAL_2, TWO_CLOUDS)], ids=["3 stages", "2 stages"]
+    ("one", "many"),
+    [(LOCAL, U_SHAPE), pytest.param(LOCAL_2, TWO_CLOUDS, marks=NIGHTLY)],
+    ids=["3 stages", "2 stages"],
 )
 def test_clouds_are_bit_equal_to_one_process(
     tmp_path: Path, way: str, one: ClusterLayout, many: ClusterLayout

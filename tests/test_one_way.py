@@ -254,6 +254,7 @@ def test_a_slow_producer_is_waited_for_and_said_to_be(
     assert "sends again" in notes(tmp_path / "slow")
 
 
+@pytest.mark.nightly
 def test_the_others_take_over_from_a_slow_producer_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
     assert 0 < summary["feed"]["producers"]["two"]["share_taken"] < 0.33
 
 
+@pytest.mark.nightly
 def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     """300 ms round trip, steps of 50 ms: run-ahead covers what the link takes; the same bits."""
     link = {"_target_": "xcloud.net.link_profile.LinkProfile",

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 
 from tests.import_walk import MODULES, imports, own_imports
+from tests.nightly import first_daily
 from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
 from xcloud.job import config as configs
@@ -79,7 +80,7 @@ def test_curves_hold_one_number_a_step_and_clouds_in_the_order_of_their_ranks() 
     assert run.steps.sum("step_s", "a", first=2) == 1.0 * 3
 
 
-@pytest.mark.parametrize("num_steps", [1, 5000])
+@pytest.mark.parametrize("num_steps", first_daily([5000, 1], count=1))
 def test_a_run_of_any_length_has_its_pictures(num_steps: int, tmp_path: Path) -> None:
     run = run_of(step_events(num_steps))
     quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}

@@ -84,6 +84,8 @@ def test_show_makes_one_trial_prints_and_runs_nothing(
     assert "trial of before" in said and "profile may not hold" not in said and len(tried) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_profile_of_something_else_is_named_and_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +320,7 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:
         planned(configs.Settings.of(config), tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")

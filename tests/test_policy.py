@@ -133,6 +133,7 @@ def test_a_constructor_that_the_policy_names_is_called(
     assert given.read_settings(file).job.name == "toy"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_class_of_the_users_own_runs_on_one_machine_without_a_policy(
     tmp_path: Path, policy: object

@@ -399,6 +399,8 @@ def test_losses_and_adapters_are_those_of_one_process_with_peft(
 AT_NIGHT = [pytest.mark.slow, pytest.mark.nightly]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("trained", ["adapters", pytest.param("all weights", marks=AT_NIGHT)])
 def test_a_run_that_goes_on_is_equal_to_one_that_was_not_interrupted(
     trained: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -422,6 +424,8 @@ def test_a_run_that_goes_on_is_equal_to_one_that_was_not_interrupted(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cluster",
     [

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.figures import check_figures, read_events
+from tests.nightly import NIGHTLY, first_daily
 from tests.one_way_toy import cloud as feed_cloud
 from tests.one_way_toy import feed_config
 from tests.runs import (
@@ -47,7 +48,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cluster", ["two_clouds", "one_cloud"])
+@pytest.mark.parametrize("cluster", first_daily(["two_clouds", "one_cloud"], count=1))
 def test_losses_and_weights_are_bit_equal_to_one_process(
     cluster: str, local: Path, tmp_path: Path
 ) -> None:
@@ -67,8 +68,8 @@ def test_losses_and_weights_are_bit_equal_to_one_process(
     "clusters",
     [
         layout(a=cloud(2), b=cloud(1)),
-        layout(a=cloud(1), b=cloud(2)),
-        layout(a=cloud(2), b=cloud(2)),
+        pytest.param(layout(a=cloud(1), b=cloud(2)), marks=NIGHTLY),
+        pytest.param(layout(a=cloud(2), b=cloud(2)), marks=NIGHTLY),
     ],
     ids=["2 feeding 1", "1 feeding 2", "2x2"],
 )
@@ -237,6 +238,7 @@ def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
         start(tmp_path, config)
 
 
+@pytest.mark.nightly
 def test_a_cloud_may_prepare_longer_than_a_message_may_take(tmp_path: Path) -> None:
     config = toy_config(
         "two_clouds",
@@ -277,6 +279,7 @@ def test_nothing_starts_where_a_gpu_is_asked_for_and_none_is_there(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_three_hundred_micro_batches_in_flight_do_not_deadlock(tmp_path: Path) -> None:
     schedule = ["schedule=one_forward_one_backward", "schedule.num_micro_batches=300",
                 "schedule.num_in_flight=300"]  # fmt: skip

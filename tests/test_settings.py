@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from tests.configs import composed
+from tests.nightly import first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import conf_dir
 from xcloud.base.settings import NotNegative, Positive, settings
@@ -194,7 +195,10 @@ def test_every_setting_says_what_it_means(name: str) -> None:
     assert not silent, f"document in the docstring of {name}: {', '.join(silent)}"
 
 
-@pytest.mark.parametrize("experiment", [path.stem for path in (conf_dir() / "exp").glob("*.yaml")])
+@pytest.mark.parametrize(
+    "experiment",
+    first_daily(sorted(path.stem for path in (conf_dir() / "exp").glob("*.yaml")), count=3),
+)
 def test_every_setting_of_an_experiment_says_what_it_means(experiment: str) -> None:
     """Also of what its own lines or a choice among them compose."""
     config = composed(f"+exp={experiment}")

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.causal_models import saved, where
 from tests.configs import composed
+from tests.nightly import NIGHTLY
 from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, in_threads, samples
 from tests.replicas import Post
@@ -93,9 +94,9 @@ def first_of_four() -> Iterator[RankGroup]:
     ("kind", "settings"),
     [
         ("llama", {}),
-        ("gpt2", {"lora": Lora(2)}),
-        ("gemma2", {"lora": Lora(2)}),
         ("gpt_neox", {"embeddings": "untie"}),
+        pytest.param("gpt2", {"lora": Lora(2)}, marks=NIGHTLY),
+        pytest.param("gemma2", {"lora": Lora(2)}, marks=NIGHTLY),
     ],
     ids=str,
 )

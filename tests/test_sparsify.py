@@ -103,6 +103,8 @@ def test_randomk_sends_distinct_values_unchanged(rate: float, numel: int, seed: 
     assert torch.equal(seen[kept], tensor[kept])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rate", [0.1, 0.6])
 def test_randomk_gives_every_value_the_same_chance(rate: float) -> None:
     compressor, ones, num_messages = RandomK(rate), torch.ones(101), 4000

@@ -106,6 +106,8 @@ COMPRESSORS: list[Compressor] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shape", first_daily(["two pipelines of two lanes", "three clouds"], count=1)
 )

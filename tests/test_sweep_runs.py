@@ -103,6 +103,7 @@ def test_ctrl_c_ends_every_rank_and_leaves_a_sweep_to_continue(
     assert set(statuses(folder).values()) == {"stopped"} and len(statuses(folder)) == parallel
 
 
+@pytest.mark.nightly
 def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> None:
     folder = tmp_path / "both"
     one_rank = ["compression=int8,none", "cluster=local"]

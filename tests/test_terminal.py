@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from tests.nightly import first_daily
 from tests.runs import ROOT
 from xcloud.base.terminal import printable, say, signals_to_stop
 from xcloud.show.display import ProgressLine
@@ -151,7 +152,7 @@ def prepared(cwd: Path, *words: str, **more: object) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", first_daily(["latin-1", "ascii", "cp1252", "utf-8"], count=2))
 def test_what_a_terminal_cannot_show_is_shown_by_its_number(encoding: str, tmp_path: Path) -> None:
     done = prepared(tmp_path, capture_output=True, env={"PYTHONIOENCODING": encoding})
     assert done.returncode == 0, done.stderr
@@ -159,7 +160,9 @@ def test_what_a_terminal_cannot_show_is_shown_by_its_number(encoding: str, tmp_p
     assert first == "año → 日本 x".encode(encoding, "backslashreplace").decode(encoding)
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", first_daily(["<&- >&- 2>&-", ">&-", "2>&-", ">&- 2>&-"], count=1)
+)
 def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     command = f'exec "$0" -c "$1" 1 {closed}'
     done = subprocess.run(

@@ -91,6 +91,7 @@ def test_decoding_with_cache_equals_decoding_without(tmp_path: Path) -> None:
         assert scores.argmax(1)[: len(text)].tolist() == text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
     model = Transformer(48, 2, 2, 4, 96, dropout=0.0)

@@ -110,6 +110,8 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
     assert job.max_steps == 3 * len(trial.legs), "the first turn warms up"
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial_is_the_job_without_lines_merges_and_first_phases(tmp_path: Path) -> None:
     config = toy(tmp_path, "strategy=streaming", "cluster/wan=line_8m", "training.batch_size=16")
     config.cluster.clouds.cloud_b.slowdown = 3.0
@@ -179,6 +181,8 @@ def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
 # What comes of it.
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial_of_blocks_makes_two_runs_and_reads_both(
     tmp_path: Path, in_threads: list[Any]
 ) -> None:
@@ -228,6 +232,8 @@ def test_a_profile_is_kept_for_whoever_would_try_the_same(
         assert len(made) == number + 1, f"another {key} is another trial"
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_share_a_stage_are_read_together(tmp_path: Path, in_threads: list[Any]) -> None:
     config = toy(tmp_path, "plan.micro_batches=[2,4]", cluster="two_clouds_dp", few=True)
 

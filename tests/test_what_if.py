@@ -158,6 +158,8 @@ def test_the_slower_cloud_gets_fewer_layers() -> None:
     assert row.split == "1 | 3"
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_is_planned_within_what_its_ranks_have() -> None:
     given = read_what_if(EXAMPLE)
     few = Search(("data_parallel", "hybrid"), ("none", "int4"), (8,), [4], micro_batches=[128])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.nightly import NIGHTLY
 from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
@@ -70,7 +71,10 @@ def secrets_in(tape: list[Tapped]) -> Counter[str]:
     return found
 
 
-LAYOUTS = [("u_shape", "owner_keeps_text_and_labels"), ("two_owners", "two_owners")]
+LAYOUTS = [
+    ("u_shape", "owner_keeps_text_and_labels"),
+    pytest.param("two_owners", "two_owners", marks=NIGHTLY),
+]
 
 
 @pytest.mark.slow

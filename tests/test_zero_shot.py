@@ -61,6 +61,8 @@ def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Pat
     assert composed("+exp=electra_multilingual").follow_up == ["+exp=xnli_zero_shot"]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_follow_up_names_itself_is_left_as_it_is(tmp_path: Path) -> None:
     named = "'seed=9','cache_dir=elsewhere','tracker=none'"
     found = following(tmp_path, f"['+exp=xnli_zero_shot',{named}]")
