@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,7 +34,7 @@ from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.security import places
-from xcloud.security.policy import CONSTRUCTORS, Policy
+from xcloud.security.policy import CONSTRUCTORS, MAX_SETTINGS, Policy
 from xcloud.show.following import monitor_of
 
 ROOT = project.project_root()
@@ -326,6 +327,19 @@ def test_attack_9_folders_addresses_and_ranks_are_bounded(
     given = {"task__source_tokenizer": tokenizer, **folder, key.replace(".", "__"): value}
     message = refused(SHARING[reader], written(tmp_path, **given))
     assert key in message.split(" ")[0] and "policy.yaml" in message
+
+
+@pytest.mark.parametrize(("reader", "bound"), each_once(SHARING, [*MAX_SETTINGS.items()]))
+def test_attack_12_restarts_checkpoints_and_open_ports_are_bounded_without_a_requirement(
+    reader: str, bound: tuple[str, int], tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    key, most = bound
+    file = written(tmp_path, **{key: most + 1})
+    message = refused(SHARING[reader], file)
+    assert message.startswith(f"{key} is {most + 1}") and f"at most {most}. " in message
+
+    policy(**yaml.safe_load(message[message.index("require: ") :]))
+    SHARING[reader](file)
 
 
 def test_a_link_in_the_project_leads_nowhere_else(

@@ -16,7 +16,7 @@ from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
 from xcloud.job.given import read_settings
 from xcloud.security.places import is_place, leads_of
-from xcloud.security.policy import CONSTRUCTORS, Policy, targets_of
+from xcloud.security.policy import CONSTRUCTORS, MAX_SETTINGS, Policy, targets_of, value_at
 
 HEADER = """\
 # Written by `python -m xcloud policy --new {file}`: allows that file and no other.
@@ -53,11 +53,8 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
             keys[what] = {name: [c for c in clouds if name in held[c]] for name in names}
-    keys["require"] = {
-        "job": type(job).__name__,
-        "training.checkpoint.keep": {"max": job.checkpoint.keep},
-        "cluster.liveness.join_within_s": {"max": job.cluster.liveness.join_within_s},
-    }
+    bounds = {key: {"max": value_at(job, key)} for key in MAX_SETTINGS}
+    keys["require"] = {"job": type(job).__name__, **bounds}
     return keys
 
 

@@ -83,6 +83,15 @@ _WORDS = {
 }
 
 
+MAX_SETTINGS = {
+    "launch.max_restarts": 100,
+    "training.checkpoint.keep": 100,
+    "cluster.liveness.join_within_s": 7 * 86_400,
+}
+"""What a file from elsewhere may ask for at most, where it costs this cloud what training itself
+does not: starts without end, a full disk, ports that stay open."""
+
+
 OnDeparture = Literal["alarm", "stop", "ignore"]
 
 
@@ -186,7 +195,8 @@ class Policy:
     clouds: names of those that may take part; None: any.
     holders, weights: as security.holders and security.weights, beside those of the file.
     require: dotted setting of the job -> the value it must have, or {min: …, max: …}. Of an
-        object the name of its class counts; "job" is the job itself.
+        object the name of its class counts; "job" is the job itself. MAX_SETTINGS are bounds of
+        every policy that does not name them here.
     max_ranks: of all clouds together.
     """
 
@@ -314,8 +324,13 @@ class Policy:
 
     def check_required(self, job: object) -> None:
         """Refuse a job that does not have what this cloud asks of every one."""
+        for key, most in MAX_SETTINGS.items():
+            value = value_at(job, key)
+            if key not in self.require and value > most:
+                more = f"require: {{{key}: {{max: {value:.10g}}}}}"
+                raise _refusal(key, value, allowed=f"at most {most}", line=more)
         for key, wanted in self.require.items():
-            value = _value_at(job, [] if key == "job" else key.split("."))
+            value = job if key == "job" else value_at(job, key)
             if not _meets(value, wanted):
                 asked = wanted
                 if isinstance(wanted, Mapping):
@@ -374,9 +389,9 @@ def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _entries(value, where)
 
 
-def _value_at(node: Any, path: Sequence[str]) -> Any:
+def value_at(node: Any, key: str) -> Any:
     """Return what a job has under a dotted name; None where it has nothing."""
-    for part in path:
+    for part in key.split("."):
         if isinstance(node, Mapping):
             node = node.get(part)
         else:
