@@ -29,10 +29,12 @@ from tests.causal_models import (
 )
 from tests.nightly import first_daily
 from tests.translation_models import IDS
+from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere, Lora
+from xcloud.models.causal_stage import NextTokenPretraining, OwnCausal
 from xcloud.models.split_point import Split
 from xcloud.pipeline.settings import autocast_for
 from xcloud.rank.export import export_stage, whole
@@ -460,6 +462,14 @@ def test_ranks_wait_for_the_first_one_and_name_a_cache_that_is_not_shared(tmp_pa
 def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(own(), **changes)
+
+
+def test_a_base_has_no_length_of_training_that_nobody_chose() -> None:
+    for missing, given in (("steps", {"warmup_steps": 1}), ("warmup_steps", {"steps": 1})):
+        with pytest.raises(TypeError, match=f"setting '{missing}' is missing"):
+            NextTokenPretraining(**given)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="OwnCausal: setting 'pretraining' is missing"):
+        OwnCausal(RandomText())  # type: ignore[call-arg]
 
 
 def test_too_little_text_and_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
+from xcloud.base.settings import Positive, PositiveFloat, settings
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import (
     NO_LABEL,
@@ -371,7 +371,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None
 
 
-@settings("NextTokenPretraining")
+@settings("NextTokenPretraining", kw_only=True)
 class NextTokenPretraining(Descent):
     """Guess the next token, in windows of `length` tokens of the joined texts.
 
@@ -379,9 +379,7 @@ class NextTokenPretraining(Descent):
     length: tokens of a window.
     """
 
-    steps: NotNegative = 800
     learning_rate: PositiveFloat = 3e-3
-    warmup_steps: NotNegative = 80
     batch_size: Positive = 16
     length: Annotated[int, Field(ge=2)] = 64
 
@@ -442,16 +440,17 @@ class OwnCausal:
     num_kv_heads: heads of keys and values; None: num_heads. tied: one matrix for embeddings and
     head. The cloud that makes it holds it whole, once.
     text: the public sentences it learns from.
+    pretraining: how it learns, before the run.
     num_texts: how many of them.
     kind: type of model in transformers.
     hidden: features of a row, a multiple of num_heads.
     num_layers: blocks.
     num_heads: attention heads of a block.
     feed_forward: features inside a block's feed-forward network.
-    pretraining: how it learns, before the run.
     """
 
     text: PublicTexts
+    pretraining: NextTokenPretraining
     num_texts: Positive = 20_000
     kind: Literal["llama", "mistral", "qwen2"] = "llama"  # others: model.checkpoint
     hidden: Positive = 128
@@ -460,7 +459,6 @@ class OwnCausal:
     num_kv_heads: Positive | None = None
     feed_forward: Positive = 384
     tied: bool = False
-    pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
 
     def __post_init__(self) -> None:
         check_heads("OwnCausal.num_heads", num_heads=self.num_heads, whole=self.hidden)
