@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -219,3 +220,43 @@ def asked_kinds(path: Path) -> set[str]:
 
 def test_kinds_of_job_and_strategy_are_told_apart_in_their_own_files() -> None:
     assert [str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if asked_kinds(p)] == []
+
+
+def depths(files: Iterable[Path], base: str) -> dict[str, int]:
+    """Return how many classes of these files stand above each class that inherits from `base`."""
+    bases: dict[str, set[str]] = {}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {ast.unparse(one).partition("[")[0] for one in node.bases}
+
+    def depth(name: str) -> int:
+        """Return how far below `base` a class stands at most; -1 if it does not."""
+        if name == base:
+            return 0
+        above = [depth(one) for one in bases.get(name, ())]
+        return 1 + max([one for one in above if one >= 0], default=-2)
+
+    return {name: depth(name) for name in bases if depth(name) > 0}
+
+
+def test_classes_of_jobs_and_tasks_inherit_no_deeper_than_today() -> None:
+    """docs/decisions/0011 says why tasks have that many levels."""
+    jobs = depths([path for path in FILES if path.parent.name != "tasks"], base="Job")
+    assert jobs == {"PipelineJob": 1, "Experiment": 2, "OneWayExperiment": 1}
+    tasks = depths([path for path in FILES if path.parent.name == "tasks"], base="Source")
+    assert tasks["DemoTranslation"] == 3
+    assert {name for name, depth in tasks.items() if depth > 4} == {
+        "FolderCrossLingual", "HubCrossLingual", "DemoCrossLingual",
+        "FolderPreferences", "HubPreferences", "DemoPreferences",
+    }  # fmt: skip
+    assert max(tasks.values()) == 5
+
+
+def test_depth_of_inheritance_is_counted_over_all_bases(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "class A(ABC): ...\nclass B(A): ...\nclass C(Generic[T], B): ...\n"
+        "class D(A, C[int]): ...\nclass Other(ABC): ...\n"
+    )
+    assert depths([file], base="A") == {"B": 1, "C": 2, "D": 3}

@@ -99,26 +99,6 @@ def _checked_sweep(name: str) -> str:
     return name
 
 
-@settings(kw_only=True)
-class Names:
-    """The names of a run.
-
-    name: of the run, in its folder, tables and the tracker.
-    seed: of everything random in training. Rows held out or drawn, an emulated line's jitter and
-        outages, and a model's own pretraining are the same for every seed, so that runs of
-        several seeds differ in their training alone.
-    profile: which size of data and model was asked for (demo, files, paper); it only names them.
-    sweep: a name shared by runs that belong together.
-    label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
-    """
-
-    name: Annotated[str, AfterValidator(partial(check_label, "name"))]
-    seed: NotNegative = 1
-    profile: Annotated[str, AfterValidator(partial(check_label, "profile"))] = "demo"
-    sweep: Annotated[str, AfterValidator(_checked_sweep)] | None = None
-    label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
-
-
 @runtime_checkable
 class PlanSettings(Protocol):
     """The settings of `plan` (planner/settings.py): what a planner, not the job, asks for."""
@@ -144,9 +124,16 @@ class AutopilotSettings(Protocol):
 
 
 @settings(kw_only=True)
-class Job(Names, ABC):
+class Job(ABC):
     """A frozen object that describes a run. Experiment is one; features/one_way/ has another.
 
+    name: of the run, in its folder, tables and the tracker.
+    seed: of everything random in training. Rows held out or drawn, an emulated line's jitter and
+        outages, and a model's own pretraining are the same for every seed, so that runs of
+        several seeds differ in their training alone.
+    profile: which size of data and model was asked for (demo, files, paper); it only names them.
+    sweep: a name shared by runs that belong together.
+    label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
     cluster: who stands where, and what joins them.
     training: how many updates are made, of what, and how.
     tracker: where figures go besides the run folder.
@@ -156,6 +143,11 @@ class Job(Names, ABC):
     autopilot: what may change while it runs (features/autopilot/pilot.py); null: nothing.
     """
 
+    name: Annotated[str, AfterValidator(partial(check_label, "name"))]
+    seed: NotNegative = 1
+    profile: Annotated[str, AfterValidator(partial(check_label, "profile"))] = "demo"
+    sweep: Annotated[str, AfterValidator(_checked_sweep)] | None = None
+    label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
     cluster: SkipValidation[Layout]
     training: SkipValidation[Any]  # with max_steps and checkpoint
     tracker: SkipValidation[Tracker]
