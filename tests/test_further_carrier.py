@@ -77,7 +77,7 @@ class SocketOut(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_closes()
+            self._send_closes(1)
             assert self._socket is not None
             self._socket.close()
 

@@ -33,7 +33,7 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, S
 from xcloud.base.settings import Address, settings
 from xcloud.line.keys import Certificate, PrivateKey
 from xcloud.line.sealing import open_sealed, seal, sealed_bytes
-from xcloud.net.frame import Kind, MessageKey, seal_frame
+from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     ByteQueue,
     InSettings,
@@ -41,7 +41,6 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
-    await_peer,
 )
 from xcloud.net.link_profile import Wan
 
@@ -335,16 +334,10 @@ class MailboxOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._is_closing = True
-            self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
-        await_peer(
-            self._over.wait,
-            end=self._settings,
-            timeout_s=timeout_s,
-            failing="has left no room in the mailbox",
+            self._send_closes(1)
+        self._await_end(
+            self._over.wait, timeout_s=timeout_s, failing="has left no room in the mailbox"
         )
-        if self._failure is not None:
-            raise self._failure
 
     def abandon(self) -> None:
         """Tell the receiver that this rank has ended before its time, if that can be done at once.

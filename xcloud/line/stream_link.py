@@ -22,7 +22,7 @@ from xcloud.line.hello import Hello, StreamName
 from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, Assembly, Outbox
 from xcloud.line.pinned_tls import LineDown
 from xcloud.line.ways import Way
-from xcloud.net.frame import Kind, MessageKey, seal_frame
+from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     ByteQueue,
     InSettings,
@@ -30,7 +30,6 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
-    await_peer,
 )
 from xcloud.net.rendezvous import JOIN_WITHIN_S
 
@@ -112,16 +111,10 @@ class StreamOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._is_closing = True
-            self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
-        await_peer(
-            self._over.wait,
-            end=self._settings,
-            timeout_s=timeout_s,
-            failing="did not take the last messages",
+            self._send_closes(1)
+        self._await_end(
+            self._over.wait, timeout_s=timeout_s, failing="did not take the last messages"
         )
-        if self._failure is not None:
-            raise self._failure
         self._connections.join(SPEAK_EVERY_S)
 
     def stop(self) -> None:

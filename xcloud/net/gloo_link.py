@@ -34,7 +34,6 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
-    await_peer,
 )
 from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
@@ -59,16 +58,11 @@ class GlooOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_closes()
+            self._send_closes(self._settings.window.num_posted)
             self._queue.put(None, num_bytes=0)
-        await_peer(
-            self._has_ended,
-            end=self._settings,
-            timeout_s=timeout_s,
-            failing="did not take the last messages",
+        self._await_end(
+            self._has_ended, timeout_s=timeout_s, failing="did not take the last messages"
         )
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def _is_idle(self) -> bool:

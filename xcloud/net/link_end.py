@@ -286,11 +286,21 @@ class SendingEnd(ABC):
         self._put(Outgoing(key, self._sequence, frame=frame, queued_at_s=queued_at_s))
         self._sequence += 1
 
-    def _send_closes(self) -> None:
+    def _send_closes(self, num: int) -> None:
         """Send the last messages, one for each receive that the peer has posted."""
         self._is_closing = True
-        for _ in range(self._settings.window.num_posted):
+        for _ in range(num):
             self._send(MessageKey(Kind.CLOSE), parts=(), carries=())
+
+    def _await_end(self, wait: Callable[[float], bool], timeout_s: float, failing: str) -> None:
+        """Call wait(seconds) until it returns True: the peer has taken all.
+
+        failing, and when LinkTimeout is raised: see await_peer. Raises `_failure` if the link has
+        one by then.
+        """
+        await_peer(wait, end=self._settings, timeout_s=timeout_s, failing=failing)
+        if self._failure is not None:
+            raise self._failure
 
 
 class ReceivingEnd:
