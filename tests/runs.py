@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
 from tests import warm_ranks
@@ -26,6 +26,7 @@ from tests.warm_ranks import Child
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.pipeline.pipeline import Pipeline
+from xcloud.planner import trial
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import state_file
 from xcloud.show.monitor import Monitor
@@ -62,6 +63,19 @@ def in_threads(
     return summary
 
 
+def trials_in_threads(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Have trials run with their ranks in threads, over links in memory. Return the list that
+    their jobs are added to."""
+    made: list[Any] = []
+
+    def run_trial(settings: Settings, run_dir: Path, more_follows: bool) -> None:
+        made.append(settings.job)
+        run_ranks(settings.job, run_dir, patch)
+
+    patch.setattr(trial, "run", run_trial)
+    return made
+
+
 _DRAWING = threading.RLock()
 
 
@@ -86,6 +100,17 @@ def command(*words: str, log: Path, **more: str) -> Child | subprocess.Popen[byt
         return subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file
         )
+
+
+def started(run_dir: Path, config: dict[str, Any]) -> Child | subprocess.Popen[bytes]:
+    """As `start`, in a process of its own that runs beside the test."""
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
+    script = (
+        "import sys; from pathlib import Path; from xcloud.job.config import Settings;"
+        "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
+        "run(Settings.load(folder / 'config.yaml'), folder)"
+    )
+    return command("-c", script, str(run_dir), log=run_dir / "log")
 
 
 def completed(*words: str, log: Path) -> subprocess.CompletedProcess[str]:

@@ -358,31 +358,30 @@ def contributions() -> Parser:
 SETTINGS = LocalUpdates(2, MEAN, late=Skip(5.0))
 
 
-def hub() -> Parser:
-    head = whole(2.0, 0.0, 2.0, dtype=torch.float64)
+def round_of(replica: int, honest: list[Tensors]) -> Parser:
+    """What one of two replicas takes of the other in a round. The first merges for both."""
 
     def take(parts: Tensors) -> object:
         post = Post(2)
-        rounds = rounds_of(post.links(0), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
-        key = MessageKey(Kind.AVERAGING, 0, 0)
-        post.links(1).send(0, key, parts, ("",) * len(parts), 0)
+        weights = nn.ParameterDict({"w": torch.zeros(1)})
+        rounds = rounds_of(post.links(replica), weights, SETTINGS, 9)
+        key = MessageKey(Kind.AVERAGING, 0, replica)
+        post.links(1 - replica).send(replica, key, parts, ("",) * len(parts), 0)
         return rounds.after_update(2, Work(2, 2.0))
 
-    return Parser([(head, torch.ones(1)), (head,)], take)
+    return Parser(honest, take)
+
+
+def hub() -> Parser:
+    head = whole(2.0, 0.0, 2.0, dtype=torch.float64)
+    return round_of(0, [(head, torch.ones(1)), (head,)])
 
 
 def member() -> Parser:
-    def take(parts: Tensors) -> object:
-        post = Post(2)
-        rounds = rounds_of(post.links(1), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
-        key = MessageKey(Kind.AVERAGING, 0, 1)
-        post.links(0).send(1, key, parts, ("",) * len(parts), 0)
-        return rounds.after_update(2, Work(2, 2.0))
-
     some = whole(2.0, 2.0, 1.0, 0.0, dtype=torch.float64)
     every = whole(2.0, 2.0, 0.0, 1.0, dtype=torch.float64)
     one = torch.ones(1)
-    return Parser([(some, one), (some, one, one), (every, one, one[:0])], take)
+    return round_of(1, [(some, one), (some, one, one), (every, one, one[:0])])
 
 
 def reports(folder: Path) -> Parser:

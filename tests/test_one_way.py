@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests import runs
 from tests.one_way_toy import cloud, feed_config
-from tests.runs import command, losses, no_workers, read, wait_for, weights
+from tests.runs import losses, no_workers, read, started, wait_for, weights
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.features.one_way.ranks import OneWayRank
@@ -329,13 +329,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
 
 def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
     config = feed_config(TWO, training={"max_steps": 100_000}, model={"step_s": 0.01})
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    script = (
-        "import sys; from pathlib import Path; from xcloud.job.config import Settings;"
-        "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
-        "run(Settings.load(folder / 'config.yaml'), folder)"
-    )
-    running = command("-c", script, str(tmp_path), log=tmp_path / "log")
+    running = started(tmp_path, config)
     wait_for(lambda: '"step"' in read(tmp_path / "events.jsonl"))
 
     running.send_signal(signal.SIGINT)

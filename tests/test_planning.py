@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests import combinations
+from tests import runs
 from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
@@ -24,7 +24,7 @@ from xcloud.net.frame import TensorSpec, encode_frame
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import Action, GPipe, Schedule
-from xcloud.planner import averaging_timer, trial
+from xcloud.planner import averaging_timer
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary
 from xcloud.record.timeline import PLAN_FILE, read_predicted
@@ -36,15 +36,8 @@ from xcloud.simulator.pricing import Pricer
 
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Trials run with their ranks in threads. The jobs that ran."""
-    made: list[Any] = []
-
-    def in_threads(settings: configs.Settings, run_dir: Path, more_follows: bool) -> None:
-        made.append(settings.job)
-        combinations.run(made[-1], run_dir, monkeypatch)
-
-    monkeypatch.setattr(trial, "run", in_threads)
-    return made
+    """The jobs of the trials that ran."""
+    return runs.trials_in_threads(monkeypatch)
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]

@@ -27,6 +27,7 @@ from tests.runs import (
     rank_pid,
     read,
     start,
+    started,
     wait_for,
     weights,
 )
@@ -206,13 +207,7 @@ def test_a_rank_that_hangs_is_a_timeout_with_its_name(
 def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     config = toy_config("two_clouds")
     config["training"]["max_steps"] = 100_000
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    script = (
-        "import sys; from pathlib import Path; from xcloud.job.config import Settings;"
-        "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
-        "run(Settings.load(folder / 'config.yaml'), folder)"
-    )
-    running = command("-c", script, str(tmp_path), log=tmp_path / "log")
+    running = started(tmp_path, config)
     wait_for(lambda: "step" in read(tmp_path / "events.jsonl"))
     assert not no_workers(tmp_path)
 

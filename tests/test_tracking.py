@@ -109,6 +109,16 @@ class FakeClient:
         return [(step, value) for name, step, value in found if name == key]
 
 
+def refuse_while(is_down: threading.Event) -> Callable[[str, Any], None]:
+    """What a store does that is down now and then."""
+
+    def refuse(call: str, value: Any) -> None:
+        if is_down.is_set():
+            raise ConnectionError("down")
+
+    return refuse
+
+
 def open_with(client: FakeClient) -> Callable[..., tuple[FakeClient, str]]:
     return lambda store: (client, "1")
 
@@ -181,12 +191,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_down = threading.Event()
-
-    def refuse(call: str, value: Any) -> None:
-        if is_down.is_set():
-            raise ConnectionError("down")
-
-    client = FakeClient(refuse)
+    client = FakeClient(refuse_while(is_down))
     monkeypatch.setattr(Store, "open", open_with(client))
     monkeypatch.setattr("xcloud.tracking.tracker.FINISH_ATTEMPTS", 1)
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(tracked(tmp_path))
@@ -419,10 +424,6 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
 ) -> None:
     is_down = threading.Event()
 
-    def refuse(call: str, value: Any) -> None:
-        if is_down.is_set():
-            raise ConnectionError("down")
-
     def attempt(client: FakeClient, folder: Path, steps: range, is_killed: bool) -> None:
         monkeypatch.setattr(Store, "open", open_with(client))
         tracker = MlflowTracker(uri="http://down:1", flush_s=0.01, points=500).start(
@@ -437,7 +438,7 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
         tracker.finish("finished", SUMMARY)
 
     monkeypatch.setattr("xcloud.tracking.tracker.FINISH_ATTEMPTS", 1)
-    whole, broken = FakeClient(refuse), FakeClient(refuse)
+    whole, broken = FakeClient(refuse_while(is_down)), FakeClient(refuse_while(is_down))
     (tmp_path / "whole").mkdir()
     attempt(whole, tmp_path / "whole", range(1, 1501), is_killed=False)
     attempt(broken, tmp_path, range(1, 634), is_killed=True)

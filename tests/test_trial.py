@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.paper_step import simulate
-from tests import combinations
+from tests import runs
 from tests.plan_pieces import EIGHT
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
@@ -74,15 +74,8 @@ def trial_of(config: Any) -> TrialRun:
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Trials run with their ranks in threads, over links in memory. The jobs that ran."""
-    made: list[Any] = []
-
-    def run(settings: configs.Settings, run_dir: Path, more_follows: bool) -> None:
-        made.append(settings.job)
-        combinations.run(made[-1], run_dir, monkeypatch)
-
-    monkeypatch.setattr(trials, "run", run)
-    return made
+    """The jobs of the trials that ran."""
+    return runs.trials_in_threads(monkeypatch)
 
 
 # What is tried.

@@ -57,9 +57,19 @@ class Noting(Role[Any]):
             raise LinkClosed(f"broke in {name}")
 
 
-def live(job: Job, run_dir: Path, verdict: Verdict) -> None:
-    process, transport = one_rank.Process(StopSignal()), MemoryWorld().transport(0)
-    one_rank.run_rank(job, run_dir, {}, verdict, process, transport)
+def live(
+    job: Job, run_dir: Path, verdict: Verdict | None = None, asked: StopSignal | None = None
+) -> bool:
+    """Run the one rank of a job to its end. Return whether it was stopped early."""
+    process = one_rank.Process(asked or StopSignal())
+    transport = MemoryWorld().transport(0)
+    return one_rank.run_rank(job, run_dir, {}, verdict or Verdict(), process, transport)
+
+
+def saving_job(max_steps: int, every_steps: int) -> Job:
+    """A toy job of one rank that saves after so many steps each time."""
+    steps = [f"training.max_steps={max_steps}", f"training.checkpoint.every_steps={every_steps}"]
+    return Settings.of(toy_config("local", steps)).job
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -73,9 +83,9 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
 
     if fails_in:
         with pytest.raises(LinkClosed, match=f"broke in {fails_in}"):
-            live(job, tmp_path, Verdict())
+            live(job, tmp_path)
     else:
-        live(job, tmp_path, Verdict())
+        live(job, tmp_path)
     assert called == (["run"] if fails_in == "run" else ["run", "close"])
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == (called if fails_in else ["run"])
@@ -263,8 +273,6 @@ def test_a_request_to_end_is_noted_only_while_work_can_be_saved(
 def test_a_signal_during_the_last_evaluation_is_not_kept_for_a_step_that_never_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ["training.max_steps=2", "training.checkpoint.every_steps=1"]
-    job = Settings.of(toy_config("local", settings)).job
     asked, evaluate = StopSignal(), Evaluator.evaluate
     armed: list[tuple[object, ...]] = []
 
@@ -273,16 +281,14 @@ def test_a_signal_during_the_last_evaluation_is_not_kept_for_a_step_that_never_c
         return evaluate(evaluator, *given)
 
     monkeypatch.setattr(Evaluator, "evaluate", noted)
-    transport = MemoryWorld().transport(0)
-    assert not one_rank.run_rank(job, tmp_path, {}, Verdict(), one_rank.Process(asked), transport)
+    job = saving_job(max_steps=2, every_steps=1)
+    assert not live(job, tmp_path, asked=asked)
     assert armed[-1] == ("test", 2, False)
 
 
 def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ["training.max_steps=3", "training.checkpoint.every_steps=2"]
-    job = Settings.of(toy_config("local", settings)).job
     asked, write = StopSignal(), CheckpointFolder.write
 
     def write_and_hear(folder: CheckpointFolder, step: int, *rest: Any) -> int:
@@ -291,8 +297,8 @@ def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
         return write(folder, step, *rest)
 
     monkeypatch.setattr(CheckpointFolder, "write", write_and_hear)
-    transport = MemoryWorld().transport(0)
-    assert one_rank.run_rank(job, tmp_path, {}, Verdict(), one_rank.Process(asked), transport)
+    job = saving_job(max_steps=3, every_steps=2)
+    assert live(job, tmp_path, asked=asked)
     assert CheckpointFolder(tmp_path).agreed_steps() == [3, 2]
     told = (tmp_path / "events.jsonl").read_text()
     assert '"event":"stop"' in told and '"name":"evaluation"' not in told
