@@ -253,7 +253,7 @@ def test_what_moves_between_two_ranks_of_an_emulated_run_is_known_to_a_third(
     assert time.monotonic() >= moved_at_s + 0.1
 
 
-@pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])
+@pytest.mark.parametrize("settings", [(1e-9, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])
 def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.liveness"):
         Liveness(*settings)

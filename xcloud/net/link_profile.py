@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
@@ -214,7 +216,7 @@ class Liveness:
     join_within_s: how long ranks that torchrun has not started yet are waited for.
     """
 
-    interval_s: PositiveFloat = 5.0
+    interval_s: Annotated[float, Field(ge=0.01)] = 5.0  # or a rank would do nothing else
     lost_after_s: PositiveFloat = 20.0
     overdue_after_s: PositiveFloat = 300.0
     join_within_s: PositiveFloat = 43_200.0
