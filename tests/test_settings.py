@@ -112,6 +112,12 @@ def test_a_setting_has_its_type_its_default_its_value_and_what_it_means() -> Non
     assert found["training.optimizer.decay"].takes == "inverse_sqrt or linear or constant"
 
 
+def test_the_settings_of_a_group_come_before_those_of_groups_within_it() -> None:
+    config = composed("+exp=abnet_iwslt", "autopilot=on")
+    is_own = [s.key.count(".") == 1 for s in settings_of(config, "autopilot")]
+    assert 0 < sum(is_own) < len(is_own) and is_own == sorted(is_own, reverse=True)
+
+
 def test_a_part_of_a_group_can_be_asked_for_and_an_unknown_one_is_answered_with_the_nearest() -> (
     None
 ):

@@ -79,8 +79,8 @@ def _groups(config: DictConfig, known: Sequence[Setting]) -> list[str]:
 
 
 def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Setting]:
-    """Yield the settings of a node. known: the class that the setting is annotated with, of which
-    a node without a `_target_` is."""
+    """Yield the settings of a node, its own before those of groups within it. known: the class
+    that the setting is annotated with, of which a node without a `_target_` is."""
     if isinstance(node, dict) and "_target_" in node:
         target = resolve_name(str(node["_target_"]))
     elif isinstance(node, dict) and known is not None:
@@ -94,6 +94,7 @@ def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Se
         return
     meanings = _meanings(target)
     hints = _annotations(target)
+    within: list[Setting] = []
     for name, parameter in inspect.signature(target).parameters.items():
         key = f"{path}.{name}"
         default = parameter.default
@@ -105,7 +106,7 @@ def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Se
         if is_group and name not in node:
             value = {}
         if isinstance(value, dict) and (value or is_group):
-            yield from _settings_in(value, path=key, known=annotation if is_group else None)
+            within += _settings_in(value, path=key, known=annotation if is_group else None)
             continue
         yield Setting(
             key=key,
@@ -114,6 +115,7 @@ def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Se
             value=_word(value) if name in node else written,
             means=meanings.get(name, ""),
         )
+    yield from within
 
 
 def _meanings(target: type) -> dict[str, str]:

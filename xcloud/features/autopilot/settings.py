@@ -25,7 +25,7 @@ class Autopilot:
         num_in_flight).
     every: updates between looks.
     worth: how many times faster a choice must be predicted to be for a switch.
-    confirm: looks in a row that must say so; fewer where they promise more (Rule).
+    confirm: looks in a row that must say so; fewer where they promise more.
     dwell: updates that must have passed since the last switch.
     """
 
