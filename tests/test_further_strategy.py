@@ -64,7 +64,8 @@ class Votes(Exchange):
         shapes = {name: parameter.shape for name, parameter in replicas.trained.items()}
         shapes[LOSS] = torch.Size([1])
         terms = Terms(weighted_sum)
-        self._averager = replicas.averager(shapes, terms, False, "votes", plain={LOSS})
+        feedback = False  # with True the averager has a state: then return it in `children`
+        self._averager = replicas.averager(shapes, terms, feedback, "votes", plain={LOSS})
         replicas.open([self._averager])
 
     def before_update(
