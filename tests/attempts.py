@@ -199,7 +199,7 @@ class Attempt:
                 made.finish()
         made.settle()
         rank.wiring.barrier()
-        made.close()
+        made.close(is_finished=False)
         made._notes.reporter.flush()
 
     @property

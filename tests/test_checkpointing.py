@@ -77,7 +77,7 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
     may_write.set()
     for _ in range(2):  # what is written, what follows from it
         made.settle()
-    made.close()
+    made.close(is_finished=False)
     assert folder.agreed_steps() == [6, 3]
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_is_lost_after_it_has_told_of_its_part_takes_no_other_with_i
     del control.out[2]
     made.lose(2)
     control.hear(1, done)
-    made.close()
+    made.close(is_finished=False)
 
     assert CheckpointFolder(tmp_path).agreed_steps() == [3]
     assert outs[1].send.called and not outs[2].send.called
@@ -136,7 +136,7 @@ def test_no_word_of_rank_0_takes_a_checkpoint_that_is_agreed_on(tmp_path: Path) 
         hear(step, CheckpointMessage.LOST)
     for step in (300, 10**9):
         hear(step, CheckpointMessage.AGREED)
-    made.close()
+    made.close(is_finished=False)
     assert folder.agreed_steps() == [200, 100]
     assert folder.ranks(100) == folder.ranks(200) == [1]
     assert b"its part is not here" in b"".join(lines)

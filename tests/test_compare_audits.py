@@ -220,7 +220,7 @@ def test_a_rank_without_a_record_is_named(tmp_path: Path, compared: Say) -> None
     [
         ("[" * 100_000, "is no record"),
         ("{}", "is no record"),
-        (" " * (MAX_BYTES + 1), "is longer than"),
+        (" " * (MAX_BYTES + 1), "is longer than 16,777,216 bytes"),
         ('{"rank": 1, "cloud": "b", "num_ranks": 1e99, "attempts": []}', "is no record"),
         ('{"rank": 1, "cloud": "b", "num_ranks": 99999999, "attempts": []}', "is no record"),
     ],

@@ -169,7 +169,7 @@ def test_the_runs_own_test_set_has_the_runs_own_perplexity(finished: Path) -> No
     samples, _ = generator.text.samples(rows, task.max_length, "test")
     pieces = [(None, piece.ids[:1], piece.ids[1:]) for sample in samples for piece in sample]
     model = HarnessModel(generator, chats=False, cached=True)
-    nats = sum(nats for nats, _ in model._loglikelihood_tokens(pieces))
+    nats = sum(nats for nats, _ in model._loglikelihood_tokens(pieces, disable_tqdm=True))
     perplexity = math.exp(-nats / sum(len(ids) for _, _, ids in pieces))
 
     quality = json.loads((finished / "summary.json").read_text())["quality"]

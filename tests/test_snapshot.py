@@ -84,7 +84,7 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
             checkpoints.after(step, Signal.GO_ON)
         checkpoints.settle(is_urgent=False)
         found = len(checkpoints.writer._buffer._memory)
-        checkpoints.close()
+        checkpoints.close(is_finished=False)
         return found
 
     needed = bytes_to_copy(lambda: states_of(mine))

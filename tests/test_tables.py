@@ -87,6 +87,7 @@ def test_run_without_a_step_says_its_cause_and_shows_no_empty_table() -> None:
     ("num_bytes", "text"),
     [
         *((None, "-"), (0, "0 B"), (812, "812 B"), (999.6, "1.00 kB"), (393216, "393 kB")),
+        *((99_949, "99.9 kB"), (99_950, "100 kB")),
         *((999_600, "1.00 MB"), (1_572_864, "1.57 MB"), (3e9, "3.00 GB"), (2e16, "20000 TB")),
     ],
 )

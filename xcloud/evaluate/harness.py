@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
         """Return for each (text, context, continuation) the log-likelihood of the continuation, in
         nats, and whether each of its tokens is the most probable one. Of a text that is longer

@@ -70,5 +70,5 @@ class Saver(Protocol):
     def settle(self) -> None:
         """Block until this rank has written what it began."""
 
-    def close(self, is_finished: bool = False) -> None:
+    def close(self, is_finished: bool) -> None:
         """Write everything that was begun, and end. Nobody saves after this."""

@@ -229,7 +229,7 @@ class Checkpointer(Hook):
         self.writer.wait(is_urgent)
         self._notes.flush()
 
-    def close(self, is_finished: bool = False) -> None:
+    def close(self, is_finished: bool) -> None:
         """Block until what was begun and agreed is written.
 
         The ranks have met before. Of a finished run only what training longer could resume from is
