@@ -28,6 +28,7 @@ from xcloud.show.pictures import (
     _Bar,
     _bars_of_link,
     _draw,
+    _draw_times,
     short,
     write_loss,
     write_pictures,
@@ -249,6 +250,13 @@ def test_a_second_monitor_knows_who_had_finished_before_the_first_was_lost(
     assert second.attempt.finished_ranks == {0, 1} and (tmp_path / "rank0.wire.json").exists()
 
 
+def test_the_band_of_the_step_times_ends_at_a_tenth_and_nine_tenths_of_them() -> None:
+    axes = canvas("", width_in=4, height_in=4).subplots()
+    _draw_times(axes, step=np.arange(101), taken=np.arange(101.0), unit="ms")
+    said = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert said == ["median 50 ms", "10 % to 90 %: 10 to 90 ms"]
+
+
 def test_a_box_that_is_too_narrow_for_an_edge_or_its_text_has_none() -> None:
     figure = canvas("", width_in=10, height_in=1)
     (axes,) = column(figure, heights=[1])
@@ -267,11 +275,13 @@ def flight(from_us: int, micro_batch: int) -> Flight:
 
 
 @pytest.mark.parametrize(("at_once", "texts"), [(1, ["0", "1"]), (2, ["0", "1"]), (3, [])])
-def test_messages_are_numbered_where_two_rows_at_most_share_a_line(
+def test_messages_share_the_height_of_a_line_and_are_numbered_in_two_rows_at_most(
     at_once: int, texts: list[str]
 ) -> None:
     flights = [flight(number // at_once * 10, number) for number in range(max(2, at_once))]
-    assert [bar.text for bar in _bars_of_link(0, flights) if bar.text] == texts
+    bars = list(_bars_of_link(0, flights))
+    assert [bar.text for bar in bars if bar.text] == texts
+    assert {bar.height for bar in bars if bar.edge == "white"} == {0.6 / at_once}
 
 
 def test_losses_stand_in_one_panel_and_scores_in_the_other(

@@ -490,3 +490,8 @@ def test_a_boundary_that_would_change_rows_between_start_and_training_is_refused
 
 def test_rows_that_stay_in_one_cloud_are_not_compressed_and_so_not_refused() -> None:
     build("+exp=dpo_reviews", "compression=svd_fp16_int8", "cluster=one_cloud").check()
+
+
+def test_the_headline_says_what_the_answers_are_judged_against() -> None:
+    said = build("+exp=dpo_reviews").headline
+    assert "preferences against the model of the start, beta 0.1" in said

@@ -3,6 +3,7 @@
 import socket
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import Rendezvous, rendezvous_store
-from xcloud.rank.restarts import attempt_of, server_store
+from xcloud.rank import restarts
+from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun, server_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
@@ -61,6 +63,27 @@ def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:
     hub, other = (begun(rank, tmp_path) for rank in (0, 1))
     assert hub.run_number() == other.run_number() > 0
     assert len(hub.machines()) == len(other.machines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("by_agent", "serves"), [("True", [False, False]), ("False", [True, False])]
+)
+def test_rank_0_serves_the_store_where_torchruns_agent_does_not(
+    by_agent: str, serves: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    for name, value in {**said, "TORCHELASTIC_USE_AGENT_STORE": by_agent}.items():
+        monkeypatch.setenv(name, value)
+    served = []
+    monkeypatch.setattr(restarts, "choose_interface", lambda host: host)
+    monkeypatch.setattr(restarts, "Doorbell", Mock())
+    monkeypatch.setattr(restarts, "store_at", lambda *_, serves, **__: served.append(serves))
+    monkeypatch.setattr(restarts, "attempt_of", lambda connect, **_: connect(1.0))
+    job = Mock()
+    job.roster.is_elastic = False
+    for rank in (0, 1):
+        rendezvous_under_torchrun(job, rank, tmp_path, detector=Mock(), say=print)
+    assert served == serves
 
 
 @pytest.mark.parametrize("first_to_come", [1, 2])
