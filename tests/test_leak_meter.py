@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from tests.toy_text import text_config
 from xcloud.base.errors import DataError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.contracts.model import NO_TOKEN
+from xcloud.contracts.model import NO_TOKEN, TokenIds
 from xcloud.feature_list import FIGURES
 from xcloud.features.leak_meter import meter as leak_meter
 from xcloud.features.leak_meter.meter import (
     OBSERVATIONS_DIR,
     CrossedStream,
+    LeakMeter,
     auc,
     direction_attack,
     linear_inverter,
@@ -38,7 +40,7 @@ from xcloud.features.leak_meter.meter import (
     probe,
     spectral_attack,
 )
-from xcloud.features.leak_meter.observers import Observer
+from xcloud.features.leak_meter.observers import Observer, leak_observers
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
@@ -393,6 +395,18 @@ def test_noise_leaves_no_more_than_the_commonest_token(inverter) -> None:
     right = float((inverter(rows, tokens, known) == unknown).double().mean())
     assert 0.03 < baseline < 0.08
     assert right < baseline + 0.02
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_averages_that_are_not_attacked_are_said_where_there_are_any(num_replicas: int) -> None:
+    context = Mock(rank=0)
+    context.job.cluster.num_replicas = num_replicas
+    context.job.max_steps = 100
+    context.job.model.fields.return_value = {"text"}
+    context.job.security.meter = LeakMeter()
+    vocabularies = {"text": TokenIds(size=7, pad=PAD, bos=BOS, eos=2, mask=3)}
+    leak_observers(context, data=Mock(vocabularies=vocabularies), stages={0: Mock()})
+    assert context.reporter.note.called is (num_replicas == 2)
 
 
 LAST_STEP = 5

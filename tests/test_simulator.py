@@ -199,6 +199,7 @@ def test_steps_in_a_row_hide_the_way_of_the_norm_behind_the_next_activation() ->
     assert in_a_row.step_s == pytest.approx(expected)
     assert sum(in_a_row.critical_s.values()) == pytest.approx(expected)
     assert [f.kind for f in in_a_row.timeline.flights["b", "a"]].count("norm") == 1
+    assert min(lane.from_us for lane in in_a_row.timeline.lanes) == 0
 
 
 def test_ranks_of_a_stage_average_once_all_are_there() -> None:
