@@ -25,7 +25,7 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.line import mailbox
-from xcloud.line.mailbox import MailboxInLink, MailboxOutLink, ObjectStore, pause_after
+from xcloud.line.mailbox import Arrivals, MailboxInLink, MailboxOutLink, ObjectStore, pause_after
 from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.transport import SealedPlace
 from xcloud.net.frame import Kind, MessageKey
@@ -307,6 +307,20 @@ def test_a_store_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypat
     left[0] = 9
     with pytest.raises(LinkClosed, match="cannot be reached: ConnectionError: the bucket sleeps"):
         store.put("folder/two", b"data")
+
+
+def test_what_other_attempts_left_is_deleted_and_what_has_come_for_this_one_stays(
+    tmp_path: Path,
+) -> None:
+    this, other = 32 * "a", 32 * "b"
+    names = [f"{attempt}-{16 * '0'}-{1:010}" for attempt in (this, other)]
+    store = ObjectStore(str(tmp_path))
+    for name in (*names, "note"):
+        store.put(f"folder/{name}", b"data")
+    arrivals = Arrivals(store, folder="folder")
+    arrivals.clean(this)
+    arrivals.close()
+    assert store.sizes("folder").keys() == {names[0], "note"}
 
 
 def test_who_waits_long_looks_seldom() -> None:
