@@ -84,14 +84,14 @@ def printed(results: Results, width: int = 100) -> str:
     return stream.getvalue()
 
 
-def test_numbers_in_a_remark_have_no_colour_of_their_own(
+def test_a_remark_is_shown_as_it_stands_with_brackets_and_without_coloured_numbers(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "remarks_of", lambda results: ["2 points ran at once"])
+    monkeypatch.setattr(report, "remarks_of", lambda results: ["2 clouds [red] ran"])
     stream = StringIO()
     terminal = Console(file=stream, width=100, force_terminal=True, color_system="standard")
     print_sweep(Results(from_folder(sweep)), terminal)
-    assert stream.getvalue().endswith("\x1b[2m2 points ran at once\x1b[0m\n")
+    assert stream.getvalue().endswith("\x1b[2m2 clouds [red] ran\x1b[0m\n")
 
 
 def test_rows_are_settings_over_seeds_best_first(sweep: Path) -> None:
