@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
+from xcloud.features.tied.feature import TiedEnds
 from xcloud.features.tied.gradients import TiedGradients
 from xcloud.job.config import Settings
 from xcloud.layout import Cloud, ClusterLayout
@@ -136,6 +138,18 @@ def test_a_causal_model_ties_its_embeddings_and_its_head(tmp_path: Path, kind: s
     saved(kind, tmp_path / "two", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"embeddings=tie.*two matrices already"):
         CausalLM(checkpoint=str(tmp_path / "two"), embeddings="tie").boundary(0, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ways"),
+    [("three clouds", [("a", "c"), ("c", "a")]), ("both ends in one cloud", [])],
+)
+def test_the_ends_are_said_to_send_each_other_gradients(
+    layout: str, ways: list[tuple[str, str]]
+) -> None:
+    job = Mock(cluster=LAYOUTS[layout])
+    said = TiedEnds(join_ends=Mock()).leaving(job)
+    assert [(message.sender, message.to) for message in said] == ways
 
 
 def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
