@@ -116,6 +116,10 @@ def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Pa
     assert monitor.attempt.finished_ranks == set() and not monitor.attempt.is_stopped
 
 
+def test_a_step_of_an_earlier_attempt_is_none_of_this_one(tmp_path: Path) -> None:
+    assert not monitor_after([("fed", 0)], tmp_path).attempt.has_step
+
+
 class FakeRanks(LocalRanks):
     """They do what `events` say, then fail."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.rank.reports import GpuClock
+from xcloud.train.building import step_clock
 
 
 def test_every_span_is_counted_in_its_sum_and_nowhere_else() -> None:
@@ -310,6 +312,12 @@ def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
         (5, 1),
     ]
     assert [message.sequence for message in clock.messages.sent] == [4, 104, 5, 105]
+
+
+@pytest.mark.parametrize(("max_steps", "first"), [(100, 93), (8, 1), (3, 1)])
+def test_the_last_eight_steps_of_a_run_are_recorded(max_steps: int, first: int) -> None:
+    clock = step_clock(MagicMock(max_steps=max_steps), rank=0, device=torch.device("cpu"))
+    assert clock.messages is not None and clock.messages.from_step == first
 
 
 def test_a_message_that_comes_before_its_step_is_noted() -> None:
