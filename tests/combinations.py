@@ -49,6 +49,7 @@ from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer
+from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.job.strategy import Strategy
 from xcloud.launch import one_rank
@@ -366,9 +367,11 @@ def run(
     patch.setattr(CheckpointFolder, "prune", lambda *of, **named: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    table = table_of({})
-    settings = table["setting"]
-    held = {r: RankCheckpoints.of(job, r, run_dir, settings).table() for r in job.roster.saving}
+    settings = Settings(job, {})
+    held = {
+        r: RankCheckpoints.of(job, r, run_dir, settings.compared).table()
+        for r in job.roster.saving
+    }
     step, _ = newest_common(held, str)
 
     if any(getattr(cloud, "shard", False) for cloud in job.cluster.clouds.values()):
@@ -379,10 +382,10 @@ def run(
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
             find = partial(rendezvous_at_any_time, job, rank, run_dir)
-            rendezvous, verdict = join(job, table, rank, run_dir, find)
+            rendezvous, verdict = join(job, table_of(settings.compared), rank, run_dir, find)
             transport = GlooTransport(rendezvous)
         process = one_rank.Process(StopSignal())
-        one_rank.run_rank(job, run_dir, settings, verdict, process, transport)
+        one_rank.run_rank(settings, run_dir, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 
@@ -412,7 +415,7 @@ def _rank_in_a_process(run_dir: Path, rendezvous: Path, from_step: int, rank: in
     transport = GlooTransport(Rendezvous(rank, job.cluster.num_ranks, store))
     process = one_rank.Process(StopSignal())
     verdict = Verdict(from_step=from_step, attempt=1)
-    one_rank.run_rank(job, run_dir, table_of({})["setting"], verdict, process, transport)
+    one_rank.run_rank(Settings(job, {}), run_dir, verdict, process, transport)
     os._exit(0)
 
 

@@ -123,7 +123,7 @@ def test_a_run_goes_through_the_carrier_that_the_config_names(
         )
         transport = job.cluster.carrier.transport(rendezvous)
         process = one_rank.Process(StopSignal())
-        one_rank.run_rank(job, ours, {}, verdict, process, transport)
+        one_rank.run_rank(Settings(job, {}), ours, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in range(2)])
     run(job_of(wan="free"), tmp_path / "memory", monkeypatch)

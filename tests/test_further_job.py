@@ -121,12 +121,13 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     clouds = {"a": Place(), "b": Place()}
     job = RingJob(name="toy", cluster=Ring(clouds), training=Rounds(), tracker=NullTracker())
     monkeypatch.setattr(one_rank, "role_of", lambda job, rank: RingRank)
-    monitor, world = Monitor(Settings(job, {}), tmp_path), MemoryWorld()
+    settings = Settings(job, {})
+    monitor, world = Monitor(settings, tmp_path), MemoryWorld()
 
     in_threads(
         [
             partial(
-                one_rank.run_rank, job, tmp_path, {}, Verdict(),
+                one_rank.run_rank, settings, tmp_path, Verdict(),
                 one_rank.Process(StopSignal()), world.transport(rank),
             )
             for rank in range(2)

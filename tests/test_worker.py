@@ -63,7 +63,7 @@ def live(
     """Run the one rank of a job to its end. Return whether it was stopped early."""
     process = one_rank.Process(asked or StopSignal())
     transport = MemoryWorld().transport(0)
-    return one_rank.run_rank(job, run_dir, {}, verdict or Verdict(), process, transport)
+    return one_rank.run_rank(Settings(job, {}), run_dir, verdict or Verdict(), process, transport)
 
 
 def saving_job(max_steps: int, every_steps: int) -> Job:

@@ -32,7 +32,7 @@ from xcloud.line.transport import (
     SealedTransport,
 )
 from xcloud.net.transport import Rendezvous, Transport, rendezvous_store
-from xcloud.rank.agreement import Table, Verdict
+from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import Role
 
 
@@ -84,15 +84,13 @@ class JoinedProcess(RankProcess):
         assert isinstance(rendezvous, SealedRendezvous)
         return SealedTransport(rendezvous)
 
-    def play(
-        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
-    ) -> bool:
+    def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on."""
         if self.is_first_here and self.rank:
             if verdict.from_step:
                 say(f"goes on from step {verdict.from_step}")
             self.state.listener = OwnProgress(max_steps=settings.job.max_steps, say=say).hear
-        return super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
+        return super().play(settings, rendezvous=rendezvous, verdict=verdict)
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:

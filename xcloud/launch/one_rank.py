@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import singledispatch
 from pathlib import Path
@@ -28,6 +28,7 @@ from xcloud.features.one_way.consumer import ConsumerRank
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.producer import ProducerRank
 from xcloud.job.audit_keys import audit_signer
+from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu
 from xcloud.net.transport import Rendezvous, Transport
@@ -110,20 +111,19 @@ class Process:
 
 
 def run_rank(
-    job: Job,
+    settings: Settings,
     run_dir: Path,
-    settings: Mapping[str, str],
     verdict: Verdict,
     process: Process,
     transport: Transport,
 ) -> bool:
     """Run one rank to its end, whatever its role, once the ranks have compared what they run.
 
-    settings: as they have compared them.
     transport: joins it to the others.
 
     Returns whether the run has ended early, as it was asked to.
     """
+    job = settings.job
     rank = transport.rank
     layout = job.cluster
     is_resumed = has_events(run_dir)
@@ -149,7 +149,7 @@ def run_rank(
     )
     context = RankContext(
         job=job,
-        settings=settings,
+        settings=settings.compared,
         run_dir=run_dir,
         device=device,
         reporter=reporter,

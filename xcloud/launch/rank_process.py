@@ -19,7 +19,7 @@ from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
 from xcloud.launch.ranks_in_threads import run_in_threads
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.transport import Rendezvous, Transport
-from xcloud.rank.agreement import Table, Verdict, rendezvous_here, table_of
+from xcloud.rank.agreement import Verdict, rendezvous_here, table_of
 from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.files import error_file
@@ -74,30 +74,26 @@ class RankProcess(Process):
         """Run the rank. Return whether the run has ended early, as it was asked to."""
         settings = self.read()
         job = settings.job
-        table = table_of(settings.compared)
         self.state.may_leave = self.rank not in job.roster.essential
         rendezvous, verdict = join(
             job,
-            table,
+            table_of(settings.compared),
             rank=self.rank,
             run_dir=self.run_dir,
             find_others=lambda: self.rendezvous(job),
         )
-        return self.play(settings, table, rendezvous=rendezvous, verdict=verdict)
+        return self.play(settings, rendezvous=rendezvous, verdict=verdict)
 
-    def play(
-        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
-    ) -> bool:
+    def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""
         job = settings.job
         if job.cluster.num_processes < job.cluster.num_ranks:
             return run_in_threads(
-                job, table=table, run_dir=self.run_dir, asked=self.asked, state=self.state
+                settings, run_dir=self.run_dir, asked=self.asked, state=self.state
             )
         return run_rank(
-            job,
+            settings,
             run_dir=self.run_dir,
-            settings=table["setting"],
             verdict=verdict,
             process=self,
             transport=self.transport(job, rendezvous=rendezvous),

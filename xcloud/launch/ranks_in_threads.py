@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
-from xcloud.job.job import Job
+from xcloud.job.config import Settings
 from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
 from xcloud.net.memory_transport import MemoryTransport, in_threads
-from xcloud.rank.agreement import Table
+from xcloud.rank.agreement import table_of
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import RankState
 
 
-def run_in_threads(
-    job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
-) -> bool:
+def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: RankState) -> bool:
     """Run each rank in a thread of its own. Return whether the run has ended early.
 
     state: of rank 0.
     """
+    job = settings.job
+    table = table_of(settings.compared)
 
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
@@ -25,9 +25,8 @@ def run_in_threads(
             job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
         )
         is_stopped = run_rank(
-            job,
+            settings,
             run_dir=run_dir,
-            settings=table["setting"],
             verdict=verdict,
             process=Process(asked=asked, state=own),
             transport=transport,

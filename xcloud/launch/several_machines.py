@@ -27,7 +27,7 @@ from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import Ending
 from xcloud.net.transport import Rendezvous
-from xcloud.rank.agreement import Table, Verdict, rank_name
+from xcloud.rank.agreement import Verdict, rank_name
 from xcloud.rank.restarts import rendezvous_under_torchrun
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.events import EVENTS_FILE, EventReader
@@ -100,9 +100,7 @@ class TorchrunProcess(RankProcess):
             raise
         detector.leave()
 
-    def play(
-        self, settings: Settings, table: Table, rendezvous: Rendezvous, verdict: Verdict
-    ) -> bool:
+    def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on; one rank of each machine says how it goes."""
         job = settings.job
         _check_started(job)
@@ -116,7 +114,7 @@ class TorchrunProcess(RankProcess):
             self.state.listener = OwnProgress(max_steps=job.max_steps, say=self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, file=self.file)
-        is_stopped = super().play(settings, table, rendezvous=rendezvous, verdict=verdict)
+        is_stopped = super().play(settings, rendezvous=rendezvous, verdict=verdict)
         if is_stopped:
             leave_ending(self.rank, ending=Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
