@@ -67,7 +67,7 @@ def lines_of(
     for here, there in permutations(layout.clouds, 2):
         line = line_of(layout, given=given, here=here, there=there)
         if bandwidth is not None:
-            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=())
         lines[f"{here}-{there}"] = line
     return lines
 
