@@ -183,12 +183,14 @@ def test_blocks_are_computed_again_in_bf16_too(tmp_path: Path) -> None:
     assert any(p.grad is not None for stage in stages for p in stage.parameters())
 
 
-def test_one_stage_trains_tied_words_as_one(tmp_path: Path) -> None:
+def test_one_stage_trains_and_exports_tied_words_as_one(tmp_path: Path) -> None:
     saved("llama", tmp_path, tie_word_embeddings=True)
     [stage] = build(trained(tmp_path, lora=None), 1, where(tmp_path))
     assert stage.network.model.embed_tokens.weight is stage.network.lm_head.weight
     [untied] = build(trained(tmp_path, lora=None, embeddings="untie"), 1, where(tmp_path))
     assert untied.network.model.embed_tokens.weight is not untied.network.lm_head.weight
+    found = ["lm_head.weight" in one.exported() for one in (stage, untied)]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
@@ -266,6 +268,11 @@ def test_what_crosses_is_what_the_boundary_says(tmp_path: Path) -> None:
         assert message[field.name].dtype == field.dtype
     assert message["places"].tolist()[-6:] == [0, 1, 0, 0, 1, 2]
     assert model.boundary(0, 2, 16).fields[2].features == (WIDTH,)
+
+
+def test_a_model_is_called_by_its_checkpoint_and_what_is_trained() -> None:
+    assert CausalLM("some/model").describe() == "some/model, all weights"
+    assert CausalLM("some/model", lora=Lora(r=4)).describe() == "some/model, LoRA r=4"
 
 
 def test_the_first_stage_reads_the_text_and_the_last_the_labels(tmp_path: Path) -> None:

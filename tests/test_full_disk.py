@@ -24,6 +24,7 @@ from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.files import replace_text
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.summary import SUMMARY_FILE
 from xcloud.security.audit import write_rank_audit
 from xcloud.show.monitor import Monitor
 
@@ -212,6 +213,16 @@ def test_a_malformed_event_does_not_end_the_monitor(
     # What only a progress line would have shown is in no figure.
     assert summary["lost_event_lines"] == (0 if event["event"] in ("note", "phase") else 2)
     assert len(caplog.records) <= 1
+
+
+def test_a_summary_that_cannot_be_written_is_named_and_the_run_has_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = Monitor(configs.Settings.of(OmegaConf.create(toy_config("local"))), tmp_path)
+    (tmp_path / SUMMARY_FILE).mkdir()
+
+    assert monitor.finish(None)["status"] == "finished"
+    assert f"{tmp_path / SUMMARY_FILE} could not be written" in caplog.text
 
 
 @pytest.mark.nightly

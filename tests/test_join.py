@@ -10,6 +10,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.launch.join import main
 from xcloud.layout import Cloud, ClusterLayout, host_and_port
+from xcloud.line import transport
 from xcloud.line.keys import make_key
 from xcloud.record.files import CheckpointSteps, state_file
 from xcloud.show.status import describe
@@ -67,6 +69,22 @@ def test_of_two_clouds_the_one_with_an_address_listens() -> None:
     with pytest.raises(ConfigError, match="65534 to 65536"):
         clouds["b"] = Cloud(num_ranks=3, address="b.example:65534")
         ClusterLayout(clouds, "sealed")
+
+
+def test_ranks_of_one_owner_meet_over_gloo_and_those_of_two_over_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ways(name: str) -> dict[str, Any]:
+        return {"out": lambda *_: f"to {name}", "incoming": lambda *_: f"from {name}"}
+
+    monkeypatch.setattr(transport, "GlooTransport", lambda **_: SimpleNamespace(**ways("gloo")))
+    place = SimpleNamespace(mates=[0, 1], is_mate=[0, 1].__contains__)
+    lines = SimpleNamespace(place=place, **ways("the line"))
+    sealed: Any = transport.SealedTransport(SimpleNamespace(rank=0, lines=lines))  # type: ignore[arg-type]
+
+    assert [sealed.out("0.forward", peer, None) for peer in (1, 2)] == ["to gloo", "to the line"]
+    found = [sealed.incoming("0.forward", peer, None) for peer in (1, 2)]
+    assert found == ["from gloo", "from the line"]
 
 
 @pytest.mark.slow

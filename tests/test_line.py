@@ -186,6 +186,17 @@ def test_a_line_that_stays_down_ends_the_link_with_the_reason() -> None:
             ends.out.close(20.0)
 
 
+def test_a_line_is_down_from_its_cut_on_however_long_it_was_up() -> None:
+    with linked(reconnect_s=20.0) as (ends, proxy):
+        for number in range(2):
+            ends.out.send(key(number), (torch.ones(3),))
+            ends.incoming.recv(key(number), 20.0)
+            for end in (ends.out, ends.incoming):
+                end._connections._down_since_s -= 100  # that long ago
+            proxy.reset()
+        ends.close()
+
+
 def test_a_rank_that_never_comes_is_named() -> None:
     listens = listener()
     out = StreamOutLink(

@@ -35,7 +35,7 @@ from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.model import Batch, Head, TokenIds
+from xcloud.contracts.model import BASES, Batch, Head, TokenIds
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.encoder import EncoderLayer, Packing
@@ -308,6 +308,19 @@ def test_the_unsplit_classifier_is_that_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(loss / 4, expected.loss, atol=1e-5, rtol=1e-5)
     found = stages[2].predict(message, batch)
     assert found == [[int(best)] for best in expected.logits.argmax(1)]
+
+
+def test_a_separate_head_names_the_checkpoint_only_where_it_has_its_pooler(tmp_path: Path) -> None:
+    saved(tmp_path / "in", "bert")
+    backbone = PretrainedBackbone(str(tmp_path / "in"))
+    names = {}
+    for output, head in (("sample", CLASSES), ("span", SPAN)):
+        made = LowRankSplit(backbone, Split(None), output=output)
+        stage = made.build_stage(2, 3, where(tmp_path, head))
+        names[output] = " ".join(stage.architecture[BASES])
+
+    assert "model.safetensors" in names["sample"]
+    assert names["span"] == ""
 
 
 # --- export, and what is refused ---

@@ -159,6 +159,7 @@ def test_by_arrival_the_share_decides_among_the_ready_and_a_bound_holds_if_asked
     bound = plan_of([0.8, 0.2], [1, 1], order="arrival", on_slow="wait", run_ahead=4)
 
     assert free.choose([0, 1], {}) == 0
+    assert free.choose([0, 1], {0: 2}) == 1
     assert free.choose([0, 1], {0: 8, 1: 1}) == 1
     assert free.choose([1], {1: 100}) == 1
     assert free.choose([], {}) is None

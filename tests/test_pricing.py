@@ -26,7 +26,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.plan_report import Report, print_plans, write_plan
+from xcloud.planner.plan_report import Report, _cells, print_plans, write_plan
 from xcloud.planner.search import Ranked, Space, fastest, search
 from xcloud.planner.settings import DIMENSIONS, with_micro_batches
 from xcloud.record.timeline import predicted_of
@@ -400,6 +400,15 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     told = predicted_of(tmp_path)
     assert told["predicted_step_time_s"] == pytest.approx(epochs.mean_s, abs=1e-6)
     assert told["predicted_over_epochs"]["later_epochs_s"] < told["predicted_step_time_s"]
+
+
+def test_a_plan_has_a_star_where_it_changes_what_is_learned() -> None:
+    row = {"strategy": "pipeline", "compression": "int8", "touches_quality": ["compression"]}
+    rest = {"split": "", "micro_batches": 4, "schedule": "", "predicted_step_time_s": 1.0,
+            "bubble_ratio": 0.0, "bytes_per_step": 1, "memory_bytes": {"a": 1}, "bound": "",
+            "change_next": ""}  # fmt: skip
+    cells = _cells("1", row=row | rest)
+    assert "pipeline" in cells and "int8*" in cells
 
 
 SHAPES = {"weight": torch.Size((12, 10)), "bias": torch.Size((37,))}

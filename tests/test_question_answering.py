@@ -237,7 +237,7 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_length": 64, "max_question": 60}, "task.max_length is 64, too short"),
+        ({"max_length": 71, "max_question": 60}, "task.max_length is 71, .* to at least 72"),
         ({"max_question": 0}, "task.max_question"),
         ({"stride": 0}, "task.stride"),
         ({"max_length": "long"}, "task.max_length"),

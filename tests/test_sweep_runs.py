@@ -41,6 +41,7 @@ def test_a_failing_point_is_said_the_others_go_on_and_the_next_command_repeats_o
     failed = "fail_stage=1 s1: FAILED"
     assert "the toy stage was asked to fail" in said[said.index(failed) :].splitlines()[0]
     assert said.index(failed) < said.index("[2/2] fail_stage=-1 s1")
+    assert "fail_stage=-1 s1: finished in" in said
     assert "Traceback" not in first.stdout + first.stderr
     assert statuses(folder) == {"fail_stage=1_s1": "failed", "fail_stage=-1_s1": "finished"}
     for name in ("table.csv", "points.csv", "quality_and_ratio.png", "step_time.png"):

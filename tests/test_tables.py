@@ -62,6 +62,11 @@ def test_table_holds_every_figure_in_human_units() -> None:
         assert piece in text, f"{piece!r} missing in {text}"
 
 
+def test_a_table_without_headings_has_no_line_below_them() -> None:
+    figures, times = printed(SUMMARY, {}).split("time in a step, mean")
+    assert "─" not in figures and "─" in times
+
+
 def test_path_longer_than_the_window_stays_in_one_line() -> None:
     path = Path("/" + "long folder [name]/" * 12)
     lines = printed(SUMMARY, {"run folder": path, "summary": "s"}).splitlines()
