@@ -107,9 +107,9 @@ def _check_width(value: object, path: str, name: str) -> None:
 
 
 def _check_time(value: object, path: str, name: str) -> None:
-    """Raise ConfigError for seconds that no clock can wait for. A rate may be as large as it
-    likes."""
-    is_time = name.endswith("_s") and not name.endswith("_per_s")
+    """Raise ConfigError for seconds that no clock can wait for. A rate and a moment may be as
+    large as they like."""
+    is_time = name.endswith("_s") and not name.endswith(("_per_s", "_at_s"))
     if is_time and isinstance(value, float | int) and value > MAX_SECONDS:
         key = f"{path}.{name}" if path else name
         raise ConfigError(f"{key} is {value:g}; a time has at most {MAX_SECONDS:g} seconds")
