@@ -13,7 +13,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,10 +32,10 @@ from tests.owners import copy_keys, folder_of_keys, keys_of
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.line import connection as connections
-from xcloud.line import pieces, stream_link
+from xcloud.line import stream_link
 from xcloud.line.hello import Hello, Refusal, encode_hello, read_hello
 from xcloud.line.keys import LineKeys, make_key, read_line_keys
-from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES, Outbox
+from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
 from xcloud.line.pinned_tls import LineDown, PinnedTls
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, KnownAttempts, Listener, num_connections
@@ -630,25 +629,6 @@ def test_a_sender_expects_nothing() -> None:
         incoming.recv(key(0), 20.0)
     peer.close()
     listens.close()
-
-
-def test_bandwidth_is_measured_over_a_whole_piece_and_a_fifth_of_a_second_at_least(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measured(num_bytes: int, took_s: float) -> float | None:
-        frames = iter([torch.zeros(num_bytes, dtype=torch.uint8)])
-        box = Outbox(1 << 30, next_frame=lambda: next(frames, None), queued=Mock())
-        monkeypatch.setattr(pieces, "time", Mock(monotonic=lambda: 0.0))
-        num_pieces = 0
-        while box.take(0) is not None:
-            num_pieces += 1
-        monkeypatch.setattr(pieces, "time", Mock(monotonic=lambda: took_s))
-        box.acknowledge(0, num_pieces)
-        return box.bytes_per_s
-
-    assert measured(1000, took_s=0.5) is None
-    assert measured(2 * PIECE_BYTES, took_s=0.1) is None
-    assert measured(2 * PIECE_BYTES, took_s=0.5) == 4 * PIECE_BYTES
 
 
 def test_the_connections_of_a_stream_follow_the_round_trip() -> None:
