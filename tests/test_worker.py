@@ -135,7 +135,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
         called = []  # noqa: RUF012
 
         def run(self) -> None:
-            restored(self.context, {}, None, {}).close()
+            restored(self.context, {}, None, {}).close(is_finished=False)
 
     monkeypatch.setattr(one_rank, "role_of", lambda job, rank: Going)
     job = Settings.of(CONFIG).job
