@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 from omegaconf import OmegaConf
 
 from tests.configs import composed
+from xcloud import entry
 from xcloud.base.errors import ConfigError
 from xcloud.base.overrides import as_override, parsed, readable, unreadable, with_home, with_plus
 from xcloud.base.project import conf_dir
@@ -146,3 +147,20 @@ def test_a_plus_stands_before_optional_keys_only() -> None:
     assert with_plus(words, {"a.new"}.__contains__) == [
         "+a.new=1", "+a.new=1", "++a.new=1", "~a.new", "a.old=2", "+a.new='x, y'", "+a.new=1,2",
     ]  # fmt: skip
+
+
+def test_the_value_of_a_flag_is_not_taken_for_a_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(flags: list[str], words: list[str]) -> None:
+        raise HydraException("this does not compose")
+
+    monkeypatch.setattr(entry, "run_words", refuse)
+    monkeypatch.setattr(entry, "composed", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # main sets it
+
+    with pytest.raises(SystemExit):
+        entry.main(["--config-dir", "tests/conf", "training.nonsense=1"])
+
+    said = capsys.readouterr().err
+    assert "training.nonsense" in said and "tests/conf" not in said

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 RESUME = "resume="
 ANEW = "resume_anew=true"
 MULTIRUN_FLAGS = ("-m", "--multirun")
+FLAGS_WITH_A_VALUE = (
+    "--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp",
+    "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun",
+)  # fmt: skip
 composed = False  # whether Hydra has composed a config: until then its errors are the user's
 
 
@@ -58,7 +63,11 @@ def main(words: Sequence[str]) -> None:
             raise
         from xcloud.job.given import explained
 
-        overrides = [word for word in others if not word.startswith("-")]
+        overrides = [
+            word
+            for before, word in pairwise(["", *others])
+            if not word.startswith("-") and before not in FLAGS_WITH_A_VALUE
+        ]
         for line in explained(
             error, overrides=overrides, conf_dir=conf_dir(), is_sweep=bool(flags)
         ):
