@@ -1,5 +1,6 @@
 """benchmarks/mutations.py: which tokens it changes, and which tests it takes for them."""
 
+import faulthandler
 import shutil
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def test_of_a_class():
 def test_a_mutation_gets_the_tests_that_run_its_line_and_the_quickest_first(
     tmp_path: Path,
 ) -> None:
+    # A fork would wait for this thread, which it does not have.
+    faulthandler.cancel_dump_traceback_later()
     for name in ("benchmarks/__init__.py", "benchmarks/line_recorder.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

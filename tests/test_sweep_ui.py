@@ -69,7 +69,7 @@ class BrowserPage:
         return dict(json.loads(line))
 
     def open(self, url: str) -> None:
-        self.call("BrowserPage.navigate", url=url)
+        self.call("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True)["result"]
@@ -84,7 +84,7 @@ class BrowserPage:
         return value
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("BrowserPage.captureScreenshot")["data"]))
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("ui")
     command = ["run.py", "--config-dir", "tests/conf", "-m", "+exp=toy"]
     command += ["compression=svd_fp16_int8", f"{RATE}=0.2,0.6", "sweep=seen"]
-    command += [f"hydra.sweep.dir={folder}/seen", f"tracker.root={folder}/mlruns"]
+    command += [f"hydra.sweep.dir={folder}/seen", f"+tracker.root={folder}/mlruns"]
     done = completed(*command, log=folder / "log")
     assert done.returncode == 0, done.stdout
     return folder / "mlruns", done.stdout
