@@ -235,7 +235,7 @@ def pid_of_monitor(run: Run) -> int | None:
 
 def _start_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:
     """In place of launch.start_process."""
-    words = command[3:]  # python -m xcloud
+    words = command[command.index("xcloud") + 1 :]  # python -P -m xcloud
     return fork(lambda: importlib.import_module("xcloud.__main__").main(words), log, environment)
 
 
