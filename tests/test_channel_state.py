@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.channels import (
@@ -33,6 +32,7 @@ from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
+from xcloud.job.config import build, resolved
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.wiring import Wiring
@@ -44,7 +44,7 @@ RANDOM = [BlockInt(2, stochastic=True), RandomK(0.3, unbiased=True)]
 
 def shipped(path: Path, direction: str) -> Phases:
     whole = {"compression": OmegaConf.load(path), "model": {"split": {"rank": 112}}}
-    built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
+    built = build(resolved(whole)["compression"])
     # So early that both phases are seen.
     phases = (
         [(2 if until else None, compression) for until, compression in built.by_step]

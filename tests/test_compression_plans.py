@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
@@ -16,6 +15,7 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
+from xcloud.job.config import build, resolved
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 PAPER = Compression(
@@ -181,7 +181,7 @@ def test_every_compression_file_is_listed_here() -> None:
 def test_every_compression_file_builds_what_its_name_says(name: str) -> None:
     path = CONF / f"{name}.yaml"
     whole = {"compression": OmegaConf.load(path), "model": {"split": {"rank": 112}}}
-    built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
+    built = build(resolved(whole)["compression"])
 
     assert path.read_text().startswith("# ")
     assert built.label == LABELS[name]
@@ -192,7 +192,7 @@ def test_a_rate_can_be_swept_by_name() -> None:
     config = OmegaConf.load(CONF / "svd_fp16_int8.yaml")
     OmegaConf.update(config, "forward.svd.rate", 0.2)
 
-    assert instantiate(config, _convert_="all").label == "fp16(svd(0.2))+int8"
+    assert build(OmegaConf.to_container(config)).label == "fp16(svd(0.2))+int8"
 
 
 INT4, FP16 = Compression(BlockInt(4), BlockInt(4)), Compression(Cast("float16"), Cast("float16"))

@@ -3,10 +3,10 @@
 import re
 from itertools import zip_longest
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
@@ -74,9 +74,9 @@ def task_of(task: str, data: str, **settings: object) -> Task:
              data_of(data), settings]  # fmt: skip
     shared = {"cache_dir": ".cache", "model": {"checkpoint": "some/model"}}
     config = OmegaConf.create({**shared, "task": OmegaConf.merge(*parts)})
-    OmegaConf.resolve(config)
-    configs.check_keys(OmegaConf.to_container(config.task), "task")
-    made: Task = instantiate(config.task, _convert_="all")
+    plain = configs.resolved(config)["task"]
+    configs.check_keys(plain, "task")
+    made: Task = configs.build(plain)
     return made
 
 
@@ -114,9 +114,15 @@ def test_a_wrong_setting_of_a_task_is_named(
     assert isinstance(cause, ConfigError) and said in str(cause)
 
 
+def test_no_key_changes_how_a_constructor_is_called() -> None:
+    node = {"_target_": "xcloud.comm.precision.Cast", "dtype": "float16", "_partial_": True}
+    with pytest.raises(ConfigError, match=r"unknown setting 'x\._partial_'"):
+        configs.check_keys(node, path="x")
+
+
 def test_the_generators_of_electra_share_no_language() -> None:
     config = composed("+exp=electra_multilingual", "model=electra", "profile=demo")
-    model = instantiate(config.model, _convert_="all")
+    model = configs.build(configs.resolved(config)["model"])
 
     assert isinstance(model, MultilingualElectra)
     assert list(model.generators) == ["cloud_a", "cloud_b"]
@@ -303,7 +309,9 @@ def test_liveness_can_be_set_whatever_the_cluster() -> None:
     for cluster in options("cluster"):
         chosen = ("+exp=abnet_iwslt", f"cluster={cluster}")  # composed above
         config = composed(*chosen, "cluster.liveness.lost_after_s=30")
-        assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
+        assert configs.build(configs.resolved(config)["cluster"]["liveness"]) == Liveness(
+            lost_after_s=30
+        )
 
 
 FOUR = [f"+cluster.clouds.{c}._target_=xcloud.layout.Cloud" for c in ("c", "d")]
@@ -432,7 +440,7 @@ def test_no_file_repeats_a_default(file: Path) -> None:
         target = str(node.get("_target_"))
         defaults: dict[str, Any] = {}
         if target.startswith("xcloud."):
-            defaults = with_defaults(get_object(target), {})
+            defaults = with_defaults(resolve_name(target), {})
         for key, value in node.items():
             name = f"{where}.{key}".strip(".")
             if key in defaults and configs.fill_in(value) == defaults[key]:

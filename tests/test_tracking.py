@@ -294,10 +294,11 @@ def test_many_steps_travel_in_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
 def test_config_file_is_one_constructor_call(name: str) -> None:
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    tracker: Tracker = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    from xcloud.job.config import build
+
+    tracker: Tracker = build(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml")))
     assert tracker == {"mlflow": MlflowTracker(), "none": NullTracker()}[name]
     assert pickle.loads(pickle.dumps(tracker)) == tracker
 

@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from experiments.what_if.file import KEPT_BYTES, WhatIf, what_if_from, with_lines
@@ -43,7 +42,7 @@ from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked, 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.base.wording import meant
-from xcloud.job.config import read_plain
+from xcloud.job.config import build, read_plain
 from xcloud.models.causal_network import KINDS, Part, laid_out, read_config
 from xcloud.models.experts import experts_in
 from xcloud.simulator.costs import Profile, read_profile
@@ -143,7 +142,7 @@ def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"there is no compression {name!r}{hint} There are {', '.join(there)}"
             )
-    return {name: instantiate(OmegaConf.load(there[name]), _convert_="all") for name in names}
+    return {name: build(OmegaConf.to_container(OmegaConf.load(there[name]))) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`Settings`: what a run is to do, made once from a composed config or a file and passed on.
 
-Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
+OmegaConf ends here: workers, tests and notebooks see only the job.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -29,11 +27,9 @@ from xcloud.job.compared import compared_settings
 from xcloud.job.job import Job
 from xcloud.line.keys import LineKeys, read_line_keys
 from xcloud.record.files import replace_text
-from xcloud.security.policy import Policy, plain_text, targets_of
+from xcloud.security.policy import Policy, plain_text
 
 EXPERIMENT_FILE = "experiment.yaml"
-_WHITELIST = "_execution_whitelist_"
-_HAS_WHITELIST = _WHITELIST in inspect.signature(instantiate).parameters  # from Hydra 1.4 on
 
 
 @dataclass(frozen=True)
@@ -115,18 +111,29 @@ def fill_in(node: Any) -> Any:
     return {key: fill_in(entry) for key, entry in node.items()}
 
 
-def build(plain: Mapping[str, Any]) -> Any:
-    """Build what plain settings describe. Raises ConfigError or DataError that names the key."""
-    allowed = {_WHITELIST: sorted(targets_of(plain))} if _HAS_WHITELIST else {}
+def build(node: Any, path: str = "") -> Any:
+    """Build what plain settings describe: a mapping with `_target_` is one call, inner ones first.
+
+    Raises ConfigError or DataError that names the key.
+    """
+    if isinstance(node, list):
+        return [build(entry, path=f"{path}[{index}]") for index, entry in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    built = {
+        key: build(entry, path=f"{path}.{key}" if path else str(key))
+        for key, entry in node.items()
+        if key != "_target_"
+    }
+    if "_target_" not in node:
+        return built
     try:
-        return instantiate(plain, _convert_="all", **allowed)
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
-        if isinstance(cause, ConfigError | DataError):
-            named = not where or str(cause).startswith((f"{where}.", f"{where} "))
-            raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
-        raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+        return resolve_name(str(node["_target_"]))(**built)
+    except (ConfigError, DataError) as error:
+        named = not path or str(error).startswith((f"{path}.", f"{path} "))
+        raise type(error)(str(error) if named else f"{error} (in {path})") from error
+    except Exception as error:
+        raise ConfigError(f"{path or 'config'}: {_lines(error)[0]}") from error
 
 
 def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
@@ -135,28 +142,40 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     Raises ConfigError for a setting without a value.
     """
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    plain = OmegaConf.masked_copy(given, [str(key) for key in given if key != "hydra"])
     try:
-        OmegaConf.resolve(plain)
+        settings = {str(key): _plain(given, str(key)) for key in given if key != "hydra"}
     except InterpolationKeyError as error:
-        raw = OmegaConf.to_container(plain)
+        raw = OmegaConf.to_container(given)
         raise ConfigError(
             does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(_lines(error)[0]) from error
-    settings = cast(dict[str, Any], OmegaConf.to_container(plain))
     for key, value in dotted(settings, path=""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
-    missing = sorted(OmegaConf.missing_keys(plain))
-    if missing:
-        text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
-        if "name" in missing:  # nothing was chosen
-            there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
-            text += f", or choose an experiment: +exp= one of {', '.join(there)}"
-        raise ConfigError(text)
+    if "???" in str(settings):
+        missing = sorted(OmegaConf.missing_keys(OmegaConf.create(settings)))
+        _check_none_is_missing(missing)
     return settings
+
+
+def _plain(config: DictConfig, key: str) -> Any:
+    """Return one setting with its references resolved, "???" where it has no value."""
+    if OmegaConf.is_missing(config, key):
+        return "???"
+    value = config[key]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _check_none_is_missing(missing: list[str]) -> None:
+    if not missing:
+        return
+    text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
+    if "name" in missing:  # nothing was chosen
+        there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
+        text += f", or choose an experiment: +exp= one of {', '.join(there)}"
+    raise ConfigError(text)
 
 
 def check_keys(node: Any, path: str) -> None:
@@ -180,7 +199,7 @@ def check_keys(node: Any, path: str) -> None:
         parameters = inspect.signature(target).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for key in () if open_ended else node:
-            if key not in parameters and not str(key).startswith("_"):
+            if key not in parameters and key != "_target_":
                 raise ConfigError(unknown_key(path, name=str(key), known=list(parameters)))
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
