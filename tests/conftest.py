@@ -141,6 +141,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    gc.disable()
     """Processes of xdist begin to import the tests at different files, so that each compiles a
     share of what a fresh installation has not compiled yet, and finds the shares of the others."""
     about = getattr(session.config, "workerinput", {})
@@ -194,8 +195,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not walk it again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

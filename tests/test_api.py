@@ -123,5 +123,5 @@ def test_gradients_of_ddp_are_compressed_by_name(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, xcloud; assert 'torch' not in sys.modules; assert xcloud.run"
+    program = "import sys, xcloud; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -53,7 +53,7 @@ def test_the_cut_model_is_the_model_of_transformers(tmp_path: Path, kind: str) -
     """Samples of unequal lengths: their padding changes nothing."""
     network = saved(kind, tmp_path)
     expected = [network(torch.tensor([line])).logits[0, -1].detach() for [line] in UNEVEN]
-    for cuts in ([], [0], [1], [4], [2, 1]):
+    for cuts in ([0], [4], [2, 1]):
         stages = build(trained(tmp_path, blocks_per_stage=cuts), len(cuts) + 1, where(tmp_path))
         found = next_words(stages, batch_of(*UNEVEN))
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)

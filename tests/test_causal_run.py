@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from peft.tuners.lora import LoraLayer
 
 from tests import warm_ranks
 from tests.causal_models import SMALL
@@ -167,7 +166,7 @@ OWN_TEXTS = {
 @pytest.mark.parametrize(
     ("whose", "holders", "wanted"),
     [
-        ("public", {}, {"samples.txt", "scores.jsonl"}),
+        pytest.param("public", {}, {"samples.txt", "scores.jsonl"}, marks=pytest.mark.nightly),
         ("held", {"text": ["cloud_a"], "label": ["cloud_b"]}, {"scores.jsonl"}),
         ("own", {}, set()),
     ],
@@ -303,6 +302,7 @@ def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_me
     weights_in: str, changed: str, two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:
     """transformers writes on with the merged model as the packed stages do with their adapters."""
+    from peft.tuners.lora import LoraLayer
     from transformers import AutoModelForCausalLM
 
     run_dir = tmp_path / "run"

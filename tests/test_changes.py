@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.attempts import CODECS, TRAINING, Shape, job
 from tests.channels import same_state, stored
 from tests.local_replicas import Diary, Scalar
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from tests.pipelines import TiedToy, in_threads
 from tests.replicas import Post
 from tests.toy import toy_config
@@ -171,7 +171,7 @@ def test_the_page_shows_the_table() -> None:
     assert "\n".join(lines) in page
 
 
-@pytest.mark.parametrize("column", STRATEGIES)
+@pytest.mark.parametrize("column", first_daily(STRATEGIES, 2))
 def test_what_moves_nothing_leaves_the_same_bits(column: str, tmp_path: Path) -> None:
     attempt(tmp_path, two(column)).train(5)
     second = attempt(tmp_path, two(column), cluster__clouds__a__slowdown="3")

@@ -463,10 +463,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=[pytest.mark.slow, pytest.mark.nightly])],
-)
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_whoever_stops_a_reproduction_stops_its_run_which_saves_what_it_has(
     tmp_path: Path, stop: signal.Signals
 ) -> None:

@@ -182,6 +182,7 @@ def run_of(folder: Path, cluster: str, security: str, *more: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,6 +303,7 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -698,9 +698,10 @@ def imported() -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(["status", "."], marks=pytest.mark.nightly), ["worker", "x.yaml"]],
+    [["status", "."], ["worker", "x.yaml"]],
     ids=lambda words: words[0],
 )
 def test_a_command_imports_no_module_of_the_folder_it_runs_in(
@@ -720,6 +721,8 @@ def test_every_child_process_of_ours_ignores_the_current_folder() -> None:
     assert 'sys.executable, "-m"' not in text
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_child_finds_the_users_own_modules_of_the_checkout(tmp_path: Path) -> None:
     command = project.python_command("tests.toy")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)} | project.module_paths()

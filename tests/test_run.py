@@ -355,7 +355,7 @@ def steps(run_dir: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("clusters", "slow_predictions"),
     [
-        pytest.param(TWO_CLOUDS, None, id="dev and test"),
+        pytest.param(TWO_CLOUDS, None, id="dev and test", marks=pytest.mark.nightly),
         pytest.param(CHAIN, 1, id="dev in a chain of three", marks=pytest.mark.nightly),
         pytest.param(U_SHAPE, 1, id="dev in a U", marks=pytest.mark.nightly),
     ],
@@ -404,6 +404,7 @@ def feed(clouds: dict, **model: object) -> dict:
 FEEDING = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0)}
 
 
+@pytest.mark.nightly
 def test_a_producer_is_heard_out_while_it_exports_for_long(tmp_path: Path) -> None:
     summary = start(tmp_path, feed(FEEDING, export_s={"one": 5.5}))
 

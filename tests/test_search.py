@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import first_daily
 from tests.plan_pieces import (
     COMPRESSORS,
     EIGHT,
@@ -403,7 +404,7 @@ def test_a_compressor_that_gains_by_rounding_only_has_a_crossing() -> None:
     assert found.keys() == {"int4"} and 0 <= found["int4"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first_daily(range(12), 5))
 def test_the_choice_is_as_fast_as_the_fastest_of_all_plans(seed: int) -> None:
     pricer, space = drawn(seed)
 
@@ -418,7 +419,7 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_plans(seed: int) -> None:
     assert found.own.plan == space.own and found.num_plans == len(every)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first_daily(range(12), 5))
 def test_the_estimate_orders_plans_nearly_as_the_simulation_does(seed: int) -> None:
     pricer, space = drawn(seed)
     plans = [p for p in space.groups(pricer.arranged) if p.strategy == "pipeline"]

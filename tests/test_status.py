@@ -215,6 +215,7 @@ def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_status_of_a_real_run_names_the_rank_that_is_stopped(tmp_path: Path) -> None:
     config = toy_config("two_clouds", ["training.max_steps=60"])
     config["model"] |= {"step_s": 0.02}  # type: ignore[operator]

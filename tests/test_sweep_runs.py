@@ -29,6 +29,7 @@ def statuses(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.nightly
 def test_a_failing_point_is_said_the_others_go_on_and_the_next_command_repeats_only_it(
     tmp_path: Path,
 ) -> None:
