@@ -152,9 +152,10 @@ def reference(
     rounds: Sequence[Sequence[int]],
     outer: tuple[float, float, bool],
     weights: Sequence[float],
+    cut_short: Sequence[int] = (),
 ) -> list[Tensor]:
     """DiLoCo as in arXiv:2311.08105, algorithm 1, in one process: the outer optimizer is torch's.
-    rounds: the steps of each."""
+    rounds: the steps of each. cut_short: those of a last one, of which the mean is taken."""
     shared = model()
     rate, momentum, nesterov = outer
     outer_optimizer = torch.optim.SGD(
@@ -162,7 +163,7 @@ def reference(
     )
     workers = [model() for _ in range(count)]
     optimizers = [inner(worker) for worker in workers]
-    for steps in rounds:
+    for steps in [*rounds, cut_short]:
         for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
             worker.load_state_dict(shared.state_dict())
             for step in steps:
@@ -178,7 +179,10 @@ def reference(
                 (w * g for w, g in zip(weights, gradients, strict=True)),
                 torch.zeros_like(outer_value),
             ) / sum(weights)
-        outer_optimizer.step()
+            if steps is cut_short:
+                outer_value.data -= outer_value.grad
+        if steps is not cut_short:
+            outer_optimizer.step()
     return [p.detach() for p in shared.parameters()]
 
 

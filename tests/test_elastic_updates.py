@@ -145,6 +145,36 @@ def test_one_that_missed_many_merges_gets_all_values() -> None:
     assert torch.equal(*(one.rounds._fragments[0].values.velocity[0] for one in (hub, late)))
 
 
+@pytest.mark.parametrize("is_finite", [True, False], ids=["merged", "left out"])
+def test_one_that_is_told_a_short_last_round_with_others_ends_where_the_first_cloud_does(
+    is_finite: bool,
+) -> None:
+    """Merges of steps 2 and 4 are the outer optimizer's, that of step 5 is the mean, or is left
+    out."""
+    post, diary = Post(2), Diary()
+    settings = LocalUpdates(2, DILOCO, late=Skip(0.02))
+    hub = Scalar(0, post, settings, 5, diary)
+    late = Scalar(1, post, settings, 5, diary)
+
+    def wait_at_the_end(step: int) -> None:
+        if step == 5:
+            hub.end.late = Skip(20.0)
+            if not is_finite:
+                hub.parameter.data += math.nan
+
+    def hold(step: int) -> None:
+        if step == 2:
+            diary.wait_for(lambda d: 5 in d.weights)
+
+    in_threads([lambda: hub.run(1, 5, wait_at_the_end), lambda: late.run(1, 5, hold)])
+
+    first = 0.7 * (2 + 0.9 * 2)
+    second = 0.7 * (2 + 0.9 * (0.9 * 2 + 2))
+    assert diary.weights == {2: (2, 0), 4: (2, 0), 5: (1 if is_finite else 0, 0)}
+    assert hub.value == late.value == pytest.approx(first + second + is_finite)
+    assert torch.equal(*(one.rounds._fragments[0].values.velocity[0] for one in (hub, late)))
+
+
 def slowly(step: int) -> None:
     if step > 8:
         time.sleep(0.05)

@@ -142,12 +142,14 @@ class Merged(NamedTuple):
     """The result of an averaging in one replica.
 
     changes: merged tensors, of one merge after the other; usually of one.
+    newest: the step of the last of these merges.
     is_counted: whether this replica's contribution is in one of them.
     step: where clouds may be late, the step that the others have reached.
     values: in place of changes, if it missed too many: see OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
+    newest: int = 0
     is_counted: bool = True
     step: int = 0
     values: Tensors = ()
@@ -290,7 +292,7 @@ class AllToAll(Averager):
         self.settle(was_used=True)
         merged = self._merged(step)
         self._end(step)
-        return Merged([merged])
+        return Merged([merged], newest=step)
 
     def settle(self, was_used: bool) -> None:
         if self._is_settled:
@@ -427,7 +429,8 @@ class Aggregators(AllToAll):
         tensors = [tensor for replica in sorted(results) for tensor in results[replica]]
         self._end(step)
         pieces = chain.from_iterable(self._pieces)
-        return Merged([joined(zip(pieces, tensors, strict=True), count=self._count)])
+        changes = [joined(zip(pieces, tensors, strict=True), count=self._count)]
+        return Merged(changes, newest=step)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
         sent: dict[str, Tensors] = {}

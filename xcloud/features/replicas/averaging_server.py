@@ -49,7 +49,7 @@ class _KeptMerge(NamedTuple):
     """A merge that late replicas may still be told.
 
     before: step of the merge before.
-    parts: the merged change as it was sent; none where the merge was skipped.
+    parts: the merged change as it was sent.
     """
 
     step: int
@@ -89,6 +89,7 @@ class _End(Averager):
 class Member(_End):
     """The end of any replica but the averaging server."""
 
+    _reached: int = field(default=0, init=False)  # step of the server when it answered
     _number: int = field(default=0, init=False)  # of its next message
     _has_asked: bool = field(default=False, init=False)  # to have its change merged
 
@@ -101,7 +102,7 @@ class Member(_End):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Send this replica's change, unless the server has merged this step already."""
-        if step > self.known:
+        if step > self._reached:
             self._has_asked = True
             self._ask(step, weight=weight, parts=self.codec.encode(tensors, is_final=False)[0])
 
@@ -126,14 +127,14 @@ class Member(_End):
         # The server may have a long round before it: it is waited for as long as it lives.
         parts = self.links.next(SERVER, key, wait_s=math.inf)
         (*numbers, has_values), rest = _read(parts, head=_SPECS[1], sender="the averaging server")
-        hub_step, self.known, is_counted = map(int, numbers)
+        self._reached, self.known, is_counted = map(int, numbers)
         if has_values:
-            return Merged(changes=(), is_counted=bool(is_counted), step=hub_step, values=rest)
+            return Merged(is_counted=bool(is_counted), step=self._reached, values=rest)
         each = len(self.merged.wire_specs)
         changes = [
             self.merged.decode(rest[first : first + each]) for first in range(0, len(rest), each)
         ]
-        return Merged(changes=changes, is_counted=bool(is_counted), step=hub_step)
+        return Merged(changes, newest=self.known, is_counted=bool(is_counted), step=self._reached)
 
 
 @dataclass
@@ -187,19 +188,18 @@ class AveragingServer(_End):
                 self._taken[replica] = contribution
             self._due[replica] = known
         changes = []
-        parts = Tensors()
         merged = self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         if are_finite(merged):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
+            self._kept.append(_KeptMerge(step=step, before=self.known, parts=parts))
+            self.known = step
             for replica in self._taken.keys() & self._peers.keys():
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
-        self._kept.append(_KeptMerge(step=step, before=self.known, parts=parts))
-        self.known = step
         self._report_merge(step)
-        return Merged(changes=changes, is_counted=bool(self._taken), step=step)
+        return Merged(changes, newest=step, is_counted=bool(self._taken), step=step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
@@ -308,9 +308,8 @@ class AveragingServer(_End):
         head = torch.tensor([step, self.known, is_counted, not is_known], dtype=torch.float64)
         if is_known:
             parts = tuple(part for record in missed for part in record.parts)
-            num_merged = sum(bool(record.parts) for record in missed)
-            carries = self.merged.carries * num_merged
-            raw = self.merged.raw_bytes * num_merged
+            carries = self.merged.carries * len(missed)
+            raw = self.merged.raw_bytes * len(missed)
         else:
             parts = self.values()
             carries = _VALUES

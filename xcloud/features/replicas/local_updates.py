@@ -219,7 +219,8 @@ class LocalRounds(Exchange):
     """The exchange of one rank whose replica trains alone between merges.
 
     Gradients are summed inside the replica. The run ends with a merge of everything, of which
-    nothing own is kept, so that all replicas have the same values.
+    nothing own is kept, so that all replicas have the same values. Where that cuts a
+    fragment's round short, its momentum is left out (OuterParameters.move).
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
     replica that was late skips the steps up to the server's, and one that has used up its time or
@@ -426,10 +427,16 @@ class LocalRounds(Exchange):
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)
-        have_moved = [fragment.values.move(change) for change in merged.changes]
+        last_step = self._replicas.last_step
+        ends_within = last_step % self._settings.every != fragment.offset
+        have_moved = []
+        for number, change in enumerate(merged.changes, start=1):
+            is_last = merged.newest == last_step and number == len(merged.changes)
+            is_cut_short = is_last and ends_within
+            have_moved.append(fragment.values.move(change, is_cut_short=is_cut_short))
         fragment.averager.settle(was_used=all(have_moved))
         # After the last merge nothing can count any more: replicas end equal.
-        if is_counted or step >= self._replicas.last_step:
+        if is_counted or step >= last_step:
             fragment.values.take(mix)
         else:
             fragment.work += fragment.sent

@@ -233,6 +233,9 @@ class OuterOptimizer:
             parameter.sub_(update * self.learning_rate)
 
 
+_TO_MEAN = OuterOptimizer(learning_rate=1.0, momentum=0.0, nesterov=False)
+
+
 class OuterParameters:
     """The parameters that replicas change apart, with their values after the last merge.
 
@@ -271,14 +274,21 @@ class OuterParameters:
         """Return how far this replica has moved away: outer - values."""
         return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
 
-    def move(self, gradients: Sequence[Tensor]) -> bool:
+    def move(self, gradients: Sequence[Tensor], is_cut_short: bool = False) -> bool:
         """Make the outer optimizer's step, unless a gradient is not finite. Return whether it was
         made.
 
+        is_cut_short: the run ends within a round. Momentum would move as far as after a whole one,
+            and no step would follow, so the replicas' mean is taken instead. The velocity is
+            emptied, since the next round of a resumed run may be as short.
         The parameters stay as they are.
         """
         is_made = are_finite(gradients)
-        if is_made:
+        if is_made and is_cut_short and self._optimizer.momentum:
+            _TO_MEAN.step(self.outer, self.velocity, gradients)
+            for velocity in self.velocity:
+                velocity.zero_()
+        elif is_made:
             self._optimizer.step(self.outer, self.velocity, gradients)
         return is_made
 
