@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,45 @@ def test_a_silent_line_is_dialled_again_and_said_to_be_down(
         wait_for(lambda: ends.state.text is None)
         ends.close()
         assert ends.state.num_cuts >= 1
+
+
+def test_a_line_on_which_nothing_arrives_any_more_is_dialled_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the system of the dialling end sends is not acknowledged, as after a change of its
+    address; a peer whose process alone stands still gets more time."""
+    monkeypatch.setattr(connections, "SILENT_S", 30.0)
+    with linked() as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        proxy.is_silent = True
+        time.sleep(1.5)
+        assert proxy.num_dialled == 1
+        monkeypatch.setattr(connections, "num_retries", lambda connection: 2)
+        wait_for(lambda: proxy.num_dialled > 1, 15)
+        proxy.is_silent = False
+        ends.out.send(key(1), (torch.ones(4),))
+        assert ends.incoming.recv(key(1), 20.0)[0].shape == (4,)
+        ends.close()
+
+
+def test_an_attempt_that_took_long_is_followed_by_the_next_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_FIRST_PAUSE_S", 30.0)
+    now_s = [100.0]
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    tried = threading.Semaphore(0)
+
+    def connect(*given: object, **named: object) -> None:
+        tried.release()
+        now_s[0] += 40.0
+        raise LineDown("no answer")
+
+    way: Any = SimpleNamespace(connect=connect)
+    out = StreamOutLink(stream(way, first_within_s=1e9), OutSettings("receiver", 1000))
+    assert tried.acquire(timeout=10) and tried.acquire(timeout=10)
+    out.stop()
 
 
 def test_a_line_that_only_rests_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:

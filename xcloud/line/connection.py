@@ -20,14 +20,19 @@ from xcloud.line.ways import Connected, Way
 from xcloud.net.link_end import ignore
 from xcloud.net.peer import Peer
 
-SPEAK_EVERY_S = 1.0
+SPEAK_EVERY_S = 0.5
 SILENT_S = 3.0
 """After which a connection counts as cut. Both ends say something every SPEAK_EVERY_S."""
+UNANSWERED_S = 1.0
+"""The same, where the system has sent something NUM_RETRIES times more, and in vain."""
+NUM_RETRIES = 2
 _SPEAK_AFTER_S = 2.0
 _SPEAK_AGAIN_S = 60.0
 _LOOK_EVERY_S = 0.5
+_WAKE_EVERY_S = 0.25
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+"""How long after an attempt at a connection the next one begins, at least; each time longer."""
+_LONGEST_PAUSE_S = _LOOK_EVERY_S  # so that who listens never looks away
 
 
 class LineState:
@@ -199,18 +204,31 @@ class Connection:
         now_s = time.monotonic()
         if not reading:
             self._heard_at_s = now_s
-        left_s = self._heard_at_s + SILENT_S - now_s
-        if left_s <= 0:
+        silent_s = now_s - self._heard_at_s
+        if silent_s >= SILENT_S:
             raise LineDown(f"silent for {SILENT_S:g} s")
+        if silent_s >= UNANSWERED_S and num_retries(self._tls) >= NUM_RETRIES:
+            raise LineDown(f"no answer for {UNANSWERED_S:g} s")
         wanted = select.POLLIN if reading else 0
         if self._unsent:
             wanted |= select.POLLOUT
         self._poll.register(self._tls, wanted)
-        self._poll.poll(1000 * max(0.001, min(timeout_s, left_s)))
+        self._poll.poll(1000 * min(timeout_s, SILENT_S - silent_s, _WAKE_EVERY_S))
         self._waker.clear()
 
     def close(self) -> None:
         self._tls.close()
+
+
+def num_retries(connection: socket.socket) -> int:
+    """Return how often the system has sent its oldest bytes again, or has asked whether it may
+    send, since the peer's system last acknowledged anything. Always 0 but on Linux."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    # struct tcp_info of <linux/tcp.h>, a byte each
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+    _state, _congestion_state, num_retransmits, num_probes = info
+    return num_retransmits + num_probes
 
 
 class Connections:
@@ -311,6 +329,7 @@ class Connections:
         pause_s = _FIRST_PAUSE_S
         while not self._stop.is_set():
             wanted = self._hello()._replace(connection=number, of=self._of)
+            begun_s = time.monotonic()
             try:
                 made = self._way.connect(
                     wanted,
@@ -321,7 +340,7 @@ class Connections:
             except LineDown as reason:
                 if self._note_down(str(reason)):
                     return
-                self._stop.wait(pause_s)
+                self._stop.wait(max(0.0, begun_s + pause_s - time.monotonic()))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
