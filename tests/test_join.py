@@ -23,10 +23,13 @@ from tests.owners import CLOUDS, TwoOwners, address
 from tests.runs import free_port, losses, start, wait_for, weights
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
+from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.layout import Cloud, ClusterLayout, host_and_port
 from xcloud.line import transport
 from xcloud.line.keys import make_key
+from xcloud.line.mailbox import Mailbox
 from xcloud.record.files import CheckpointSteps, state_file
 from xcloud.show.status import describe
 
@@ -57,6 +60,30 @@ def layout(wan: Any = "sealed", **more: Any) -> ClusterLayout:
 def test_lines_that_cannot_come_about_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         layout(**given)
+
+
+@pytest.mark.parametrize("wan", ["sealed", "mailbox"])
+@pytest.mark.parametrize("late", ["skip", "go_on"])
+def test_clouds_of_several_owners_that_may_leave_are_refused(late: str, wan: str) -> None:
+    more = address("cloud_a") if wan == "sealed" else "cluster.wan.url=box"
+    elastic = ["strategy=local_updates", f"+strategy/averaging/late={late}"]
+    with pytest.raises(ConfigError, match=r"clouds that stay .* choose strategy/averaging/late=w"):
+        Settings.of(toy_config("two_clouds", [f"cluster/wan={wan}", more, *elastic]))
+
+
+@pytest.mark.parametrize("wan", ["sealed", Mailbox(url="box")])
+def test_one_way_jobs_of_several_owners_are_refused(wan: Any) -> None:
+    clouds = {"fed": OneWayCloud(), "feeds": OneWayCloud(share=1.0)}
+    with pytest.raises(ConfigError, match=r"this is a one-way job: choose cluster/wan=real"):
+        OneWayLayout(clouds, wan)
+
+
+def test_a_plan_is_not_passed_over_where_several_machines_run_a_file(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_a"), "plan=apply"])
+    file = tmp_path / "experiment.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    with pytest.raises(ConfigError, match="plan= needs all clouds on one machine"):
+        main([str(file), "--cloud", "cloud_a", "--run-dir", str(tmp_path / "run")])
 
 
 def test_of_two_clouds_the_one_with_an_address_listens() -> None:

@@ -122,6 +122,11 @@ def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
     policy = this_clouds_policy()
     policy.check(resolved(config), run_dir)
     settings = Settings.of(config, policy)
+    if settings.job.plan is not None:
+        raise ConfigError(
+            "plan= needs all clouds on one machine, and this file is run by several: take plan= "
+            "out of it, and choose what run.py proposes with plan=show"
+        )
     policy.check_required(settings.job)
     policy.check_held(settings.job.cluster.clouds, held_by=settings.job.held_by)
     return settings

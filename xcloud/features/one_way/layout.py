@@ -63,7 +63,8 @@ class OneWayLayout(Layout):
         self._check_clouds()
         if self.is_sealed:
             raise ConfigError(
-                "cluster/wan=sealed and mailbox are for pipelines; this is a one-way job"
+                "cluster/wan=sealed and mailbox are for pipelines; this is a one-way job: choose "
+                "cluster/wan=real, over a VPN between clouds that trust each other"
             )
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
         if len(consumers) != 1:
