@@ -26,6 +26,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
+from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.layout import Cloud, ClusterLayout, host_and_port
 from xcloud.line import transport
 from xcloud.line.keys import make_key
@@ -319,13 +320,18 @@ def test_what_is_wrong_with_a_certificate_is_said_before_anything_starts(
     assert f"the certificate of cloud_b, {own}/cloud_b.pem, has expired" in refused()
 
 
-def test_sealed_lines_are_started_by_each_owner(
+def test_sealed_lines_are_started_by_each_owner_on_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_b")])
-    with pytest.raises(ConfigError, match="python -m xcloud join FILE --cloud NAME"):
+    said = "all on one machine: python -m xcloud join FILE --cloud NAME"
+    with pytest.raises(ConfigError, match=said):
         start(tmp_path / "run", config)
     file = tmp_path / "experiment.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    under_torchrun: Any = SimpleNamespace(file=file, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=said):
+        TorchrunProcess.read(under_torchrun)
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(toy_config("two_clouds"))))
     with pytest.raises(ConfigError, match=r"has another cluster\.wan than those that join"):
         main([str(file), "--cloud", "cloud_a", "--run-dir", str(tmp_path / "run")])
