@@ -464,6 +464,11 @@ def test_a_job_in_which_the_model_of_the_start_could_not_be_asked_is_refused(
         build("+exp=dpo_reviews", *overrides)
 
 
+def test_clouds_that_feed_one_other_have_no_task_and_so_no_preferences() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'task'\. Allowed here: .*feed"):
+        build("+exp=electra_multilingual", "task=preferences")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
