@@ -273,6 +273,7 @@ def test_the_others_take_over_from_a_slow_producer_until_it_is_back(
     assert "has caught up" in notes(tmp_path)
 
 
+@pytest.mark.nightly
 def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
     summary = start(
         tmp_path, TWO, training={"max_steps": 100}, feed={"min_producers": 1},

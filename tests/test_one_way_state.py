@@ -20,6 +20,7 @@ from tests.channels import same_state, stored
 from tests.combinations import SAVED, STEPS, interrupted, losses, run, state
 from tests.electra_reference import Reference, feed_context, small_electra
 from tests.golden import one_way
+from tests.nightly import first_daily
 from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config, feeding
 from tests.one_way_toy import cloud as feed_cloud
 from tests.runs import wait_for
@@ -72,7 +73,7 @@ def same_runs(one: Path, other: Path, step: int) -> bool:
     return states[0].keys() == states[1].keys() and len(equal) > 20 and all(equal)
 
 
-@pytest.mark.parametrize("form", ["local", "clouds"])
+@pytest.mark.parametrize("form", first_daily(["clouds", "local"], 1))
 def test_a_job_goes_on_bit_for_bit_from_any_step(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +87,7 @@ def test_a_job_goes_on_bit_for_bit_from_any_step(
         assert same_runs(tmp_path / "whole", again, STEPS)
 
 
-@pytest.mark.parametrize("form", ["local", "clouds"])
+@pytest.mark.parametrize("form", first_daily(["clouds", "local"], 1))
 def test_the_last_step_is_saved_too_so_that_the_job_can_be_trained_longer(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

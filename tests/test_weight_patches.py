@@ -22,6 +22,7 @@ from torch import Tensor
 from tests.causal_models import SMALL, build, saved, where
 from tests.configs import build as build_job
 from tests.configs import composed
+from tests.nightly import each_once
 from tests.owners import keys_of
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
@@ -562,8 +563,7 @@ def tokenizer_of() -> SimpleNamespace:
     return SimpleNamespace(saved_text=lambda folder: SimpleNamespace(save=save))
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "lora"), each_once(["llama", "qwen3_moe"], [None, Lora(r=2)]))
 def test_the_folder_is_the_export_of_two_stages_rounded_to_bf16(
     tmp_path: Path, kind: str, lora: Lora | None
 ) -> None:
