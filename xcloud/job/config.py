@@ -154,9 +154,11 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     for key, value in dotted(settings, path=""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
-    if "???" in str(settings):
-        missing = sorted(OmegaConf.missing_keys(OmegaConf.create(settings)))
-        _check_none_is_missing(missing)
+    missing: set[str] = set()
+    if "???" in str(settings):  # mostly not, and to ask takes longer
+        missing = OmegaConf.missing_keys(OmegaConf.create(settings))
+    if missing:
+        raise _have_no_value(sorted(missing))
     return settings
 
 
@@ -168,14 +170,13 @@ def _plain(config: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _check_none_is_missing(missing: list[str]) -> None:
-    if not missing:
-        return
+def _have_no_value(missing: list[str]) -> ConfigError:
+    """Build the error for settings that have no value yet."""
     text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
     if "name" in missing:  # nothing was chosen
         there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
         text += f", or choose an experiment: +exp= one of {', '.join(there)}"
-    raise ConfigError(text)
+    return ConfigError(text)
 
 
 def check_keys(node: Any, path: str) -> None:
