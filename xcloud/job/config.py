@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +23,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
 from xcloud.base.settings import with_defaults
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
+from xcloud.base.yaml_text import from_yaml, to_yaml
 from xcloud.job.compared import compared_settings
 from xcloud.job.job import Job
 from xcloud.line.keys import LineKeys, read_line_keys
@@ -63,7 +64,7 @@ class Settings:
     @classmethod
     def load(cls, file: Path) -> Settings:
         """Read an experiment file that this machine's own `write` has just made."""
-        return cls.of(cast(DictConfig, OmegaConf.load(file)))
+        return cls.of(from_yaml(file.read_text(encoding="utf-8")))
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """Return other settings, with these values by dotted name."""
@@ -97,7 +98,7 @@ class Settings:
 
     def write(self, file: Path) -> None:
         """Write the experiment file: everything that a worker on another machine needs."""
-        replace_text(file, text=OmegaConf.to_yaml(self.kept))
+        replace_text(file, text=to_yaml(self.kept))
 
 
 def fill_in(node: Any) -> Any:
@@ -141,16 +142,10 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
 
     Raises ConfigError for a setting without a value.
     """
-    given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    try:
-        settings = {str(key): _plain(given, str(key)) for key in given if key != "hydra"}
-    except InterpolationKeyError as error:
-        raw = OmegaConf.to_container(given)
-        raise ConfigError(
-            does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
-        ) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(_lines(error)[0]) from error
+    settings: dict[str, Any] = (
+        _looked_up(config) if isinstance(config, DictConfig) else dict(config)
+    )
+    settings.pop("hydra", None)
     for key, value in dotted(settings, path=""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
@@ -162,8 +157,20 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     return settings
 
 
-def _plain(config: DictConfig, key: str) -> Any:
-    """Return one setting with its references resolved, "???" where it has no value."""
+def _looked_up(config: DictConfig) -> dict[str, Any]:
+    """Return plain containers with every reference looked up, "???" where there is no value."""
+    try:
+        return {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
+    except InterpolationKeyError as error:
+        raw = OmegaConf.to_container(config)
+        raise ConfigError(
+            does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
+        ) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_lines(error)[0]) from error
+
+
+def _setting(config: DictConfig, key: str) -> Any:
     if OmegaConf.is_missing(config, key):
         return "???"
     value = config[key]
@@ -217,8 +224,8 @@ def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None)
     """
     text = plain_text(path, approve=approve)
     try:
-        return OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        return from_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 

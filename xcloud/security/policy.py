@@ -24,6 +24,7 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import POLICY_FILE, project_root
 from xcloud.base.settings import PACKAGED, Positive, settings
+from xcloud.base.yaml_text import events
 from xcloud.security.defences import Defence, Privacy
 from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
 
@@ -441,7 +442,7 @@ def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
 def _check_data(text: str, path: Path) -> None:
     depth = num_values = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in events(text):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         num_values += isinstance(event, yaml.NodeEvent)
