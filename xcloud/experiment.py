@@ -49,6 +49,7 @@ class Experiment(PipelineJob):
                 f"{self.training.accumulate_steps} passes (training.accumulate_steps); raise it"
             )
         layout = self.cluster
+        layout.check_lines()
         if layout.num_replicas > 1:
             _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
         if self.compression.boundaries:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field, SkipValidation
@@ -289,7 +290,8 @@ class ClusterLayout(Layout):
         return next((name for name in named if self.clouds[name].address is not None), named[0])
 
     def _check_addresses(self) -> None:
-        """Raise ConfigError for a line that cannot come about, and an address without lines."""
+        """Raise ConfigError for an address that cannot be, and for settings without meaning where
+        clouds have several owners."""
         given = {name: cloud.address for name, cloud in self.clouds.items() if cloud.address}
         for name, address in given.items():
             where = f"cluster.clouds.{name}.address"
@@ -325,8 +327,14 @@ class ClusterLayout(Layout):
                 f"cluster.liveness.overdue_after_s ({self.liveness.overdue_after_s:g}), or a "
                 "message is overdue before the line is given up"
             )
+
+    def check_lines(self) -> None:
+        """Raise ConfigError for a sealed line of which neither end can be reached. Called once
+        each cloud has its replica and its stages."""
+        if self.wan != "sealed":
+            return
         for here, there in self.lines:
-            if here not in given and there not in given:
+            if self.clouds[here].address is None and self.clouds[there].address is None:
                 raise ConfigError(
                     f"there is a line between clouds {here!r} and {there!r}, so one of them must "
                     f"say where the other reaches it: cluster.clouds.{here}.address=HOST:PORT"
@@ -334,17 +342,25 @@ class ClusterLayout(Layout):
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """Return the pairs of clouds between which messages go: of the first one and each other,
-        and of neighbouring stages."""
+        """Return the pairs of clouds between which messages go.
+
+        The first cloud has a line to each other one. In a replica neighbouring stages have one, so
+        have both ends, whose weights may be tied, and the first cloud and each other one, which
+        sum the norm. Clouds with the same stage in several replicas average.
+        """
         first, *others = self.clouds
         found = [(first, other) for other in others]
+        stages = range(self.num_stages)
         for replica in range(self.num_replicas):
-            for stage in range(self.num_stages - 1):
-                pair = (
-                    self.stage_cloud(stage, replica=replica),
-                    self.stage_cloud(stage + 1, replica=replica),
-                )
-                found.append(pair)
+            in_turn = [self.stage_cloud(stage, replica=replica) for stage in stages]
+            leader = self.cloud_of(self.leaders(replica)[0])
+            found += [*pairwise(in_turn), (in_turn[0], in_turn[-1])]
+            found += [(leader, other) for other in in_turn]
+        for stage in stages:
+            holders = [
+                self.stage_cloud(stage, replica=replica) for replica in range(self.num_replicas)
+            ]
+            found += combinations(holders, 2)
         return [(here, there) for here, there in found if here != there]
 
     @property
