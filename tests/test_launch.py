@@ -291,6 +291,18 @@ def test_a_number_of_threads_is_used_as_it_is_set_or_refused_by_name(
             num_threads(num_processes=1)
 
 
+def test_nobody_is_waited_for_where_every_rank_has_lost_another(tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def failed() -> dict[int, int]:
+        looks.append(1)
+        return {0: EXIT_PEER_LOST, 1: EXIT_PEER_LOST}
+
+    (tmp_path / "rank0.log").touch()
+    first_cause(tmp_path, {0: "a", 1: "a"}, failed, {})
+    assert len(looks) == 1
+
+
 def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:
     for number, name in ((signal.SIGRTMIN + 1, "real-time"), (signal.SIGKILL, "SIGKILL")):
         cause = first_cause(tmp_path, ["a"], lambda number=number: {0: -number}, {})

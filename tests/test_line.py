@@ -29,9 +29,11 @@ from tests.line_links import (
     listener,
     stream,
 )
-from tests.owners import copy_keys, folder_of_keys, keys_of
-from tests.runs import wait_for
+from tests.owners import CLOUDS, copy_keys, folder_of_keys, keys_of
+from tests.runs import free_port, wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.launch.joined_rank import place_of
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line import connection as connections
 from xcloud.line import stream_link
 from xcloud.line.hello import Hello, Refusal, encode_hello, read_hello
@@ -39,9 +41,10 @@ from xcloud.line.keys import LineKeys, make_key, read_line_keys
 from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
 from xcloud.line.pinned_tls import LineDown, PinnedTls
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
+from xcloud.line.transport import SealedLines
 from xcloud.line.ways import Dialler, KnownAttempts, Listener, num_connections
 from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
-from xcloud.net.link_end import InSettings, OutSettings
+from xcloud.net.link_end import InSettings, OutSettings, ignore
 from xcloud.net.link_profile import LinkWindow
 
 pytestmark = pytest.mark.slow
@@ -460,6 +463,36 @@ def test_who_knows_an_earlier_attempt_of_this_rank_is_refused_and_not_known(door
     assert "LinkClosed: cloud_a refuses this rank: it has begun the run again" in dial(dials)
     door.said("earlier_attempt")
     assert "not ready" in dial(dialler(door.listener.port), hello(attempt=2))
+
+
+@pytest.mark.parametrize("listens", CLOUDS)
+def test_the_other_cloud_hears_of_ranks_that_start_again_before_they_are_there(
+    listens: str,
+) -> None:
+    """Whichever of the two dials. The rank of cloud_a has died."""
+    clouds = {name: Cloud() for name in CLOUDS}
+    clouds[listens] = Cloud(address=f"127.0.0.1:{free_port()}")
+    layout = ClusterLayout(clouds, "sealed")
+
+    def lines_of(rank: int, attempt: int) -> SealedLines:
+        place = place_of(layout, rank=rank, attempt=attempt, listen=None)
+        keys = keys_of(CLOUDS[rank], [CLOUDS[1 - rank]])
+        return SealedLines(place=place, keys=keys, say=ignore)
+
+    dies, lives = lines_of(0, attempt=1), lines_of(1, attempt=1)
+    out = dies.out("forward", 1, OutSettings("b", 1 << 20, LinkWindow()))
+    incoming = lives.incoming("forward", 0, InSettings("a", 1 << 20, LinkWindow()))
+    out.send(key(0), (torch.ones(3),))
+    incoming.recv(key(0), 20.0)
+    out.stop()
+    if dies.listener is not None:
+        dies.listener.close()
+
+    lines_of(0, attempt=2).tell_of_restart([1])
+    with pytest.raises(LinkClosed, match="begun the run again"):
+        incoming.recv(key(1), 5.0)
+    if lives.listener is not None:
+        lives.listener.close()
 
 
 def test_a_peer_that_has_begun_again_ends_the_links_of_the_attempt_before() -> None:

@@ -363,6 +363,11 @@ class ClusterLayout(Layout):
             found += combinations(holders, 2)
         return [(here, there) for here, there in found if here != there]
 
+    def lines_of(self, cloud: str) -> list[str]:
+        """Return the clouds to which one has a line."""
+        pairs = [pair for pair in self.lines if cloud in pair]
+        return [*dict.fromkeys(there for pair in pairs for there in pair if there != cloud)]
+
     @property
     def num_replicas(self) -> int:
         return 1 + max(cloud.replica for cloud in self.clouds.values())

@@ -118,16 +118,17 @@ def first_cause(
     """Return why a run has failed, in words: the first failure with a cause of its own.
 
     A rank that lost its peer fails too, often before the peer's exit is noticed, so this waits a
-    moment.
+    moment for ranks that still run.
 
     clouds: of each rank.
     failed: returns exit codes by rank, as they are now.
     suspended: ranks that were ended because they were suspended, and after how many seconds.
     """
     settled_at_s = time.monotonic() + _SETTLE_S
-    while time.monotonic() < settled_at_s and not own_failures(failed()):
-        time.sleep(0.05)
     codes = failed()
+    while time.monotonic() < settled_at_s and not own_failures(codes) and len(codes) < len(clouds):
+        time.sleep(0.05)
+        codes = failed()
     rank = (own_failures(codes) or [*codes])[0]
     code = codes[rank]
     failure = failure_of(run_dir, rank=rank)

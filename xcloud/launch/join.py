@@ -4,6 +4,8 @@ owners, all of them on this machine."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +16,12 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say
 from xcloud.job import given
-from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
+from xcloud.job.config import (
+    EXPERIMENT_FILE,
+    Settings,
+    this_clouds_keys,
+    this_clouds_policy,
+)
 from xcloud.job.job import Job
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
 from xcloud.launch.joined_rank import check_peers, place_of
@@ -24,35 +31,67 @@ from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.launch.several_machines import check_unfinished, cloud_meant
 from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.mailbox import Mailbox
+from xcloud.line.transport import SealedLines
+from xcloud.net.link_end import ignore
 from xcloud.record.files import forget_launcher, has_events
 
 AGAIN = "give the same command in every cloud"
 
 
 class CloudRanks(LocalRanks):
-    """The worker processes of one cloud of a run."""
+    """The worker processes of one cloud of a run.
+
+    listen: see JoinedProcess.
+    more_words: of the command of each rank.
+    """
 
     def __init__(
-        self, job: Job, run_dir: Path, file: Path, cloud: str, more_words: Sequence[str]
+        self,
+        job: Job,
+        run_dir: Path,
+        file: Path,
+        cloud: str,
+        listen: str | None,
+        more_words: Sequence[str],
     ) -> None:
-        ranks = job.cluster.ranks_in(cloud)
+        layout = job.cluster
+        assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+        ranks = layout.ranks_in(cloud)
         super().__init__(
             run_dir,
             [cloud] * len(ranks),
-            liveness=job.cluster.liveness,
+            liveness=layout.liveness,
             experiment_file=file,
             first_rank=ranks[0],
         )
+        self._layout = layout
+        self._listen = listen
         self._more_words = more_words
         self._attempt = 0
 
     def start(self) -> None:
+        is_restart = self._attempt > 0
         # The others tell attempts of this cloud apart by it.
         self._attempt = max(self._attempt + 1, int(time.time()))
         super().start()
+        if is_restart and not isinstance(self._layout.wan, Mailbox):
+            threading.Thread(target=self._tell_other_clouds, daemon=True).start()
+
+    def _tell_other_clouds(self) -> None:
+        """Tell the other clouds that this one begins again: all of them if it is the first, else
+        the first, which begins again too and then tells the rest."""
+        first, *others = (self._layout.ranks_in(cloud)[0] for cloud in self._layout.clouds)
+        place = place_of(
+            self._layout, rank=self.ranks[0], attempt=self._attempt, listen=self._listen
+        )
+        with contextlib.suppress(ConfigError):  # the port is taken: the new rank will say so
+            lines = SealedLines(place=place, keys=this_clouds_keys(), say=ignore)
+            lines.tell_of_restart(others if place.rank == first else [first])
 
     def words_of(self, rank: int) -> list[str]:
         own = ["--attempt", str(self._attempt), "--run-dir", str(self.run_dir)]
+        if self._listen is not None:
+            own += ["--listen", self._listen]
         return [*super().words_of(rank), *own, *self._more_words]
 
     def speaks(self, rank: int) -> bool:
@@ -86,20 +125,25 @@ def main(words: Sequence[str]) -> int:
             host_and_port(arguments.listen)
         except ValueError:
             raise ConfigError(f"--listen must be HOST:PORT, got {arguments.listen}") from None
-        more += ["--listen", arguments.listen]
     run_dir = arguments.run_dir or Path("runs") / f"{file.stem}-{cloud}"
     try:
-        join(file, run_dir.resolve(), cloud=cloud, more_words=more)
+        join(file, run_dir.resolve(), cloud=cloud, listen=arguments.listen, more_words=more)
     except RunStopped as stopped:
         say(f"xcloud: {stopped or AGAIN}", error=True)
         return EXIT_START_AGAIN
     return 0
 
 
-def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) -> None:
+def join(
+    file: Path,
+    run_dir: Path,
+    cloud: str,
+    listen: str | None = None,
+    more_words: Sequence[str] = (),
+) -> None:
     """Run the ranks of one cloud to the end of the run.
 
-    more_words: of the command of each rank.
+    listen, more_words: see CloudRanks.
 
     Raises ConfigError before anything starts, RunFailed and RunStopped as `run` does.
     """
@@ -116,11 +160,11 @@ def join(file: Path, run_dir: Path, cloud: str, more_words: Sequence[str] = ()) 
     check_peers(layout, cloud=cloud)
     if layout.clouds[cloud].device == "cuda":
         check_gpu(cloud)
-    ranks_of = partial(CloudRanks, cloud=cloud, more_words=more_words)
+    ranks_of = partial(CloudRanks, cloud=cloud, listen=listen, more_words=more_words)
     with owned(run_dir):
         check_unfinished(job, run_dir=run_dir)
         say(_lines_in_words(layout, cloud=cloud))
-        if "--listen" in more_words:
+        if listen is not None:
             say(labels_in_words(layout, cloud=cloud))
         if first == 0:
             run_in_owned(
@@ -168,10 +212,7 @@ def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
     if isinstance(layout.wan, Mailbox):
         return f"cloud {cloud}: the mailbox {layout.wan.url}"
     texts = []
-    for pair in dict.fromkeys(tuple(sorted(pair)) for pair in layout.lines):
-        if cloud not in pair:
-            continue
-        (there,) = {*pair} - {cloud}
+    for there in layout.lines_of(cloud):
         if layout.listener_of(cloud, there=there) == cloud:
             ports = [
                 address[1] for r in layout.ranks_in(cloud) if (address := layout.address_of(r))

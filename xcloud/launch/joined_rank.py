@@ -149,14 +149,13 @@ def check_peers(layout: ClusterLayout, cloud: str) -> None:
     """Raise ConfigError unless this cloud has its key, and a certificate of each cloud to which it
     has a line."""
     keys = this_clouds_keys()
-    for pair in layout.lines:
-        for there in set(pair) - {cloud} if cloud in pair else ():
-            if there not in keys.peers:
-                raise ConfigError(
-                    f"there is a line to cloud {there!r}, and this cloud's policy names no "
-                    f"certificate of it: get {there}.pem from its owner, put it beside "
-                    f"{keys.pem_file}, and into policy.yaml: peers: {{{there}: [{there}.pem]}}"
-                )
+    for there in layout.lines_of(cloud):
+        if there not in keys.peers:
+            raise ConfigError(
+                f"there is a line to cloud {there!r}, and this cloud's policy names no "
+                f"certificate of it: get {there}.pem from its owner, put it beside "
+                f"{keys.pem_file}, and into policy.yaml: peers: {{{there}: [{there}.pem]}}"
+            )
 
 
 def join_rank(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,14 +23,14 @@ import torch
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.line.connection import LineState
-from xcloud.line.hello import StreamName
+from xcloud.line.hello import Hello, StreamName
 from xcloud.line.keys import LineKeys
 from xcloud.line.pinned_tls import PinnedTls
 from xcloud.line.stream_link import LINGER_S, Stream, StreamInLink, StreamOutLink
 from xcloud.line.ways import CROWDED, Dialler, KnownAttempts, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooTransport
-from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd, ignore
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.peer import Peer
 from xcloud.net.rendezvous import FOREVER
@@ -49,6 +50,9 @@ _WORD_CAPACITY_BYTES = WORD_BYTES + 4096
 _CLOSE_WORDS_S = 60.0
 _REFUSALS_EVERY_S = 60.0
 _ABANDON_S = 0.5
+_TELL_WITHIN_S = 2.0
+_PORT_FREE_WITHIN_S = 4.0
+"""A rank that starts again finds its port taken while its launcher tells of the restart there."""
 _CROWD = 1000
 """How many connections are turned away as too many at once before it is spoken of."""
 
@@ -130,7 +134,7 @@ class SealedLines:
         self._words: list[SealedWordLine] = []
         self._refused_at_s: dict[str, float] = {}
         self._num_crowded = 0
-        self._listener = self._listen()
+        self.listener = self._listen()
 
     @property
     def texts(self) -> list[str]:
@@ -183,6 +187,28 @@ class SealedLines:
         while time.monotonic() < until_s and not all(out.has_ended for out in self._outs):
             time.sleep(0.02)
 
+    def tell_of_restart(self, peers: Sequence[int]) -> None:
+        """Tell the clouds of these ranks that this cloud begins the run again, so that they need
+        not wait for its new ranks to do the same.
+
+        A rank that listens is dialled once; a cloud that dials is told when it next does, for
+        which this waits a moment. A cloud that is not reached hears of it from the new ranks.
+        """
+        awaited = set[str]()
+        for peer in peers:
+            way = self._way_to(peer)
+            if way is self.listener:
+                awaited.add(self.place.cloud_of(peer))
+                continue
+            notice = self._stream("restart", sender=self.place.rank, receiver=peer).hello()
+            threading.Thread(target=_dial_once, args=(way, notice), daemon=True).start()
+        if self.listener is None:
+            return
+        until_s = time.monotonic() + _TELL_WITHIN_S
+        while not awaited <= self.listener.told and time.monotonic() < until_s:
+            time.sleep(0.02)
+        self.listener.close()
+
     def _stream(self, line: str, sender: int, receiver: int) -> Stream:
         place = self.place
         peer = receiver if sender == place.rank else sender
@@ -223,8 +249,8 @@ class SealedLines:
                 f"names no certificate of it: ask its owner for {there}.pem"
             )
         if place.listener_of(place.cloud, there) == place.cloud:
-            assert self._listener is not None, "a cloud that listens has an address"
-            return self._listener
+            assert self.listener is not None, "a cloud that listens has an address"
+            return self.listener
         address = place.address_of(peer)
         assert address is not None, "the layout has been checked"
         tls = PinnedTls(keys=self._keys, label=place.label_of(peer))
@@ -247,20 +273,21 @@ class SealedLines:
             on_refused=self._note_refused,
             attempts=self._attempts,
         )
-        try:
+        until_s = time.monotonic() + _PORT_FREE_WITHIN_S
+        while True:
             try:
                 return listen((host, port))
             except OSError as error:
                 is_elsewhere = error.errno == errno.EADDRNOTAVAIL
-                if not (is_elsewhere or isinstance(error, socket.gaierror)):
-                    raise
-            # The address is that of whatever passes connections on to this machine.
-            return listen(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"rank {place.rank} of cloud {place.cloud} cannot listen at port {port} "
-                f"(cluster.clouds.{place.cloud}.address): {error.strerror or error}"
-            ) from None
+                if host and (is_elsewhere or isinstance(error, socket.gaierror)):
+                    host = ""  # whatever has that address passes connections on to this machine
+                elif error.errno == errno.EADDRINUSE and time.monotonic() < until_s:
+                    time.sleep(0.05)
+                else:
+                    raise ConfigError(
+                        f"rank {place.rank} of cloud {place.cloud} cannot listen at port {port} "
+                        f"(cluster.clouds.{place.cloud}.address): {error.strerror or error}"
+                    ) from None
 
     def _note_refused(self, reason: str) -> None:
         """Say why somebody was refused, a reason at most once a minute."""
@@ -276,6 +303,12 @@ class SealedLines:
         self._refused_at_s[reason] = now_s
         if "not_yet" not in reason:
             self._say(f"refused: {reason}")
+
+
+def _dial_once(way: Way, hello: Hello) -> None:
+    """Dial for a link that nobody awaits: what counts is the greeting."""
+    with suppress(LinkError):
+        way.connect(hello, is_bulk=False, timeout_s=0.0, wake=ignore)
 
 
 class SealedWordLine:

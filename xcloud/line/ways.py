@@ -101,9 +101,12 @@ class KnownAttempts:
                 self._began_again.add(cloud)
         self.check(cloud)
 
+    def has_begun_again(self, cloud: str) -> bool:
+        return cloud in self._began_again
+
     def check(self, cloud: str) -> None:
         """Raise LinkClosed for a cloud that has begun the run again."""
-        if cloud in self._began_again:
+        if self.has_begun_again(cloud):
             raise LinkClosed(f"{cloud} has begun the run again")
 
 
@@ -177,6 +180,8 @@ class Listener:
     run, attempt: as in a greeting.
     on_refused: is given a line for each connection that led to nothing.
     attempts: of other clouds; this rank's other ways share it.
+
+    told: clouds that knew an earlier attempt, and have been told of this one.
     """
 
     def __init__(
@@ -200,6 +205,7 @@ class Listener:
         self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
+        self.told = set[str]()
         self._handshakes: Counter[str] = Counter()  # by address
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
@@ -225,7 +231,9 @@ class Listener:
         peer = stream.receiver_cloud if here else stream.sender_cloud
         with self._changed:
             self._awaited[key] = wake
-            self._changed.wait_for(lambda: key in self._arrived, timeout_s)
+            self._changed.wait_for(
+                lambda: key in self._arrived or self._attempts.has_begun_again(peer), timeout_s
+            )
             self._attempts.check(peer)
             if key not in self._arrived:
                 raise LineDown(f"{peer} has not dialled")
@@ -313,6 +321,8 @@ class Listener:
                 return
         tls.settimeout(HELLO_S)
         tls.sendall(encode_refusal(reason))
+        if reason is Refusal.EARLIER_ATTEMPT:
+            self.told.add(cloud)
         raise LineDown(f"{cloud} is refused for {stream}: {reason.name.lower()}")
 
     def _refusal_of(self, hello: Hello, cloud: str) -> Refusal | None:
@@ -326,6 +336,7 @@ class Listener:
         try:
             self._attempts.note(cloud, hello.attempt)
         except LinkClosed:
+            self._changed.notify_all()
             return Refusal.NOT_YET
         return None if is_awaited else Refusal.NOT_YET
 
