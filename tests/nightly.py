@@ -20,12 +20,12 @@ def first_daily(values: Sequence[Any], count: int) -> list[ParameterSet]:
     ]
 
 
-def each_once(*axes: Sequence[Any]) -> list[ParameterSet]:
+def each_once(*axes: Sequence[Any], count: int | None = None) -> list[ParameterSet]:
     """For pytest.mark.parametrize, all combinations of some values: as many as it takes to have
-    every value once, the others nightly."""
+    every value once, or the first `count` of these, and the others nightly."""
     axes = tuple([*axis] for axis in axes)
     places = [range(len(axis)) for axis in axes]
-    daily = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
+    daily = {tuple(i % len(axis) for axis in axes) for i in range(count or max(map(len, axes)))}
     return [
         pytest.param(
             *(axis[place] for axis, place in zip(axes, row, strict=True)),

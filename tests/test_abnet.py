@@ -212,6 +212,8 @@ def decoding_by(stages: list[Any], decoding: Search) -> None:
     last.settings = dataclasses.replace(last.settings, decoding=decoding)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_decoding_with_cache_equals_decoding_without(half_trained: list[Any]) -> None:
     """A beam of one decodes as greedy does."""
     stages, greedy = half_trained, Greedy()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.channels import same_state, stored
 from tests.configs import build
+from tests.nightly import first_daily
 from tests.pipelines import in_threads
 from tests.plan_pieces import BOTH_WAYS, WAYS
 from tests.trainers import LAYOUTS, Rank, ranks
@@ -93,7 +94,7 @@ def train(made: Sequence[Rank], first: int, last: int) -> list[list[tuple[float 
     return in_threads([lambda r=rank: one(r) for rank in made])
 
 
-@pytest.mark.parametrize("name", ["three clouds", "lanes"])
+@pytest.mark.parametrize("name", first_daily(["lanes", "three clouds"], 1))
 def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     phases = {"a": Phase(3, NONE), "b": Phase(7, INT4), "c": Phase(None, NONE)}
     expected = train(ranks(LAYOUTS[name], TRAINING, Phased(**phases)), 1, 12)
@@ -136,7 +137,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
         assert all(same_state([a], [b]) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["three clouds", "lanes"])
+@pytest.mark.parametrize("name", first_daily(["three clouds", "lanes"], 1))
 def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     fixed = train(ranks(LAYOUTS[name], TRAINING, NONE), 1, 12)
     schedules = [GPipe(2), GPipe(8), OneForwardOneBackward(4, 3)]

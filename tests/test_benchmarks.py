@@ -159,6 +159,8 @@ def test_the_all_reduce_of_a_ring() -> None:
     assert inside.all_reduce_s(1e9, 2) == pytest.approx(0.1 + 2e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_scaling_is_bound_by_the_all_reduce_or_by_too_few_producers() -> None:
     inside = Inside(8e9, ranks_per_machine=8, machine_bits_per_s=8e12)
     consumer = SimulatedCloud(8, 1.0, gradient_bytes=4e8, inside=inside)

@@ -48,7 +48,13 @@ def trained(folder: Path, **settings: Any) -> CausalLM:
     return CausalLM(checkpoint=str(folder), **({"lora": Lora(r=2)} | settings))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+UNLIKE_FIRST = first_daily(
+    sorted(KINDS, key=lambda kind: kind not in ("llama", "gemma3_text", "gpt2", "qwen3_moe")),
+    count=4,
+)
+
+
+@pytest.mark.parametrize("kind", UNLIKE_FIRST)
 def test_the_cut_model_is_the_model_of_transformers(tmp_path: Path, kind: str) -> None:
     """Samples of unequal lengths: their padding changes nothing."""
     network = saved(kind, tmp_path)
@@ -59,7 +65,7 @@ def test_the_cut_model_is_the_model_of_transformers(tmp_path: Path, kind: str) -
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNLIKE_FIRST)
 def test_nothing_leaks_between_the_documents_of_a_sample(tmp_path: Path, kind: str) -> None:
     """The loss of packed documents is that of each one alone."""
     network = saved(kind, tmp_path)

@@ -171,7 +171,7 @@ def test_the_page_shows_the_table() -> None:
     assert "\n".join(lines) in page
 
 
-@pytest.mark.parametrize("column", first_daily(STRATEGIES, 2))
+@pytest.mark.parametrize("column", first_daily(STRATEGIES, 1))
 def test_what_moves_nothing_leaves_the_same_bits(column: str, tmp_path: Path) -> None:
     attempt(tmp_path, two(column)).train(5)
     second = attempt(tmp_path, two(column), cluster__clouds__a__slowdown="3")
@@ -201,7 +201,7 @@ def test_another_compression_forgets_what_the_old_one_remembers_and_nothing_else
     second.train()
 
 
-@pytest.mark.parametrize("column", ["pipeline", "data parallel"])
+@pytest.mark.parametrize("column", first_daily(["pipeline", "data parallel"], 1))
 def test_other_lanes_take_over_weights_and_moments(column: str, tmp_path: Path) -> None:
     attempt(tmp_path, two(column)).train(5)
     second = attempt(tmp_path, more_lanes(column), cluster__clouds="two lanes")

@@ -20,7 +20,7 @@ from tests.attempts import (
     whole,
 )
 from tests.channels import same_state
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from xcloud.comm.state import State
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
@@ -152,8 +152,9 @@ def limited(cloud_ranks: int = 1, **limit: Any) -> Shape:
     return Shape(ClusterLayout(clouds), GPipe(4), strategy=strategy)
 
 
-@pytest.mark.parametrize("cloud_ranks", [1, 2])
-@pytest.mark.parametrize("limit", [{"max_tokens": 4}, {"max_s": 1e-9}], ids=repr)
+@pytest.mark.parametrize(
+    ("cloud_ranks", "limit"), each_once([1, 2], [{"max_tokens": 4}, {"max_s": 1e-9}])
+)
 def test_clouds_that_leave_out_steps_save_after_them_too(
     limit: dict[str, Any], cloud_ranks: int, tmp_path: Path
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_replica_that_hears_too_late_how_often_to_save_costs_one_checkpoint(
     assert attempt.folder.steps() == attempt.folder.agreed_steps() == [9]
 
 
-@pytest.mark.parametrize("shape", STRATEGIES)
+@pytest.mark.parametrize("shape", first_daily(STRATEGIES, count=1))
 def test_the_last_step_is_saved_however_short_the_run(shape: str, tmp_path: Path) -> None:
     first = Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"]), Checkpoints())
     first.train()

@@ -358,6 +358,8 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
             reproduce.main(["front", *given, "--out", str(folder)])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_row_goes_on_from_its_checkpoint(
     tmp_path: Path, processes: FakeProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:

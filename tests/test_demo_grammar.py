@@ -92,6 +92,8 @@ def test_english_follows_from_spanish_and_sentences_are_whole() -> None:
         assert not re.search(r"\b[Aa] [aeio]", en), en
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_vocabulary_is_a_few_thousand_forms_and_lengths_are_bounded() -> None:
     found = pairs(10_000, seed=7)
     forms = [{w for p in found for w in re.findall(r"\w+", p[i].lower())} for i in (0, 1)]

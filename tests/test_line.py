@@ -29,6 +29,7 @@ from tests.line_links import (
     listener,
     stream,
 )
+from tests.nightly import NIGHTLY
 from tests.owners import CLOUDS, copy_keys, folder_of_keys, keys_of
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
@@ -113,7 +114,9 @@ def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool)
         ends.close()
 
 
-@pytest.mark.parametrize(("num_connections", "out_listens"), [(1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_connections", "out_listens"), [(1, True), pytest.param(3, False, marks=NIGHTLY)]
+)
 def test_fifty_cuts_change_no_byte(num_connections: int, out_listens: bool) -> None:
     cut_often(50, seed=1, num_connections=num_connections, out_listens=out_listens)
 

@@ -123,6 +123,8 @@ def test_a_step_sends_what_all_links_to_other_clouds_carried_since_the_last() ->
     assert again["sent"] == {"forward": 0, "backward": 0, "other": 0}
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_split_is_gathered_sample_by_sample_without_copying_the_rest() -> None:
     """In time that grows with its square, this takes longer than a test may."""
     mine = {ident: [ident % 7] * 24 for ident in range(100_000)}

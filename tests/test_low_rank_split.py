@@ -148,10 +148,7 @@ def test_the_network_is_the_same_in_two_stages_and_in_three(tmp_path: Path, way:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    [
-        way if way in ("svd", "pca") else pytest.param(way, marks=pytest.mark.nightly)
-        for way in WAYS
-    ],
+    [way if way == "svd" else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS],
 )
 def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     stages = build(model(pooling="mean", **WAYS[way]), 3, where(tmp_path))

@@ -336,8 +336,9 @@ class EqualRows(BatchPlan):
         return 4 * torch.arange(self.batch_size)
 
 
-@pytest.mark.parametrize("num_micro_batches", [3, 4, 5, 8])
-@pytest.mark.parametrize("merge", [*BOUNDED, NormBound(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    ("num_micro_batches", "merge"), each_once([3, 4, 5, 8], [*BOUNDED, NormBound(1.0)])
+)
 def test_equal_samples_give_the_gradient_and_the_loss_of_the_sum(
     merge: Robust, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,8 @@ def test_what_is_computed_is_changed_and_annotations_and_texts_are_not(
     }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_mutations_are_drawn_by_seed_and_room_and_can_be_compiled() -> None:
     chosen = drawn(40, 3, ["comm", "net"])
     assert chosen == drawn(40, 3, ["comm", "net"]) != drawn(40, 4, ["comm", "net"])

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import runs
+from tests.nightly import NIGHTLY
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import losses, no_workers, read, started, wait_for, weights
 from xcloud.base.errors import ConfigError, RunFailed
@@ -73,7 +74,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("clouds", "other"), [(TWO, "local"), (WIDE, "one_cloud")], ids=["1+1 to 1", "2+1 to 2"]
+    ("clouds", "other"),
+    [(TWO, "local"), pytest.param(WIDE, "one_cloud", marks=NIGHTLY)],
+    ids=["1+1 to 1", "2+1 to 2"],
 )
 def test_clouds_train_the_same_bits_as_one(
     clouds: dict[str, object],

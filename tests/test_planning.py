@@ -133,6 +133,8 @@ def test_apply_takes_a_compressor_where_the_search_names_it(tmp_path: Path) -> N
     assert chosen.schedule == configs.Settings.of(config).job.schedule
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path) -> None:
     """Without measuring: the costs come from a file."""
     config = composed("+exp=lora_clm", "plan=apply", "cluster/wan=free", "compression=none")

@@ -730,7 +730,7 @@ def test_a_child_finds_the_users_own_modules_of_the_checkout(tmp_path: Path) -> 
     assert "-P" in command
 
 
-@pytest.mark.parametrize("exp", ["abnet_iwslt", "electra_multilingual"])
+@pytest.mark.parametrize("exp", first_daily(["abnet_iwslt", "electra_multilingual"], 1))
 def test_a_strict_policy_allows_this_experiment_and_no_other(
     exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nightly import first_daily
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import pretraining
@@ -94,7 +95,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kept", [{}, {"max_epochs": 50}], ids=["last", "best"])
+@pytest.mark.parametrize("kept", first_daily([{}, {"max_epochs": 50}], 1), ids=["last", "best"])
 def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, int]
 ) -> None:

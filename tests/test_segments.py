@@ -73,6 +73,8 @@ def test_events_that_are_read_one_by_one_are_not_lost_between(tmp_path: Path) ->
     assert first + numbers(reader) == list(range(20))
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reader_keeps_up_with_a_writer_that_does_not_wait_for_it(tmp_path: Path) -> None:
     path, found, is_done = tmp_path / EVENTS_FILE, [], threading.Event()
 

@@ -330,6 +330,8 @@ def test_the_simulator_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_work_grows_with_actions_not_with_ranks_squared() -> None:
     """4,096 ranks and 256 micro-batches: 16 times the ranks that get work must not be 16 times
     slower. Counted, not timed: operations and messages are those of the actions."""

@@ -345,6 +345,8 @@ def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Pat
     assert "0 of 1" in printed(results)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("pictures")
 def test_report_compares_two_sweeps(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -379,6 +381,8 @@ def test_a_run_whose_score_is_not_finite_is_named(tmp_path: Path) -> None:
     assert "Means leave out runs whose score is not finite: none s2." in remarks
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("pictures")
 def test_a_sweep_is_pages_without_a_server(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

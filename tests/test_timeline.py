@@ -195,6 +195,7 @@ def assert_messages_fit(found: Timeline) -> None:
             assert flight.until_us + 2900 < flight.arrived_us <= waited.until_us
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_failed_run_leaves_the_pictures_of_the_steps_it_made(tmp_path: Path) -> None:
     config = toy_config("two_clouds")
