@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.batch_plan import cut
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.pipeline import InFlight, Pipeline
 from xcloud.pipeline.schedule import GPipe, Schedule
 
 IDS = torch.arange(12)
@@ -118,6 +120,26 @@ def test_the_gradient_leaves_before_those_of_the_weights_are_computed() -> None:
     assert weight.grad is not None
     # Stage 0 is done with its backward, stage 1 with its weights,.
     assert done == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_a_gradient_that_came_back_goes_on_as_torch_takes_it_and_imports_no_sympy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sympy takes half a second of CPU in the first update of a run, also of one that restarts."""
+    weight = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    gradients = [torch.randn(2, 4), torch.randn(2, 4)]
+    inputs = torch.randn(2, 3)
+
+    def outputs() -> list[torch.Tensor]:
+        hidden = inputs @ weight.float()
+        return [hidden.sin(), hidden * hidden]
+
+    torch.autograd.backward(outputs(), gradients)
+    expected, weight.grad = weight.grad, None
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    InFlight({}, None, None, None, weights=None).backward(outputs(), gradients)
+    assert expected is not None and weight.grad is not None
+    assert torch.equal(weight.grad, expected)
 
 
 def test_gradients_are_those_of_the_whole_batch_at_once() -> None:
