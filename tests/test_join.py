@@ -25,7 +25,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import Settings
-from xcloud.launch.join import main
+from xcloud.launch.join import Machine, main
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.layout import Cloud, ClusterLayout, host_and_port
 from xcloud.line import transport
@@ -97,6 +97,59 @@ def test_of_two_clouds_the_one_with_an_address_listens() -> None:
     with pytest.raises(ConfigError, match="65534 to 65536"):
         clouds["b"] = Cloud(num_ranks=3, address="b.example:65534")
         ClusterLayout(clouds, "sealed")
+
+
+def test_each_machine_of_a_cloud_has_an_address_and_as_many_ranks() -> None:
+    clouds = {"a": Cloud(), "b": Cloud(num_ranks=4, address=["h1:7000", "[::1]:9000"])}
+    two = ClusterLayout(clouds, "sealed")
+    found = [two.address_of(rank) for rank in range(5)]
+    assert found == [None, ("h1", 7000), ("h1", 7001), ("::1", 9000), ("::1", 9001)]
+    assert Machine(0, 2).ranks_of(two, "b") == (1, 2)
+    assert Machine(1, 2).ranks_of(two, "b") == (3, 4)
+    with pytest.raises(ConfigError, match="address names 2 machines, and --nnodes is 4"):
+        Machine(1, 4).ranks_of(two, "b")
+    with pytest.raises(ConfigError, match=r"b\.address: 3 ranks cannot be dealt evenly to 2 mach"):
+        ClusterLayout(
+            {**clouds, "b": Cloud(num_ranks=3, address=["h1:7000", "h2:7000"])}, "sealed"
+        )
+    with pytest.raises(ConfigError, match="--nnodes: 1 ranks cannot be dealt evenly to 2"):
+        Machine(0, 2).ranks_of(two, "a")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("spans", CLOUDS)
+def test_a_cloud_of_two_machines_trains_as_one_machine_does_also_after_one_was_killed(
+    spans: str, tmp_path: Path
+) -> None:
+    """cloud_b listens."""
+    more = ["training.max_steps=200", "training.checkpoint.every_steps=20", *TWO_RANKS]
+    ports = [20_000 + free_port() % 10_000 for _ in range(2)]
+    where = f"127.0.0.1:{ports[0]}"
+    if spans == "cloud_b":
+        where = f"[127.0.0.1:{ports[0]},127.0.0.2:{ports[1]}]"
+    owners = TwoOwners(tmp_path, [f"+cluster.clouds.cloud_b.address={where}", *more])
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    [other] = {*CLOUDS} - {spans}
+    commands = [owners.start(other), owners.start(spans, *meet)]
+    second = tmp_path / "second"
+    commands.append(owners.start(spans, *meet, "--node-rank", "1", "--run-dir", str(second)))
+
+    folder = CheckpointSteps(second)
+    wait_for(lambda: len(folder.agreed_steps()) > 1, 120)
+    rank = 2 * CLOUDS.index(spans) + 1
+    os.kill(json.loads(state_file(second, rank).read_text())["pid"], signal.SIGKILL)
+    codes = [process.wait(240) for process in commands]
+    said = owners.said("cloud_a") + owners.said("cloud_b")
+    assert codes == [0, 0, 0], said
+    assert "all ranks start again from step" in said
+    start(tmp_path / "gloo", toy_config("two_clouds", more))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
+    expected = weights(tmp_path / "gloo")
+    for run_dir in (*map(owners.run_dir, CLOUDS), second):
+        for name, value in weights(run_dir).items():
+            assert torch.equal(expected.pop(name), value), name
+    assert not expected
 
 
 def test_ranks_of_one_owner_meet_over_gloo_and_those_of_two_over_a_line(
@@ -320,11 +373,11 @@ def test_what_is_wrong_with_a_certificate_is_said_before_anything_starts(
     assert f"the certificate of cloud_b, {own}/cloud_b.pem, has expired" in refused()
 
 
-def test_sealed_lines_are_started_by_each_owner_on_one_machine(
+def test_sealed_lines_are_started_by_each_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_b")])
-    said = "all on one machine: python -m xcloud join FILE --cloud NAME"
+    said = "of their own cloud: python -m xcloud join FILE --cloud NAME"
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / "run", config)
     file = tmp_path / "experiment.yaml"

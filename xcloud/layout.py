@@ -191,6 +191,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def check_machines(num_ranks: int, num_machines: int, where: str) -> None:
+    """Raise ConfigError unless each machine of a cloud gets as many of its ranks. where: the
+    setting that says how many machines there are."""
+    if num_ranks % num_machines:
+        raise ConfigError(
+            f"{where}: {num_ranks} ranks cannot be dealt evenly to {num_machines} machines"
+        )
+
+
 def num_ranks_in_words(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
@@ -211,7 +220,8 @@ class Cloud:
     one_stage_per_rank: assign each rank to one stage instead of all; num_ranks is then a multiple
         of the number of stages.
     address: HOST:PORT at which other owners' clouds reach this one's first rank, the next rank at
-        PORT + 1 and so on (cluster/wan=sealed). A cloud without one dials the others.
+        PORT + 1 and so on (cluster/wan=sealed). A list where the cloud has several machines: of
+        the first rank on each. A cloud without one dials the others.
     """
 
     num_ranks: Positive = 1
@@ -221,11 +231,18 @@ class Cloud:
     slowdown: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     shard: bool = False
     replica: NotNegative = 0
-    address: str | None = None
+    address: str | Annotated[Sequence[str], Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of all its machines; none where it dials."""
+        if self.address is None:
+            return ()
+        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
 
 
 @dataclass(frozen=True)
@@ -276,39 +293,43 @@ class ClusterLayout(Layout):
     def address_of(self, rank: int) -> tuple[str, int] | None:
         """Return the host and port at which this rank listens for other clouds; None where its
         cloud has no address."""
-        cloud = self.cloud_of(rank)
-        address: str | None = self.clouds[cloud].address
-        if address is None:
+        name = self.cloud_of(rank)
+        cloud = self.clouds[name]
+        if not cloud.addresses:
             return None
-        host, port = host_and_port(address)
-        return host, port + rank - self.ranks_in(cloud)[0]
+        ranks_a_machine = cloud.num_ranks // len(cloud.addresses)
+        machine, number = divmod(rank - self.ranks_in(name)[0], ranks_a_machine)
+        host, port = host_and_port(cloud.addresses[machine])
+        return host, port + number
 
     def listener_of(self, here: str, there: str) -> str:
         """Return which of two clouds listens, while the other dials: the one with an address, of
         two with one the first in cluster.clouds."""
         named = [name for name in self.clouds if name in (here, there)]
-        return next((name for name in named if self.clouds[name].address is not None), named[0])
+        return next((name for name in named if self.clouds[name].addresses), named[0])
 
     def _check_addresses(self) -> None:
         """Raise ConfigError for an address that cannot be, and for settings without meaning where
         clouds have several owners."""
-        given = {name: cloud.address for name, cloud in self.clouds.items() if cloud.address}
-        for name, address in given.items():
+        given = {name: cloud.addresses for name, cloud in self.clouds.items() if cloud.addresses}
+        for name, addresses in given.items():
             where = f"cluster.clouds.{name}.address"
             if self.wan != "sealed":
                 raise ConfigError(f"{where} is for sealed lines: set cluster/wan=sealed")
-            try:
-                _, port = host_and_port(address)
-            except ValueError:
-                raise ConfigError(
-                    f"{where} is {address!r}, but must be HOST:PORT, such as 192.0.2.7:7000"
-                ) from None
-            last = port + self.clouds[name].num_ranks - 1
-            if last > _MAX_PORT:
-                raise ConfigError(
-                    f"{where}: its ranks listen at ports {port} to {last}, of which the highest "
-                    f"may be {_MAX_PORT}"
-                )
+            check_machines(self.clouds[name].num_ranks, num_machines=len(addresses), where=where)
+            for address in addresses:
+                try:
+                    _, port = host_and_port(address)
+                except ValueError:
+                    raise ConfigError(
+                        f"{where} is {address!r}, but must be HOST:PORT, such as 192.0.2.7:7000"
+                    ) from None
+                last = port + self.clouds[name].num_ranks // len(addresses) - 1
+                if last > _MAX_PORT:
+                    raise ConfigError(
+                        f"{where}: its ranks listen at ports {port} to {last}, of which the "
+                        f"highest may be {_MAX_PORT}"
+                    )
         if not self.is_sealed:
             return
         if not self.crosses_clouds:
@@ -334,7 +355,7 @@ class ClusterLayout(Layout):
         if self.wan != "sealed":
             return
         for here, there in self.lines:
-            if self.clouds[here].address is None and self.clouds[there].address is None:
+            if not (self.clouds[here].addresses or self.clouds[there].addresses):
                 raise ConfigError(
                     f"there is a line between clouds {here!r} and {there!r}, so one of them must "
                     f"say where the other reaches it: cluster.clouds.{here}.address=HOST:PORT"

@@ -148,7 +148,7 @@ def own_facts(digest: str) -> Facts:
 def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Finding]:
     peer = trial.peer
     name = f"line to {peer}"
-    where = case.layout.clouds[peer if trial.dials else case.cloud].address
+    where = case.layout.clouds[peer if trial.dials else case.cloud].addresses[0]
     fact = f"this cloud dials {where}" if trial.dials else f"{peer} dials {where}"
     if trial.measured is None:
         reason = trial.reason

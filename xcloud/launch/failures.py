@@ -21,8 +21,8 @@ from xcloud.net.rendezvous import Ending
 from xcloud.record.files import error_file, failure_of, state_file
 
 START_EACH_CLOUD = (
-    "each owner starts the ranks of their own cloud, all on one machine: python -m xcloud join "
-    "FILE --cloud NAME (docs/several-machines.md)"
+    "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
+    "(docs/several-machines.md)"
 )
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first

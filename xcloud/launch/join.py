@@ -1,5 +1,5 @@
 """`python -m xcloud join`: start the ranks of one cloud of a run whose other clouds have other
-owners, all of them on this machine."""
+owners: all of them, or those of one of the cloud's machines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import MODEL_DIR
@@ -29,7 +30,7 @@ from xcloud.launch.local import StopSignals, run_in_owned, train
 from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.launch.several_machines import check_unfinished, cloud_meant
-from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.layout import ClusterLayout, check_machines, host_and_port
 from xcloud.line.mailbox import Mailbox
 from xcloud.line.transport import SealedLines
 from xcloud.net.link_end import ignore
@@ -38,8 +39,38 @@ from xcloud.record.files import forget_launcher, has_events
 AGAIN = "give the same command in every cloud"
 
 
+class Machine(NamedTuple):
+    """A machine among those of its cloud.
+
+    number: counted from 0.
+    meet_at: HOST:PORT of the first of them, where their ranks find each other; None for a cloud
+        on one machine.
+    """
+
+    number: int = 0
+    num_machines: int = 1
+    meet_at: str | None = None
+
+    def ranks_of(self, layout: ClusterLayout, cloud: str) -> tuple[int, ...]:
+        """Return the cloud's ranks on this machine. Raises ConfigError unless each machine gets
+        as many, and has an address where the cloud gives several."""
+        ranks = layout.ranks_in(cloud)
+        addresses = layout.clouds[cloud].addresses
+        if len(addresses) > 1 and len(addresses) != self.num_machines:
+            raise ConfigError(
+                f"cluster.clouds.{cloud}.address names {len(addresses)} machines, and --nnodes "
+                f"is {self.num_machines}"
+            )
+        check_machines(len(ranks), num_machines=self.num_machines, where="--nnodes")
+        count = len(ranks) // self.num_machines
+        return ranks[self.number * count : (self.number + 1) * count]
+
+
+ALONE = Machine()
+
+
 class CloudRanks(LocalRanks):
-    """The worker processes of one cloud of a run.
+    """The worker processes of one cloud of a run, on one machine.
 
     listen: see JoinedProcess.
     more_words: of the command of each rank.
@@ -51,12 +82,13 @@ class CloudRanks(LocalRanks):
         run_dir: Path,
         file: Path,
         cloud: str,
+        machine: Machine,
         listen: str | None,
         more_words: Sequence[str],
     ) -> None:
         layout = job.cluster
         assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
-        ranks = layout.ranks_in(cloud)
+        ranks = machine.ranks_of(layout, cloud)
         super().__init__(
             run_dir,
             [cloud] * len(ranks),
@@ -65,6 +97,7 @@ class CloudRanks(LocalRanks):
             first_rank=ranks[0],
         )
         self._layout = layout
+        self._machine = machine
         self._listen = listen
         self._more_words = more_words
         self._attempt = 0
@@ -74,7 +107,8 @@ class CloudRanks(LocalRanks):
         # The others tell attempts of this cloud apart by it.
         self._attempt = max(self._attempt + 1, int(time.time()))
         super().start()
-        if is_restart and not isinstance(self._layout.wan, Mailbox):
+        has_first = self._machine.number == 0  # which alone speaks for the cloud
+        if is_restart and has_first and not isinstance(self._layout.wan, Mailbox):
             threading.Thread(target=self._tell_other_clouds, daemon=True).start()
 
     def _tell_other_clouds(self) -> None:
@@ -92,7 +126,15 @@ class CloudRanks(LocalRanks):
         own = ["--attempt", str(self._attempt), "--run-dir", str(self.run_dir)]
         if self._listen is not None:
             own += ["--listen", self._listen]
+        if self._machine.meet_at is not None:
+            own += ["--meet-at", self._machine.meet_at]
         return [*super().words_of(rank), *own, *self._more_words]
+
+    @property
+    def interface(self) -> dict[str, str]:
+        if self._machine.meet_at is None:
+            return super().interface
+        return {}  # the one that faces the first machine, or what the shell has set
 
     def speaks(self, rank: int) -> bool:
         return rank == self.ranks[0]
@@ -111,9 +153,14 @@ def main(words: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--listen", metavar="HOST:PORT",
-        help="where the first rank listens, if not at the address of this cloud that the others "
-        "dial: behind an ingress or a translation of addresses",
+        help="where the first rank here listens, if not at the address of this cloud that the "
+        "others dial: behind an ingress or a translation of addresses",
     )  # fmt: skip
+    several = parser.add_argument_group("a cloud of several machines, in torchrun's words")
+    several.add_argument("--nnodes", type=int, default=1, help="how many machines it has")
+    several.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    several.add_argument("--master-addr", help="address of the first one, for the others")
+    several.add_argument("--master-port", type=int, default=29500, help="a free port there")
     arguments = parser.parse_args(words)
     file: Path = arguments.experiment
     cloud = cloud_meant(arguments.cloud, me=this_clouds_policy().me)
@@ -125,9 +172,28 @@ def main(words: Sequence[str]) -> int:
             host_and_port(arguments.listen)
         except ValueError:
             raise ConfigError(f"--listen must be HOST:PORT, got {arguments.listen}") from None
+    machine = ALONE
+    if arguments.nnodes != 1:
+        if arguments.master_addr is None or not 0 <= arguments.node_rank < arguments.nnodes:
+            raise ConfigError(
+                "a cloud of several machines needs --nnodes, --master-addr with the address of "
+                "the first one, and on each another --node-rank, from 0"
+            )
+        host = arguments.master_addr
+        host = f"[{host}]" if ":" in host else host
+        machine = Machine(
+            arguments.node_rank, arguments.nnodes, meet_at=f"{host}:{arguments.master_port}"
+        )
     run_dir = arguments.run_dir or Path("runs") / f"{file.stem}-{cloud}"
     try:
-        join(file, run_dir.resolve(), cloud=cloud, listen=arguments.listen, more_words=more)
+        join(
+            file,
+            run_dir.resolve(),
+            cloud=cloud,
+            machine=machine,
+            listen=arguments.listen,
+            more_words=more,
+        )
     except RunStopped as stopped:
         say(f"xcloud: {stopped or AGAIN}", error=True)
         return EXIT_START_AGAIN
@@ -138,10 +204,11 @@ def join(
     file: Path,
     run_dir: Path,
     cloud: str,
+    machine: Machine = ALONE,
     listen: str | None = None,
     more_words: Sequence[str] = (),
 ) -> None:
-    """Run the ranks of one cloud to the end of the run.
+    """Run the ranks of one cloud, those on this machine, to the end of the run.
 
     listen, more_words: see CloudRanks.
 
@@ -156,17 +223,19 @@ def join(
             "write it with cluster/wan=sealed, or with cluster/wan=mailbox"
         )
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
-    first = layout.ranks_in(cloud)[0]
+    ranks = machine.ranks_of(layout, cloud)
     check_peers(layout, cloud=cloud)
     if layout.clouds[cloud].device == "cuda":
         check_gpu(cloud)
-    ranks_of = partial(CloudRanks, cloud=cloud, listen=listen, more_words=more_words)
+    ranks_of = partial(
+        CloudRanks, cloud=cloud, machine=machine, listen=listen, more_words=more_words
+    )
     with owned(run_dir):
         check_unfinished(job, run_dir=run_dir)
-        say(_lines_in_words(layout, cloud=cloud))
+        say(_lines_in_words(layout, cloud=cloud, ranks=ranks))
         if listen is not None:
             say(labels_in_words(layout, cloud=cloud))
-        if first == 0:
+        if ranks[0] == 0:
             run_in_owned(
                 settings,
                 run_dir=run_dir,
@@ -182,7 +251,7 @@ def join(
 
 
 def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
-    """Run the ranks of a cloud other than the first one, which keeps the record of the run."""
+    """Run ranks without the first one of the run, whose machine keeps the record of the run."""
     job = settings.job
     settings.write(run_dir / EXPERIMENT_FILE)
     say(job.headline)
@@ -207,18 +276,19 @@ def labels_in_words(layout: ClusterLayout, cloud: str) -> str:
     return f"names in the TLS hello, for an ingress: {names}"
 
 
-def _lines_in_words(layout: ClusterLayout, cloud: str) -> str:
-    """Say to which clouds this one has a line, and which end of it dials."""
+def _lines_in_words(layout: ClusterLayout, cloud: str, ranks: Sequence[int]) -> str:
+    """Say to which clouds this one has a line, and which end of it dials. ranks: of this
+    machine."""
     if isinstance(layout.wan, Mailbox):
         return f"cloud {cloud}: the mailbox {layout.wan.url}"
     texts = []
     for there in layout.lines_of(cloud):
         if layout.listener_of(cloud, there=there) == cloud:
-            ports = [
-                address[1] for r in layout.ranks_in(cloud) if (address := layout.address_of(r))
-            ]
+            ports = [address[1] for r in ranks if (address := layout.address_of(r))]
             where = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             texts.append(f"{there} dials {where} here")
         else:
-            texts.append(f"this cloud dials {there} at {layout.clouds[there].address}")
+            texts.append(
+                f"this cloud dials {there} at {', '.join(layout.clouds[there].addresses)}"
+            )
     return f"cloud {cloud}: {'; '.join(texts)}"

@@ -6,17 +6,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.terminal import say
 from xcloud.job.config import Settings, this_clouds_keys
 from xcloud.job.job import Job
+from xcloud.launch.failures import failed
 from xcloud.launch.own_progress import OwnProgress
 from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import ClusterLayout, host_and_port
@@ -31,33 +32,54 @@ from xcloud.line.transport import (
     SealedRendezvous,
     SealedTransport,
 )
+from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.transport import Rendezvous, Transport, rendezvous_store
-from xcloud.rank.agreement import Verdict
+from xcloud.rank.agreement import Verdict, rank_name
+from xcloud.rank.restarts import store_of_machines
 from xcloud.rank.role import Role
+
+_ATTEMPT = "attempt of the line"
 
 
 class JoinedProcess(RankProcess):
     """A rank that `xcloud join` has started in one cloud.
 
-    attempt: a number of this beginning of the cloud.
-    listen: HOST:PORT where the cloud's first rank listens, if that is not its address.
-    is_first_here: whether it is the first rank of the cloud, which says how it goes.
+    attempt: a number of this beginning of the cloud, by the first rank's machine.
+    listen: HOST:PORT where the first rank of this machine listens, if that is not its address.
+    meet_at: HOST:PORT of the cloud's first machine, where the cloud has several.
+    is_first_here: whether it is the first rank of its machine, which says how it goes.
     """
 
     crosses_owners = True
 
     def __init__(
-        self, file: Path, run_dir: Path, rank: int, attempt: int, listen: str | None
+        self,
+        file: Path,
+        run_dir: Path,
+        rank: int,
+        attempt: int,
+        listen: str | None,
+        meet_at: str | None,
     ) -> None:
         self.is_first_here = os.environ["LOCAL_RANK"] == "0"
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         self._attempt = attempt
         self._listen = listen
+        self._meet_at = meet_at
+        self._detector: FailureDetector | None = None
         self._lines: OwnersLines | None = None
 
     def rendezvous(self, job: Job) -> Rendezvous:
         layout = job.cluster
         assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+        mates = layout.ranks_in(layout.cloud_of(self.rank))
+        store: Store
+        if len(mates) == 1:
+            store = HashStore()
+        elif self._meet_at is None:
+            store = rendezvous_store(self.run_dir)
+        else:
+            store = self._meet(job, self._meet_at, mates)
         place = place_of(layout, rank=self.rank, attempt=self._attempt, listen=self._listen)
         keys = this_clouds_keys()
         lines: OwnersLines
@@ -68,7 +90,6 @@ class JoinedProcess(RankProcess):
         self._lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon
-        store = rendezvous_store(self.run_dir) if len(place.mates) > 1 else HashStore()
         return SealedRendezvous(
             rank=self.rank,
             num_ranks=layout.num_ranks,
@@ -76,6 +97,38 @@ class JoinedProcess(RankProcess):
             within_s=place.first_within_s,
             lines=lines,
         )
+
+    def _meet(self, job: Job, meet_at: str, mates: Sequence[int]) -> Store:
+        """Meet this cloud's ranks on other machines. Return their store."""
+        host, port = host_and_port(meet_at)
+        place = mates.index(self.rank)
+        self._detector = FailureDetector(
+            rank=place,
+            num_ranks=len(mates),
+            liveness=job.cluster.liveness,
+            name_of=lambda mate: rank_name(job, mates[mate]),
+            on_lost=self._end_alone,
+        )
+        store = store_of_machines(
+            host,
+            port=port,
+            rank=place,
+            num_ranks=len(mates),
+            serves=place == 0,
+            detector=self._detector,
+            within_s=job.cluster.liveness.join_within_s,
+            name_of=lambda mate: rank_name(job, mates[mate]),
+            say=self._say,
+        )
+        if place == 0:
+            store.set(_ATTEMPT, str(self._attempt))
+        self._attempt = int(store.get(_ATTEMPT))
+        return store
+
+    def _end_alone(self, error: LinkError) -> None:
+        """End the process from another thread: the main one may wait in torch for a lost rank."""
+        self.state.close(failed(error))
+        os._exit(self.fail(error))
 
     def _say(self, text: str) -> None:
         say(text if self.is_first_here else f"rank {self.rank}: {text}")
@@ -95,6 +148,8 @@ class JoinedProcess(RankProcess):
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         assert self._lines is not None, "they are there from the rendezvous on"
+        if self._detector is not None:
+            self._detector.connected(bool, final_report=final_report)
         with super().taking_part(role, final_report):
             yield
         if self.rank == 0 and isinstance(self._lines, SealedLines):  # its events need no link
@@ -102,8 +157,12 @@ class JoinedProcess(RankProcess):
                 role.reporter.event("line", **_measured(state))
             role.reporter.flush()
         self._lines.close()
+        if self._detector is not None:
+            self._detector.leave()
 
     def fail(self, error: BaseException) -> int:
+        if self._detector is not None:
+            self._detector.close()
         code = super().fail(error)
         if self._lines is not None:
             self._lines.abandon()
@@ -129,7 +188,7 @@ def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None)
     listens_at = layout.address_of(rank)
     if listen is not None:
         host, port = host_and_port(listen)
-        listens_at = host, port + rank - layout.ranks_in(layout.cloud_of(rank))[0]
+        listens_at = host, port + int(os.environ.get("LOCAL_RANK", "0"))
     clouds = {name: [cloud.num_ranks, cloud.address] for name, cloud in layout.clouds.items()}
     return SealedPlace(
         rank=rank,
@@ -159,9 +218,22 @@ def check_peers(layout: ClusterLayout, cloud: str) -> None:
 
 
 def join_rank(
-    file: Path, run_dir: Path, rank: int, attempt: int, listen: str | None, roll_back: bool
+    file: Path,
+    run_dir: Path,
+    rank: int,
+    attempt: int,
+    listen: str | None,
+    meet_at: str | None,
+    roll_back: bool,
 ) -> NoReturn:
     """Run one rank of this cloud, then end the process."""
-    process = JoinedProcess(file=file, run_dir=run_dir, rank=rank, attempt=attempt, listen=listen)
+    process = JoinedProcess(
+        file=file,
+        run_dir=run_dir,
+        rank=rank,
+        attempt=attempt,
+        listen=listen,
+        meet_at=meet_at,
+    )
     process.roll_back = roll_back
     process.main()

@@ -20,6 +20,7 @@ import psutil
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import module_paths, python_command
 from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
+from xcloud.net.addresses import INTERFACE_VARIABLE
 from xcloud.net.failure_detector import LAUNCHER, FailureDetector
 from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.net.transport import num_cores
@@ -149,12 +150,17 @@ class LocalRanks:
             **os.environ,
             "OMP_NUM_THREADS": num_threads(len(self.clouds)),
             **module_paths(),
-            # Whatever the shell has set for runs over several machines.
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            **self.interface,
             "LOCAL_RANK": str(self.ranks.index(rank)),
         }
         more = {"speaks": True} if self.speaks(rank) else {}
         return start_process(command, environment, log=self.log(rank), **more)
+
+    @property
+    def interface(self) -> dict[str, str]:
+        """Return the variable that says where gloo listens: whatever the shell has set is for runs
+        over several machines."""
+        return {INTERFACE_VARIABLE: "lo" if sys.platform == "linux" else "lo0"}
 
     def speaks(self, rank: int) -> bool:
         """Return whether this command shows what a rank prints."""

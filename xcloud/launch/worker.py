@@ -21,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
     parser.add_argument("--attempt", type=int, help="set by python -m xcloud join")
     parser.add_argument("--listen", help="set by python -m xcloud join")
+    parser.add_argument("--meet-at", help="set by python -m xcloud join")
     parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
     parser.add_argument("--run-dir", type=Path, help="where to write; needed with a file")
     parser.add_argument(
@@ -40,6 +41,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rank=arguments.rank,
             attempt=arguments.attempt,
             listen=arguments.listen,
+            meet_at=arguments.meet_at,
             roll_back=arguments.roll_back,
         )
     if arguments.rank is not None:

@@ -111,25 +111,59 @@ def rendezvous_under_torchrun(
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    address = choose_interface(host)
     if job.roster.is_elastic:
+        choose_interface(host)
         rendezvous = rendezvous_at_any_time(job, rank=rank, run_dir=run_dir)
         watch(rendezvous, detector=detector, layout=job.cluster)
         return replace(rendezvous, detector=detector)
     num_ranks = int(os.environ["WORLD_SIZE"])
     within_s = job.cluster.liveness.join_within_s
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent serves
+    store = store_of_machines(
+        host,
+        port=port,
+        rank=rank,
+        num_ranks=num_ranks,
+        serves=rank == 0 and not by_torchrun,
+        detector=detector,
+        within_s=within_s,
+        name_of=partial(rank_name, job),
+        say=say,
+    )
+    return Rendezvous(
+        rank=rank, num_ranks=num_ranks, store=store, within_s=within_s, detector=detector
+    )
+
+
+def store_of_machines(
+    host: str,
+    port: int,
+    rank: int,
+    num_ranks: int,
+    serves: bool,
+    detector: FailureDetector,
+    within_s: float,
+    name_of: Callable[[int], str],
+    say: Callable[[str], None],
+) -> Store:
+    """Return the store, for this attempt, of ranks on several machines, which watch each other
+    from here on.
+
+    rank: among these, counted from 0, as the detector counts.
+    serves: this rank is the store's server.
+    say: is told once a minute who is waited for.
+    """
+    address = choose_interface(host)
 
     def connect(timeout_s: float) -> Store:
-        store = store_at(host, port=port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
+        store = store_at(host, port=port, serves=serves, within_s=timeout_s)
         detector.why_not = Doorbell(
             store=store, rank=rank, address=address, place=f"{host}:{port}"
         ).why_not
         detector.ask(store)
         return store
 
-    name_of = partial(rank_name, job)
-    store = attempt_of(
+    return attempt_of(
         connect,
         rank=rank,
         num_ranks=num_ranks,
@@ -139,9 +173,6 @@ def rendezvous_under_torchrun(
         within_s=within_s,
         name_of=name_of,
         say=say,
-    )
-    return Rendezvous(
-        rank=rank, num_ranks=num_ranks, store=store, within_s=within_s, detector=detector
     )
 
 
