@@ -188,9 +188,13 @@ def test_epsilon_is_that_of_the_literature_and_the_library() -> None:
     assert gaussian_epsilon(0.0, 1, 1e-5) == math.inf and gaussian_epsilon(1.0, 0, 1e-5) == 0.0
     assert gaussian_epsilon(1000.0, 1, 0.1) == 0.0
     assert 1000 < gaussian_epsilon(0.01, 1, 1e-5) < 10_000  # no overflow
+    assert 4e7 < gaussian_epsilon(1.1e-4, 1, 1e-5) < 5e7
+    assert gaussian_epsilon(1e-30, 1, 1e-5) == math.inf
 
     opacus = pytest.importorskip("opacus.accountants")
     assert sampled_epsilon(1.1, 0.01, 1000, 1e-5) == pytest.approx(1.5255, abs=1e-3)
+    assert 100 < sampled_epsilon(0.05, 0.2, 100, 1e-5) < 1e6  # exactly, more than 10 minutes
+    assert sampled_epsilon(1e-30, 0.2, 100, 1e-5) > 1e6
     accountant = opacus.RDPAccountant()
     accountant.history = [(2.0, 1.0, 4)]
     bound = accountant.get_epsilon(1e-5)  # a looser one of the same thing

@@ -375,6 +375,13 @@ def max_squared_uses(batches: Iterable[Tensor]) -> int:
     return max(totals.values(), default=0)
 
 
+_MAX_MU = 1e4
+"""Beyond it epsilon is tens of millions, and its logarithms differ by less than their rounding."""
+_MAX_EXACT = 100.0
+"""Beyond it epsilon promises nothing and a bound will do: Opacus would take minutes and gigabytes
+to find it."""
+
+
 def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
     """Return the smallest epsilon of Gaussian releases.
 
@@ -394,6 +401,8 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
     from scipy.special import log_ndtr
 
     mu = math.sqrt(squared_uses) / noise
+    if mu > _MAX_MU:
+        return math.inf
 
     def failure(epsilon: float) -> float:
         # e^epsilon Phi(-x) by its logarithm: the factors overflow and vanish.
@@ -414,12 +423,16 @@ def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -
     Every sample is in each update's batch with probability `rate`, independently and in secret. By
     Opacus (PRV, arXiv:2106.02848); raises ImportError if it is not installed.
     """
-    from opacus.accountants import PRVAccountant
+    from opacus.accountants import PRVAccountant, RDPAccountant
 
     if not noise:
         return math.inf
-    accountant = PRVAccountant()
-    accountant.history = [(noise, rate, num_updates)]
-    with warnings.catch_warnings():  # of the grid on which it begins its search
+    exact = PRVAccountant()
+    bound = RDPAccountant()
+    exact.history = bound.history = [(noise, rate, num_updates)]
+    with warnings.catch_warnings():  # of the grids on which they begin their search
         warnings.simplefilter("ignore")
-        return float(accountant.get_epsilon(delta))
+        epsilon = float(bound.get_epsilon(delta))
+        if epsilon > _MAX_EXACT:
+            return epsilon
+        return float(exact.get_epsilon(delta))
