@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from xcloud.line.keys import LineKeys, make_key, read_line_keys
 
 @cache
 def folder_of_keys() -> Path:
-    """Return a folder with the keys of cloud_a, cloud_b and cloud_c."""
+    """Return a folder with the keys of all clouds."""
     folder = tempfile.TemporaryDirectory(prefix="xcloud-keys-")
     _FOLDERS.append(folder)
-    for name in ("cloud_a", "cloud_b", "cloud_c"):
+    for name in ("cloud_a", "cloud_b", "cloud_c", "cloud_d", "owner", "other"):
         make_key(name, Path(folder.name))
     return Path(folder.name)
 
@@ -46,8 +46,8 @@ def copy_keys(folder: Path) -> Path:
 CLOUDS = ("cloud_a", "cloud_b")
 
 
-class TwoOwners:
-    """A run of two clouds, each started by a command of its own."""
+class Owners:
+    """A run of several clouds, each of another owner and started by a command of its own."""
 
     def __init__(
         self,
@@ -55,10 +55,13 @@ class TwoOwners:
         overrides: Sequence[str] = (),
         changed: dict[str, Any] | None = None,
         mailbox: Path | None = None,
+        cluster: str = "two_clouds",
+        compose: Callable[[str, list[str]], Any] = toy_config,
     ) -> None:
         """changed: settings of the config by dotted name, besides overrides of the toy's.
 
-        mailbox: the folder between the two; None: sealed lines.
+        mailbox: the folder between them; None: sealed lines.
+        compose: returns the config, as toy_config does.
         """
         self.folder = folder
         wan = ["cluster/wan=sealed"]
@@ -66,19 +69,22 @@ class TwoOwners:
         if mailbox is not None:
             wan = ["cluster/wan=mailbox", f"cluster.wan.url={mailbox}"]
             addresses = f"addresses: [{mailbox}]\n"
-        config = OmegaConf.create(toy_config("two_clouds", [*wan, *overrides]))
+        config = OmegaConf.create(compose(cluster, [*wan, *overrides]))
         for name, value in (changed or {}).items():
             OmegaConf.update(config, name, value, force_add=True)
+        self.clouds = tuple(str(name) for name in config.cluster.clouds)
         self.file = folder / "experiment.yaml"
         self.file.write_text(OmegaConf.to_yaml(config))
-        for me, peer in (CLOUDS, CLOUDS[::-1]):
+        constructors = "".join(f"  - {name}\n" for name in _TOYS)
+        for me in self.clouds:
             own = folder / f"owner_{me}"
-            own.mkdir()
-            for name in (f"{me}.key", f"{me}.pem", f"{peer}.pem"):
+            own.mkdir(exist_ok=True)
+            peers = [name for name in self.clouds if name != me]
+            for name in (f"{me}.key", f"{me}.pem", *(f"{peer}.pem" for peer in peers)):
                 shutil.copy(folder_of_keys() / name, own)
-            constructors = "".join(f"  - tests.toy.{name}\n" for name in _TOYS)
+            known = ", ".join(f"{peer}: [{peer}.pem]" for peer in peers)
             (own / "policy.yaml").write_text(
-                f"me: {me}\npeers: {{{peer}: [{peer}.pem]}}\n{addresses}"
+                f"me: {me}\npeers: {{{known}}}\nwrite: [{folder / 'cache'}, mlruns]\n{addresses}"
                 f"constructors:\n{constructors}"
             )
 
@@ -101,13 +107,19 @@ class TwoOwners:
         )  # fmt: skip
 
     def finish(self, within_s: float = 120.0, **words: Sequence[str]) -> None:
-        """Run both clouds to their end, which must be a good one."""
-        both = [self.start(cloud, *words.get(cloud, ())) for cloud in CLOUDS]
-        codes = [process.wait(within_s) for process in both]
-        assert codes == [0, 0], self.said("cloud_a") + self.said("cloud_b")
+        """Run all clouds to their end, which must be a good one."""
+        processes = [self.start(cloud, *words.get(cloud, ())) for cloud in self.clouds]
+        codes = [process.wait(within_s) for process in processes]
+        assert not any(codes), "".join(self.said(cloud) for cloud in self.clouds)
 
 
-_TOYS = ("ToyModel", "ToyModelThatPrepares", "ToyModelThatStops", "ToyTask", "ToyTaskThatDiffers")
+TwoOwners = Owners  # of cloud_a and cloud_b
+
+_TOYS = (
+    "tests.combinations.PairModel", "tests.toy.ToyModel", "tests.toy.ToyModelThatPrepares",
+    "tests.toy.ToyModelThatStops", "tests.toy.ToyTask", "tests.toy.ToyTaskThatDiffers",
+    "tests.toy_text.ToyTextModel", "tests.toy_text.ToyTextTask",
+)  # fmt: skip
 
 
 def address(cloud: str, port: int | None = None) -> str:

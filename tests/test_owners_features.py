@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from tests import combinations
+from tests.causal_models import SMALL
 from tests.combinations import FACTORS, experiment
+from tests.combinations import losses as steps_of
+from tests.configs import composed
+from tests.line_links import Proxy
+from tests.owners import Owners, address
+from tests.runs import free_port, weights
 from tests.toy import toy_config
+from tests.toy_text import text_config
 from xcloud.base.errors import ConfigError
+from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.job.config import Settings
 from xcloud.job.strategy import Strategy
+from xcloud.launch.local import run
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import Transport
 
@@ -72,3 +87,150 @@ def test_two_clouds_that_only_average_need_an_address_too(listen: str, pair: str
 def test_a_file_in_which_nobody_can_be_reached_is_refused() -> None:
     with pytest.raises(ConfigError, match="between clouds 'cloud_a' and 'cloud_b', so one of"):
         Settings.of(toy_config("two_clouds", ["cluster/wan=sealed"]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job of several owners.
+
+    cluster: its name in conf/cluster.
+    listen: the clouds with an address; of nobody: there is a mailbox.
+    changed: settings beside overrides, by dotted name.
+    then: overrides with which all start again in the same folders.
+    is_cut: whether the line between the first two clouds is cut again and again.
+    """
+
+    overrides: Sequence[str]
+    cluster: str = "two_clouds"
+    listen: Sequence[str] = ("cloud_a",)
+    compose: Callable[[str, list[str]], Any] = toy_config
+    changed: dict[str, Any] = field(default_factory=dict)
+    then: Sequence[str] = ()
+    is_cut: bool = False
+
+    def config(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the config of the same job on this machine, as a run takes it."""
+        # As a mailbox this is no emulated line, so messages are as large.
+        wan = ["cluster/wan=free"] if self.listen else ["cluster/wan=real"]
+        config = OmegaConf.create(self.compose(self.cluster, [*wan, *overrides]))
+        for name, value in self.changed.items():
+            OmegaConf.update(config, name, value, force_add=True)
+        return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+
+
+def four_clouds(cluster: str, overrides: list[str]) -> dict[str, object]:
+    cloud_d = "+cluster.clouds.cloud_d._target_=xcloud.layout.Cloud"
+    return toy_config("three_clouds", [cloud_d, *overrides])
+
+
+def adapters(cluster: str, overrides: list[str]) -> Any:
+    return OmegaConf.to_container(composed(*SMALL, *overrides), resolve=True)
+
+
+LOCAL = ["strategy=local_updates", "strategy.averaging.every=2"]
+THREE = ["schedule.num_micro_batches=3", "training.batch_size=9"]
+SHARDED = [f"cluster.clouds.cloud_{name}.{one}" for name in "ab"
+           for one in ("num_ranks=2", "shard=true")]  # fmt: skip
+PAIR = "tests.combinations.PairModel"
+LAST_TWO = ("cloud_b", "cloud_c")
+# The noise of privacy and defences is drawn from no seed, so here it is none or next to none.
+ROWS = {
+    "three owners, tied ends, 1F1B": Row(
+        ["schedule=one_forward_one_backward", "schedule.num_micro_batches=8"], "three_clouds",
+        LAST_TWO, changed={"model": {"_target_": PAIR, "tied": True}},
+    ),
+    "U-shape, leak meter, noise": Row(
+        ["security=owner_keeps_text_and_labels", "security/meter=attack",
+         "security/defences/forward=gaussian_noise", "security.defences.forward.sigma=1e-30"],
+        "u_shape", ["other"], text_config,
+    ),
+    "kept rows, evaluations": Row(
+        ["training.activation_cache_mb=1", "training.evaluate_every=4"],
+        changed={"model": {"_target_": PAIR, "num_frozen": 1}},
+    ),
+    "adapters": Row([], compose=adapters),
+    "sharded pipeline": Row([*SHARDED, "schedule.num_micro_batches=4"]),
+    "sharded replicas": Row(
+        [*SHARDED, "schedule.num_micro_batches=4", "strategy=data_parallel"]
+    ),
+    "autopilot": Row(["autopilot=on", "training.max_steps=40"]),
+    "hybrid of four": Row(["strategy=hybrid"], listen=["cloud_a", "cloud_d"], compose=four_clouds),
+    "median of three": Row(
+        ["strategy=data_parallel", "+strategy/averaging/merge=median", *THREE], "three_clouds",
+        LAST_TWO,
+    ),
+    "late gradients by PowerSGD": Row(
+        ["strategy=data_parallel", "strategy.averaging.delay=1", "compression=powersgd"]
+    ),
+    "privacy of a sample": Row(
+        ["strategy=data_parallel", "security/privacy=sample", "security.privacy.noise=0",
+         "schedule.num_micro_batches=8"],
+    ),
+    "privacy of a cloud, cut": Row(
+        [*LOCAL, "security/privacy=cloud", "security.privacy.noise=0", "training.max_steps=100"],
+        is_cut=True,
+    ),
+    "memories and passes, cut": Row(
+        ["compression=delta_int4", "training.accumulate_steps=2", "training.max_steps=60"],
+        is_cut=True,
+    ),
+    "mailbox of three": Row(
+        [*LOCAL, "security/privacy=cloud", "security.privacy.noise=0"], "three_clouds", ()
+    ),
+    "mailbox, streaming": Row(
+        ["strategy=streaming", "strategy.averaging.every=8", "compression=int4",
+         "training.max_steps=16"], listen=(),
+    ),
+    "another compressor": Row([], then=["compression=int8", "training.max_steps=16"]),
+    "more micro-batches": Row(
+        ["compression=delta_int4"],
+        then=["compression=delta_int4", "schedule.num_micro_batches=2", "training.max_steps=16"],
+    ),
+    "another compressor of averages": Row(
+        LOCAL, then=[*LOCAL, "compression=int4", "training.max_steps=16"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ROWS)
+def test_several_owners_learn_what_one_machine_learns(name: str, tmp_path: Path) -> None:
+    """The same losses and the same weights, bit for bit."""
+    row = ROWS[name]
+    whole = tmp_path / "whole"
+    box = None
+    if not row.listen:
+        box = tmp_path / "box"
+        box.mkdir()
+    with reachable(row) as (addresses, words):
+        for one in [row.overrides, row.then] if row.then else [row.overrides]:
+            overrides = [f"cache_dir={tmp_path / 'cache'}", *one]
+            owners = Owners(
+                tmp_path, [*addresses, *overrides], row.changed, mailbox=box, cluster=row.cluster,
+                compose=row.compose,
+            )  # fmt: skip
+            owners.finish(**words)
+            run(Settings.of(row.config(overrides)), whole, resumes=check_can_go_on)
+    assert steps_of(owners.run_dir(owners.clouds[0])) == steps_of(whole)
+    ours = {n: one for cloud in owners.clouds for n, one in weights(owners.run_dir(cloud)).items()}
+    theirs = weights(whole)
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@contextmanager
+def reachable(row: Row) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
+    """The settings of addresses, and further words of each cloud's command. Through the address of
+    cloud_a, where lines are cut, goes a proxy that does so."""
+    ports = [20_000 + (free_port() + 10 * k) % 10_000 for k in range(len(row.listen))]
+    by_cloud = dict(zip(row.listen, ports, strict=True))
+    if not row.is_cut:
+        yield [address(cloud, port) for cloud, port in by_cloud.items()], {}
+        return
+    draw = random.Random(1)
+    proxy = Proxy(by_cloud["cloud_a"], cut_after=lambda: draw.randrange(20_000, 60_000))
+    words = {"cloud_a": ["--listen", f"127.0.0.1:{by_cloud['cloud_a']}"]}
+    yield [address("cloud_a", proxy.port)], words
+    proxy.close()
+    assert proxy.num_cuts > 1
