@@ -82,6 +82,16 @@ def test_four_odd_steps_are_no_departure() -> None:
         assert baseline.judge(measure(factor * message)) is None
 
 
+def test_a_stream_that_has_hardly_moved_may_move_a_little() -> None:
+    """Fine-tuning leaves activations where they are for a hundred steps, and then does not."""
+    chance = torch.Generator().manual_seed(6)
+    still = torch.randn(1000, FEATURES, generator=chance)
+    for factor, num_departures in ((1.04, 0), (1.08, 1)):
+        baseline = Baseline(FEATURES)
+        found = [baseline.judge(measure((factor if k > 100 else 1) * still)) for k in range(150)]
+        assert sum(one is not None for one in found) == num_departures
+
+
 def test_a_baseline_goes_on_where_it_was_saved() -> None:
     chance = torch.Generator().manual_seed(4)
     stream = [measure(m) for _, m in zip(range(80), messages(chance), strict=False)]
