@@ -465,6 +465,9 @@ def test_who_knows_an_earlier_attempt_of_this_rank_is_refused_and_not_known(door
     dials = Dialler(("127.0.0.1", door.listener.port), "cloud_a", tls, attempts)
     assert "LinkClosed: cloud_a refuses this rank: it has begun the run again" in dial(dials)
     door.said("earlier_attempt")
+    closed = free_port()  # of another rank of that cloud, which is not there yet
+    other = Dialler(("127.0.0.1", closed), "cloud_a", tls, attempts)
+    assert "LinkClosed: cloud_a has begun the run again" in dial(other)
     assert "not ready" in dial(dialler(door.listener.port), hello(attempt=2))
 
 

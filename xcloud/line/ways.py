@@ -101,6 +101,10 @@ class KnownAttempts:
                 self._began_again.add(cloud)
         self.check(cloud)
 
+    def note_again(self, cloud: str) -> None:
+        """Note that a cloud says it has begun the run again."""
+        self._began_again.add(cloud)
+
     def has_begun_again(self, cloud: str) -> bool:
         return cloud in self._began_again
 
@@ -132,6 +136,7 @@ class Dialler:
     def connect(
         self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
     ) -> Connected:
+        self._attempts.check(self._cloud)
         try:
             plain = socket.create_connection(self._address, timeout=CONNECT_S)
         except OSError as error:
@@ -169,6 +174,7 @@ class Dialler:
 
     def _refused(self, reason: Refusal) -> None:
         if reason is Refusal.EARLIER_ATTEMPT:
+            self._attempts.note_again(self._cloud)
             raise LinkClosed(f"{self._cloud} refuses this rank: {reason.text}")
         raise LineDown(f"{self._cloud}: {reason.text}")
 
