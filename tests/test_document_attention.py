@@ -24,6 +24,7 @@ from xcloud.models.encoder import Packing
 from xcloud.rank.reports import SavedTensors
 
 OWN_PATHS = ("llama", "mistral", "gemma2")  # plain, behind a window, with a soft cap
+CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {"dropout": 0.0, "scaling": 0.5, "window": None, "softcap": None}
 
 
@@ -84,7 +85,7 @@ def test_attention_is_the_same_where_heads_cannot_share_keys(
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [9, 1, 8, 7, 2, 1]])
 def test_a_document_is_attended_to_as_if_it_stood_alone(lengths: list[int]) -> None:
     places_R = torch.cat([torch.arange(length) for length in lengths])
-    documents = Documents(Packing(torch.tensor([len(places_R)]), positions=places_R))
+    documents = Documents(Packing(torch.tensor([len(places_R)]), positions=places_R), device=CPU)
     given = [tensor[0].transpose(0, 1) for tensor in drawn(len(places_R), len(places_R), 1)]
     how = partial(causal, **PLAIN)
 
@@ -98,7 +99,7 @@ def test_a_document_is_attended_to_as_if_it_stood_alone(lengths: list[int]) -> N
 def test_a_sample_never_sees_another_whatever_places_arrive() -> None:
     told = Packing(torch.tensor([2, 3]), positions=torch.tensor([4, 5, 6, 7, 8]))
     query, key, value = (t[0].transpose(0, 1) for t in drawn(5, 5, num_samples=1))
-    made = Documents(told).attend(query, key, value, how=partial(causal, **PLAIN))
+    made = Documents(told, device=CPU).attend(query, key, value, how=partial(causal, **PLAIN))
     (gradient,) = torch.autograd.grad(made[2:].sum(), value)
     assert not gradient[:2].any() and gradient[2:].all()
 
@@ -138,7 +139,7 @@ def test_memory_is_not_in_the_square_of_a_sample(
     places_R = torch.cat([torch.arange(length) for length in lengths])
     how = partial(causal, **PLAIN | {"window": window})
     with PeakBytes() as bytes_:
-        documents = Documents(Packing(torch.tensor([1024]), positions=places_R))
+        documents = Documents(Packing(torch.tensor([1024]), positions=places_R), device=CPU)
         made = documents.attend(*(torch.randn(1024, 1, 4) for _ in range(3)), how=how)
     assert made.shape == (1024, 1, 4)
     assert bytes_.peak < 1024**2 // 4, "a quarter of a byte a pair"

@@ -27,6 +27,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain, Compressor, Tensors, seed_from
+from xcloud.comm.devices import bring
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
@@ -38,7 +39,8 @@ Samples = Mapping[str, Tensor]
 batch. Empty for a message without samples: all its fields have fixed rows."""
 
 Message = dict[str, Tensor]
-"""What crosses a boundary for one micro-batch, by the names of the boundary's fields."""
+"""What crosses a boundary for one micro-batch, by the names of the boundary's fields. Integer
+fields arrive on the host, where Python reads them; floating ones on the rank's device."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,9 @@ class ReceiveChannel(_Channel):
                     )
                 if not spec.is_floating:
                     self._check_range(field, values=taken[0])
-                on_device = tuple(part.to(self.device) for part in taken)
+                    message[field.name] = taken[0]
+                    continue
+                on_device = tuple(bring(part, device=self.device) for part in taken)
                 value = codec.compressor.decompress(on_device, spec=spec)
                 if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
                     value = codec.memory.after_receive(
@@ -367,4 +371,4 @@ class ReceiveChannel(_Channel):
         parts = self.link.recv(key, overdue_s=self.overdue_s)
         if tuple(TensorSpec.of(part) for part in parts) != specs:
             raise FrameError(f"{key}: not what the boundary between the stages promises")
-        return tuple(part.to(self.device) for part in parts)
+        return tuple(bring(part, device=self.device) for part in parts)

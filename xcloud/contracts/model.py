@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from xcloud.comm.channel import Boundary, Message, Samples
 
 Batch = Samples
-"""Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
+"""Field name -> tensor on the host, axis 0 = sample. Always has "ids", int64 [B]; else what may be
+seen. A stage brings to its device what it computes with (comm.devices.bring), so that it can read
+lengths and places without waiting for a GPU."""
 
 Architecture = Mapping[str, Any]
 """JSON values from which a stage can be built again without its weights."""
@@ -65,6 +67,11 @@ class Stage(nn.Module, ABC):
         self.architecture: Architecture = dict(architecture or {})
         self._handed_over = handed_over
         self._frozen = frozen
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the stage computes on."""
+        return next(self.parameters()).device
 
     def train(self, mode: bool = True) -> Self:
         return super().train(mode and not self._frozen)

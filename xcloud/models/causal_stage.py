@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Positive, PositiveFloat, settings
 from xcloud.comm.channel import Message
+from xcloud.comm.devices import bring
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
@@ -140,7 +141,9 @@ class CausalStage(Stage):
         packing, rows = self._rows(received, batch, past, router_logits=logits)
         routed: Message = {}
         if self._router_loss is not None:
-            routed = self._router_loss.sums(logits or (), packing=packing, received=received)
+            routed = self._router_loss.sums(
+                logits or (), packing=packing.on(rows.device), received=received
+            )
         if self._part.is_last:
             losses, guessed = self._losses(rows, packing=packing, batch=batch)
             loss = losses.sum()
@@ -163,7 +166,7 @@ class CausalStage(Stage):
         other."""
         packing, rows = self._rows(received, batch=batch)
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
-        nats, counts = _by_document(losses, guessed=guessed, packing=packing)
+        nats, counts = _by_document(losses.cpu(), guessed=guessed, packing=packing)
         # Not a number is the worst loss: as a whole number it would be the best.
         worst = (1e6 * nats).nan_to_num(math.inf).clamp(max=1e15)
         found = torch.stack((worst.round().long(), counts), 1)
@@ -178,11 +181,11 @@ class CausalStage(Stage):
         packing, rows = self._rows(received, batch=batch)
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
         labels = packing.pack(batch[LABEL])[guessed]
-        misses = (self._most_probable(rows[guessed]) != labels).double()
+        best = self._most_probable(rows[bring(guessed, device=rows.device)]).cpu()
+        misses = (best != labels).double()
         num_samples = len(packing.counts)
-        samples = torch.arange(num_samples, device=rows.device)
-        owners = samples.repeat_interleave(packing.counts.long())[guessed]
-        nats = owners.bincount(losses.double(), num_samples)
+        owners = torch.arange(num_samples).repeat_interleave(packing.counts)[guessed]
+        nats = owners.bincount(losses.double().cpu(), num_samples)
         num_misses = owners.bincount(misses, num_samples)
         return [(-x, not wrong) for x, wrong in torch.stack((nats, num_misses), 1).tolist()]
 
@@ -205,7 +208,7 @@ class CausalStage(Stage):
     ) -> Tensor:
         """Logits [B, V] of what follows each sample."""
         packing, rows = self._rows(received, batch=batch, past=past)
-        last_BH = rows[packing.counts.cumsum(0) - 1]
+        last_BH = rows[bring(packing.counts.cumsum(0) - 1, device=rows.device)]
         return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
 
     def _rows(
@@ -215,7 +218,8 @@ class CausalStage(Stage):
         past: Past | None = None,
         router_logits: list[Tensor] | None = None,
     ) -> tuple[Packing, Tensor]:
-        """Return where tokens stand in their documents, and this part's rows."""
+        """Return where tokens stand in their documents, on the host, and this part's rows."""
+        device = self.device
         ids_R = rows_RH = None
         if received is None:
             there_BS = batch[TEXT] != NO_TOKEN
@@ -223,23 +227,23 @@ class CausalStage(Stage):
             if past is not None:
                 places_R = places_R + past.length
             packing = Packing(counts=there_BS.sum(1), positions=places_R)
-            ids_R = batch[TEXT][there_BS]
+            ids_R = bring(batch[TEXT][there_BS], device=device)
         else:
             packing = Packing(counts=received["counts"], positions=received["places"].long())
             rows_RH = received["hidden"]
             if self.cut is not None:
-                rows_RH = self.cut(rows_RH, packing)
+                rows_RH = self.cut(rows_RH, packing.on(device))
         # Rows of a micro-batch stand one behind the other, as one sample without padding. Only
         # kept keys and values need samples, of equal length, side by side.
         num_samples = 1 if past is None else len(packing.counts)
-        documents = Documents(packing) if past is None else None
+        documents = Documents(packing, device=device) if past is None else None
 
         def grid(tensor: Tensor) -> Tensor:
             return torch.unflatten(tensor, 0, (num_samples, -1))
 
         made_BSH = run(
             self.network,
-            places_BS=grid(packing.positions),
+            places_BS=grid(bring(packing.positions, device=device)),
             ids_BS=None if ids_R is None else grid(ids_R),
             rows_BSH=None if rows_RH is None else grid(rows_RH),
             documents=documents,
@@ -248,17 +252,18 @@ class CausalStage(Stage):
         )
         rows = made_BSH.flatten(0, 1)
         if self.cut is not None and self._part.is_first:
-            rows = self.cut(rows, packing)
+            rows = self.cut(rows, packing.on(device))
         return packing, rows
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Nats of each guessed token, and its row. Other rows never reach the head."""
+        """Return the nats of each guessed token, and its row, which the host knows. Other rows
+        never reach the head."""
         labels_R = packing.pack(batch[LABEL])
         guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
         losses = chunked_cross_entropy(
-            rows[guessed],
+            rows[bring(guessed, device=rows.device)],
             words_VH=self._head.weight,
-            labels_R=labels_R[guessed],
+            labels_R=bring(labels_R[guessed], device=rows.device),
             chunk=self._chunk,
             softcap=self._softcap,
         )
@@ -271,7 +276,7 @@ class CausalStage(Stage):
 
 def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Return the nats of each document, float64 [D] in the graph, and how many tokens are guessed
-    in it, int64 [D].
+    in it, int64 [D] on the host.
 
     losses: of each guessed token, in nats.
     guessed: the rows of these.
@@ -280,7 +285,7 @@ def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Ten
     num_documents = int(starts_R.sum())
     owners = starts_R.cumsum(0)[guessed] - 1
     nats = losses.new_zeros(num_documents, dtype=torch.float64)
-    nats = nats.index_add(0, owners, losses.double())
+    nats = nats.index_add(0, bring(owners, device=losses.device), losses.double())
     return nats, owners.bincount(minlength=num_documents)
 
 
@@ -317,10 +322,13 @@ def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
 def _pieces(
     words_VH: Tensor, labels_R: Tensor, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
-    """Words of a piece [C, H], rows whose label is among them, where in the piece; the piece."""
+    """Yield words of a piece [C, H], whether each row's label is among them, [R, 1], and at which
+    place (any, where it is not), [R, 1]; the piece."""
+    labels_R1 = labels_R[:, None]
     for start, words_CH in zip(count(0, chunk), torch.split(words_VH, chunk), strict=False):
-        rows = (labels_R // chunk == start // chunk).nonzero()[:, 0]
-        yield words_CH, rows, labels_R[rows] - start, slice(start, start + chunk)
+        places_R1 = labels_R1 - start
+        is_there_R1 = (places_R1 >= 0) & (places_R1 < len(words_CH))
+        yield words_CH, is_there_R1, places_R1.where(is_there_R1, 0), slice(start, start + chunk)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -334,16 +342,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         norms = []
-        right_R = torch.zeros(labels_R.shape, device=rows_RH.device)
-        for words_CH, rows, places, _ in _pieces(words_VH, labels_R=labels_R, chunk=chunk):
+        right_R1 = torch.zeros(len(labels_R), 1, device=rows_RH.device)
+        for words_CH, is_there_R1, places_R1, _ in _pieces(
+            words_VH, labels_R=labels_R, chunk=chunk
+        ):
             logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=softcap)
             norms.append(logits_RC.logsumexp(1))
-            right_R[rows] = logits_RC[rows, places]
+            right_R1 = logits_RC.gather(1, places_R1).where(is_there_R1, right_R1)
         norm_R = torch.stack(norms).logsumexp(0)
         ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
         ctx.chunk = chunk
         ctx.softcap = softcap
-        return norm_R - right_R
+        return norm_R - right_R1[:, 0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,10 +366,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         to_words = None
         if wants_words:
             to_words = torch.zeros_like(words_VH)
-        for words_CH, rows, places, piece in _pieces(words_VH, labels_R=labels_R, chunk=ctx.chunk):
+        for words_CH, is_there_R1, places_R1, piece in _pieces(
+            words_VH, labels_R=labels_R, chunk=ctx.chunk
+        ):
             logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
-            slope_RC[rows, places] -= 1
+            slope_RC.scatter_add_(1, places_R1, -is_there_R1.float())
             slope_RC *= gradients[0][:, None]
             if ctx.softcap is not None:
                 slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
@@ -398,7 +410,6 @@ class NextTokenPretraining(Descent):
                 f"the public texts have {len(flat)} tokens, fewer than a window of {self.length}: "
                 "raise OwnCausal.num_texts"
             )
-        device = next(stage.parameters()).device
         mean = math.nan
         draw = torch.Generator().manual_seed(seed_of(self.seed, "windows"))
 
@@ -408,8 +419,8 @@ class NextTokenPretraining(Descent):
             while True:
                 starts_B = torch.randint(num, (self.batch_size,), generator=draw)
                 places_BS = starts_B[:, None] + places_S
-                text_BS = flat[places_BS].to(device)
-                label_BS = flat[places_BS + 1].to(device)
+                text_BS = flat[places_BS]
+                label_BS = flat[places_BS + 1]
                 yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
 
         def loss_of(batch: dict[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from xcloud.comm.devices import bring
 from xcloud.models.encoder import Packing
 
 ATTENTION = "documents"  # our name among the attention functions of transformers
@@ -30,9 +31,12 @@ class Documents:
 
     A group is padded on the right to its longest document. Causal attention hides that padding
     from every token, so it needs no mask.
+
+    packing: on the host.
+    device: of the rows.
     """
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing, device: torch.device) -> None:
         starts_R = packing.positions == 0
         starts_R[packing.counts.cumsum(0) - packing.counts] = True  # a sample never sees another
         starts = starts_R.nonzero()[:, 0].tolist()
@@ -44,13 +48,14 @@ class Documents:
             if not members or lengths[number] < SHORTEST * lengths[members[-1][0]]:
                 members.append([])
             members[-1].append(number)
-        device = packing.positions.device
+        all_rows: list[Tensor] = []
         self._groups: list[tuple[Tensor, Packing]] = []
         for numbers in map(sorted, members):
-            spans = [torch.arange(lengths[number]) + starts[number] for number in numbers]
-            counts = torch.tensor([lengths[number] for number in numbers], device=device)
-            self._groups.append((torch.cat(spans).to(device), Packing(counts)))
-        self._order_R = torch.cat([rows for rows, _ in self._groups]).argsort()
+            rows = torch.cat([torch.arange(lengths[n]) + starts[n] for n in numbers])
+            counts = torch.tensor([lengths[n] for n in numbers])
+            all_rows.append(rows)
+            self._groups.append((bring(rows, device=device), Packing(counts).on(device)))
+        self._order_R = bring(torch.cat(all_rows).argsort(), device=device)
 
     def attend(
         self, query_RNF: Tensor, key_RNF: Tensor, value_RNF: Tensor, how: Callable[..., Tensor]

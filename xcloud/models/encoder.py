@@ -8,6 +8,7 @@ Between sub-layers a batch is [R, H]; only inside attention it is laid out as [B
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
+from xcloud.comm.devices import bring
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # under the names of transformers
     "gelu": F.gelu,
@@ -30,11 +32,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # under the names of tra
 
 
 class Packing:
-    """Token positions of a padded batch, from the counts alone, which cross with the rows.
+    """Token positions of a padded batch, from the counts alone, which cross with the rows. It
+    packs what is on the host; `on` gives one for what is on a device.
 
-    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right. mask: bool
-    [B, 1, 1, S], True at tokens; None if nothing is padded. positions: int64 [R], of each row in
-    its sample, or what is given instead: in its document, in the text that is being decoded.
+    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right. They stay on
+    the host. mask: bool [B, 1, 1, S], True at tokens; None if nothing is padded. positions: int64
+    [R], of each row in its sample, or what is given instead: in its document, in the text that is
+    being decoded.
     """
 
     def __init__(self, counts: Tensor, positions: Tensor | None = None) -> None:
@@ -61,6 +65,16 @@ class Packing:
     @classmethod
     def of(cls, ids_BS: Tensor, pad: int) -> Packing:
         return cls((ids_BS != pad).sum(1))
+
+    def on(self, device: torch.device) -> Packing:
+        """Return the packing of rows that are on this device."""
+        there = copy.copy(self)
+        there.positions = bring(self.positions, device=device)
+        if self.mask is not None:
+            there.mask = bring(self.mask, device=device)
+            there._cells_R = bring(self._cells_R, device=device)
+            there._rows = bring(self._rows, device=device)
+        return there
 
     def check(self, num_positions: int) -> None:
         """Raise ValueError for a text longer than a network can take."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.comm.channel import BoundaryField, Message
+from xcloud.comm.devices import bring
 from xcloud.models.encoder import Packing
 
 TOKENS = "expert_tokens"
@@ -214,13 +215,13 @@ class RouterLoss:
 
         logits: of each router of this stage, [R, E], rows of the samples one behind the other.
         """
-        num_samples = len(packing.counts)
+        device = packing.positions.device
         if received is None:
-            shape = (num_samples, self.num_experts)
-            tokens_BE = torch.zeros(shape, dtype=torch.int32, device=packing.counts.device)
-            shares_BE = torch.zeros(shape, device=packing.counts.device)
+            shape = (len(packing.counts), self.num_experts)
+            tokens_BE = torch.zeros(shape, dtype=torch.int32, device=device)
+            shares_BE = torch.zeros(shape, device=device)
         else:
-            tokens_BE = received[TOKENS]
+            tokens_BE = bring(received[TOKENS], device=device)
             shares_BE = received[SHARES]
         for of_router in logits:
             shares_BSE = packing.unpack(of_router.softmax(-1).float())

@@ -387,15 +387,13 @@ class _Moments:
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
         several = (torch.split(batch[name], BATCH_TEXTS) for name in (TEXT, TYPES))
         for text, types in zip(*several, strict=True):
-            sent = lower(
-                None, {TEXT: text.to(context.device), TYPES: types.to(context.device)}
-            ).send
+            sent = lower(None, {TEXT: text, TYPES: types}).send
             rows = sent["hidden"].double().cpu()
             if "places" in sent:
                 places = sent["places"]
             else:
                 places = Packing(sent["counts"]).positions
-            places = places.long().cpu()
+            places = places.long()
             self.count_P += torch.bincount(places, minlength=context.max_length)
             self.sum_PH.index_add_(0, places, rows)
             self.product_HH += rows.T @ rows

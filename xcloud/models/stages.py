@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import TrainingDiverged
 from xcloud.comm.channel import Boundary, BoundaryField, Message
+from xcloud.comm.devices import bring
 from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
 from xcloud.net.frame import TensorSpec
@@ -73,15 +74,14 @@ class RowsStage(Stage):
     def _rows(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing]:
         if received is not None:
             rows = received["hidden"]
-            packing = Packing(received["counts"])
+            packing = Packing(received["counts"]).on(rows.device)
         else:
             assert self.embeddings is not None
-            packing = Packing.of(batch[self._field], self._pad)
-            if self._has_types:
-                types = [packing.pack(batch[TYPES])]
-            else:
-                types = []
-            rows = self.embeddings(packing.pack(batch[self._field]), packing, *types)
+            read = [self._field, TYPES] if self._has_types else [self._field]
+            on_host = Packing.of(batch[self._field], self._pad)
+            ids_R, *types = (bring(on_host.pack(batch[name]), device=self.device) for name in read)
+            packing = on_host.on(self.device)
+            rows = self.embeddings(ids_R, packing, *types)
         for layer in self.layers.values():
             rows = layer(rows, packing)
         return rows, packing
@@ -110,7 +110,8 @@ class UpperStage(RowsStage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         rows, packing = self._answerable(received, batch=batch)
         if self.answer is not None:
-            return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
+            label = bring(batch[LABEL], device=rows.device)
+            return StageOutput(loss=self.answer.loss(self.answer(rows), label, packing))
         if self._pooling is not None:
             return StageOutput({"pooled": rows.float()})
         assert packing is not None
@@ -120,7 +121,8 @@ class UpperStage(RowsStage):
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         assert self.answer is not None
         rows, packing = self._answerable(received, batch=batch)
-        return self.answer.predict(self.answer(rows), batch[LABEL], packing)
+        label = bring(batch[LABEL], device=rows.device)
+        return self.answer.predict(self.answer(rows), label, packing)
 
     def _answerable(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing | None]:
         """[B, H], or [R, H] without pooling, with the packing if it is known here."""
@@ -136,11 +138,13 @@ class UpperStage(RowsStage):
 def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
     """One row per sample, [B, H]: the first token's, or the mean over tokens."""
     counts = packing.counts
+    device = rows_RH.device
     if how == "first":
-        return rows_RH.index_select(0, counts.cumsum(0) - counts)
-    samples_R = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return rows_RH.index_select(0, bring(counts.cumsum(0) - counts, device=device))
+    samples_R = torch.arange(len(counts)).repeat_interleave(counts)
     empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
-    return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
+    sums_BH = empty.index_add(0, bring(samples_R, device=device), rows_RH)
+    return sums_BH / bring(counts, device=device)[:, None]
 
 
 def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> nn.Linear:
@@ -232,7 +236,8 @@ class SpanHead(nn.Module):
         check_finite(scores)
         grid_BS2 = packing.unpack(scores)
         places_S = torch.arange(packing.longest, device=scores.device)
-        allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
+        counts = bring(packing.counts, device=scores.device)
+        allowed_BS = (places_S >= label[:, 2:]) & (places_S < counts[:, None] - 1)
         assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
         grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
         length_SS = places_S[None, :] - places_S[:, None] + 1

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.comm.channel import Boundary, Message
+from xcloud.comm.devices import bring
 from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
 from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
@@ -237,10 +238,14 @@ class TargetStage(Stage):
         assert int(target_BS[0, 0]) == self._ids.bos, "a target must start with bos"
         # eos is not an input, bos not an output: one row fewer than tokens.
         packing = Packing((target_BS != self._ids.pad).sum(1) - 1)
-        scores = self.scores(packing.pack(target_BS), packing=packing, caches=self.open(received))
+        given_T, guessed_T = (
+            bring(packing.pack(ids_BS), device=self.device)
+            for ids_BS in (target_BS, target_BS[:, 1:])
+        )
+        scores = self.scores(given_T, packing=packing.on(self.device), caches=self.open(received))
         loss = F.cross_entropy(
             scores.float(),
-            packing.pack(target_BS[:, 1:]),
+            guessed_T,
             label_smoothing=self.settings.label_smoothing,
             reduction="sum",
         )
@@ -248,7 +253,7 @@ class TargetStage(Stage):
 
     def open(self, received: Message, decodes: bool = False) -> list[Cache]:
         """Return the cache of each layer, filled from the encoder's rows."""
-        packing = Packing(received["counts"])
+        packing = Packing(received["counts"]).on(self.device)
         crosses = (part for part in self.layers.modules() if isinstance(part, CrossAttention))
         return [cross.open(received["hidden"], packing, decodes) for cross in crosses]
 
@@ -266,7 +271,8 @@ class TargetStage(Stage):
         was_training = self.training
         self.eval()
         decoding = self.settings.decoding
-        limits = decoding.limits(received["counts"].long(), longest=self._max_length - 1)
+        counts = bring(received["counts"].long(), device=self.device)
+        limits = decoding.limits(counts, longest=self._max_length - 1)
         answers = decoding.search(CachedDecoder(stage=self, received=received), limits, self._ids)
         self.train(was_training)
         return answers
@@ -283,7 +289,8 @@ class CachedDecoder:
     def step(self, tokens_N: Tensor) -> Tensor:
         """Append one token to each hypothesis; return next-token scores [N, V], a new tensor."""
         packing = Packing(
-            counts=torch.ones_like(tokens_N), positions=torch.full_like(tokens_N, self._position)
+            counts=torch.ones(len(tokens_N), dtype=torch.int64),
+            positions=torch.full_like(tokens_N, self._position),
         )
         self._position += 1
         return self._stage.scores(tokens_N, packing=packing, caches=self._caches)

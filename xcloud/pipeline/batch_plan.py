@@ -11,8 +11,6 @@ from torch import Tensor
 from xcloud.contracts.model import Batch
 from xcloud.pipeline.exchange import Work
 
-CPU = torch.device("cpu")
-
 
 class BatchPlan:
     """An endless stream of shuffled epochs, cut into batches of `batch_size` sample ids.
@@ -74,10 +72,9 @@ class SampleFeed:
     """The samples of one rank's updates, micro-batch by micro-batch.
 
     turns: (first, period) of each stage of this rank, see Pipeline.
-    fetch(ids): the visible fields of samples, on the processor.
+    fetch(ids): the visible fields of samples.
     weigh(ids): their weight in the loss; None in ranks without the last stage.
     token_pads: the padding id of each field of tokens that no stage before this rank's reads.
-    device: where micro-batches are computed. Their ids stay where Python reads them.
     of_replica: (number, how many), where each replica updates apart, from its own micro-batches.
     work: of the update that was begun last.
     """
@@ -87,7 +84,6 @@ class SampleFeed:
     fetch: Callable[[Tensor], Batch]
     weigh: Callable[[Tensor], float] | None
     token_pads: Mapping[str, int] = field(default_factory=dict)
-    device: torch.device = CPU
     of_replica: tuple[int, int] = (0, 1)
     work: Work = field(default_factory=Work)
 
@@ -104,14 +100,9 @@ class SampleFeed:
         for i, ids in enumerate(pieces):
             if any(i % period == first for first, period in self.turns):
                 batch = self.fetch(ids)
-                found[i] = on_device(batch, device=self.device)
+                found[i] = batch
                 self.work.num_own += len(ids)
                 self.work.num_tokens += sum(
                     int((batch[name] != pad).sum()) for name, pad in self.token_pads.items()
                 )
         return found
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch there; its ids stay where Python reads them."""
-    return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}

@@ -33,7 +33,6 @@ from xcloud.contracts.model import (
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.job import PipelineJob
 from xcloud.net.transport import Rendezvous
-from xcloud.pipeline.batch_plan import on_device
 from xcloud.pipeline.control import Signal
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.hook import Hook, StepReport
@@ -268,7 +267,7 @@ def predicted(
     fill = [pieces[-1]] * (-len(pieces) % pipeline.layout.lanes_in_step)
 
     def fetch(ids: Tensor) -> Batch:
-        return on_device(data.batch(split, ids), device=pipeline.device)
+        return data.batch(split, ids)
 
     found = pipeline.predict([*pieces, *fill], fetch, step)
     last = pipeline.num_stages - 1

@@ -241,7 +241,6 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
         fetch=partial(data.batch, "train"),
         weigh=data.weight if layout.num_stages - 1 in built.stages else None,
         token_pads=token_pads(job, data=data, stages=built.stages),
-        device=context.device,
         of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
     )
     is_private = any(feature.hides_losses for feature in features)

@@ -22,6 +22,7 @@ from xcloud.comm.channel import (
     Samples,
 )
 from xcloud.comm.compression import ChannelId
+from xcloud.comm.devices import bring
 from xcloud.contracts.model import Batch
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
@@ -110,8 +111,16 @@ class CachingChannel(ReceiveChannel):
             came = dict(zip(missing.tolist(), each, strict=True))
         with self.clock.during("decompress"):
             ids = enumerate(samples["ids"].tolist())
-            each = [came[n] if n in came else self._messages[sample] for n, sample in ids]
-            return joined(each, device=self.device)
+            each = [came.get(n) or self._kept_of(sample) for n, sample in ids]
+            return joined(each)
+
+    def _kept_of(self, sample: int) -> Message:
+        """Return the message of a sample that is kept."""
+        message = self._messages[sample]
+        return {
+            name: bring(value, device=self.device) if value.is_floating_point() else value
+            for name, value in message.items()
+        }
 
 
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
@@ -222,9 +231,9 @@ def by_sample(
     return [dict(zip(names, each, strict=True)) for each in zip(*parts, strict=True)]
 
 
-def joined(messages: Sequence[Message], device: torch.device) -> Message:
+def joined(messages: Sequence[Message]) -> Message:
     """Join the messages of single samples into one. `by_sample` undoes it."""
-    return {name: torch.cat([m[name].to(device) for m in messages]) for name in messages[0]}
+    return {name: torch.cat([m[name] for m in messages]) for name in messages[0]}
 
 
 def message_at(
@@ -232,5 +241,4 @@ def message_at(
 ) -> Message:
     """Return what the message says of the samples at these positions, at least one."""
     each = by_sample(message, fields=fields, samples=samples)
-    chosen = [each[n] for n in positions.tolist()]
-    return joined(chosen, device=next(iter(message.values())).device)
+    return joined([each[n] for n in positions.tolist()])

@@ -262,7 +262,6 @@ def leak_observers(
     ids = vocabularies[text]
 
     def run(ids_NS: Tensor) -> None:
-        ids_NS = ids_NS.to(next(stage.parameters()).device)
         zeros = torch.zeros_like(ids_NS)
         stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
 
