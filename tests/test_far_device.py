@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests import causal_models, test_abnet, test_transformer, translation_models
+from tests import causal_models, translation_models
 from tests import understanding_models as understanding
 from tests.causal_models import batch_of, folder_in, saved, words
 from tests.far_device import FAR, HOST, FarDevice, held
@@ -26,12 +26,32 @@ from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage
 from xcloud.models import frozen_weights
+from xcloud.models.abnet import AbNet
+from xcloud.models.backbone import OwnBackbone
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
+from xcloud.models.pretraining import MaskedLanguageModelling
+from xcloud.models.transformer import Transformer
 from xcloud.net.frame import Kind, MessageKey
 
 PACKED = batch_of([words(9, 1)], [words(4, 2), words(5, 3)], [words(2, 4), words(1, 5)])
 LENGTH = 32
+TRANSFORMER = Transformer(
+    hidden=16,
+    num_encoder_layers=2,
+    num_decoder_layers=1,
+    num_heads=2,
+    feed_forward=32,
+    dropout=0.0,
+)
+QUICK = MaskedLanguageModelling(steps=2, batch_tokens=64, warmup_steps=1)
+AB_NET = AbNet(
+    OwnBackbone(24, 2, 2, 48, pretraining=QUICK),
+    OwnBackbone(16, 2, 2, 32, pretraining=QUICK),
+    adapter_size=8,
+    cross_attention_heads=2,
+    dropout=0.0,
+)
 
 Made = tuple[list[Stage], list[Boundary], Batch]
 
@@ -42,7 +62,7 @@ def cut(model: Any, stages: list[Stage], batch: Batch) -> Made:
     return stages, boundaries, batch
 
 
-def causal(folder: Path, kind: str = "llama", routed: bool = False, **settings: Any) -> Made:
+def causal(folder: Path, kind: str = "llama", **settings: Any) -> Made:
     kept = settings.get("weights")
     if kept is None:
         saved(kind, folder)
@@ -70,9 +90,10 @@ def question(folder: Path, kind: str, pooling: str = "first") -> Made:
     return cut(model, stages, understanding.question(5, kind=kind))
 
 
-def translation(folder: Path, model: Any, batch: Batch) -> Made:
+def translation(folder: Path, model: Any) -> Made:
     stages = translation_models.build(model, 3, translation_models.context(folder))
-    return cut(model, stages, batch)
+    sides = (translation_models.texts(6, seed=seed) for seed in (1, 2))
+    return cut(model, stages, translation_models.batch_of(*sides))
 
 
 CASES: dict[str, Callable[[Path], Made]] = {
@@ -88,10 +109,8 @@ CASES: dict[str, Callable[[Path], Made]] = {
     "classes": lambda folder: question(folder, kind="classes"),
     "a value": lambda folder: question(folder, kind="value", pooling="mean"),
     "a span": lambda folder: question(folder, kind="span"),
-    "translation": lambda folder: translation(
-        folder, model=test_transformer.MODEL, batch=test_transformer.BATCH
-    ),
-    "AB-Net": lambda folder: translation(folder, model=test_abnet.MODEL, batch=test_abnet.BATCH),
+    "translation": lambda folder: translation(folder, model=TRANSFORMER),
+    "AB-Net": lambda folder: translation(folder, model=AB_NET),
 }
 COMPRESSORS: dict[str, Compressor] = {
     "off": Chain(),
