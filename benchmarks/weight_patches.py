@@ -1,12 +1,15 @@
 """Bytes of weight patches beside whole weights in BF16, at learning rates that people use.
 
-python -m benchmarks.weight_patches [--steps 40] [--rates 1e-6 1e-5 1e-4] [--json FILE]
+python -m benchmarks.weight_patches [--steps 40] [--rates 1e-6 1e-5 1e-4] [--mbits 100]
+    [--json FILE]
 
 A causal model of 10 million weights in the shape of a small Qwen2 learns sentences of a made-up
 language with AdamW (betas 0.9 and 0.95, clipped to 1), as one stage: first at 1e-3 for --warm
 updates, then at each rate. After each update its patch is coded against the weights of the update
 before, in memory; and every ten updates one against the weights ten updates before, which is
-decoded again, to the bit. About three minutes on two quiet cores; figures: docs/follow-weights.md.
+decoded again, to the bit. Then, at each rate, updates that write a patch each are timed in turns
+with updates that write none; what they write takes as long as on a line of --mbits. About three
+minutes on two quiet cores; figures: docs/follow-weights.md.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import argparse
 import copy
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +31,18 @@ from torch import Tensor
 from benchmarks.machine import ran_on
 from xcloud.features.weight_patches.codec import bits_of
 from xcloud.features.weight_patches.objects import decode, encode
+from xcloud.features.weight_patches.store import PatchStore, plain
+from xcloud.features.weight_patches.writer import PatchWriter, WriteTiming, WrittenStage
+from xcloud.line.mailbox import ObjectStore
 from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import LABEL, TEXT, TYPES
+from xcloud.net.link import LinkRecord
 from xcloud.pipeline.settings import AdamW
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 8
 EVERY = (1, 10)
+TURN = 5  # updates that write a patch each, then as many that write none
 
 
 def stage_of_ten_million() -> CausalStage:
@@ -121,11 +131,59 @@ def coded(before: dict[str, Any], now: dict[str, Any], is_checked: bool) -> tupl
     return num_changed, len(data), took_s
 
 
+class LineStore(ObjectStore):
+    """A folder whose objects take as long to write as on a line."""
+
+    def __init__(self, folder: str, mbits: float) -> None:
+        super().__init__(folder)
+        self._bytes_per_s = mbits * 1e6 / 8
+
+    def put(self, name: str, data: bytes) -> None:
+        time.sleep(len(data) / self._bytes_per_s)
+        super().put(name, data)
+
+
+def held(stage: CausalStage, rate: float, steps: int, mbits: float) -> dict[str, float]:
+    """Return how long updates take that write a patch each, in turns with others."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = PatchWriter(
+            [WrittenStage(0, stage)],
+            plan=WriteTiming(every=1, whole_every=10 * steps, last_step=-1),
+            store=PatchStore(LineStore(folder, mbits), plain),
+            about={"run": "benchmark", "attempt": 1},
+            data=SimpleNamespace(save_tokenizers=lambda folder: None),  # type: ignore[arg-type]
+            reporter=SimpleNamespace(event=lambda *given, **fields: None),  # type: ignore[arg-type]
+            record=LinkRecord(to="followers"),
+        )
+        writer.write(0)
+        writer.settle()  # the snapshot
+        update_s: dict[bool, list[float]] = {True: [], False: []}
+        pause_s = []
+        since_s = time.monotonic()
+        for step, _ in enumerate(train(stage, rate, 2 * steps, seed=2), start=1):
+            writes = (step - 1) // TURN % 2 == 0
+            if writes:
+                before_s = time.monotonic()
+                writer.write(step)
+                pause_s.append(time.monotonic() - before_s)
+            update_s[writes].append(time.monotonic() - since_s)
+            if step % TURN == 0:
+                writer.settle()  # no update of the next turn waits for it
+            since_s = time.monotonic()
+    return {
+        "rate": rate,
+        "pause_s": round(statistics.median(pause_s), 4),
+        "update_with_s": round(statistics.median(update_s[True]), 3),
+        "update_without_s": round(statistics.median(update_s[False]), 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="updates at each rate")
     parser.add_argument("--warm", type=int, default=40, help="updates before, at 1e-3")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
+    parser.add_argument("--mbits", type=float, default=100, help="of the line to the bucket")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -147,6 +205,14 @@ def main() -> None:
                 f"{row['loss_to']}",
                 flush=True,
             )
+    for rate in given.rates:
+        row = held(copy.deepcopy(stage), rate, given.steps, mbits=given.mbits)
+        rows.append(row)
+        print(
+            f"{rate:.0e} at {given.mbits:g} Mbit/s: an update takes {row['update_with_s']} s with "
+            f"a patch and {row['update_without_s']} s without; it is held for {row['pause_s']} s",
+            flush=True,
+        )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

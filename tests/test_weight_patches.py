@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.causal_models import SMALL, build, saved, where
 from tests.configs import build as build_job
 from tests.configs import composed
 from tests.nightly import each_once
-from tests.owners import keys_of
+from tests.owners import address, keys_of
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
 from xcloud.features.checkpoints.resume import check_can_go_on
@@ -331,7 +331,7 @@ class Trainer:
         url: Path,
         modules: list[Any],
         attempt: int = 1,
-        protect: Any = plain,
+        protects: Sequence[Any] = (plain, plain),
         whole_every: int = 3,
         last_step: int = 99,
         data: Any = None,
@@ -344,7 +344,7 @@ class Trainer:
             PatchWriter(
                 [WrittenStage(stage, module)],
                 plan=WriteTiming(2, whole_every, last_step),
-                store=PatchStore(ObjectStore(str(url)), protect),
+                store=PatchStore(ObjectStore(str(url)), protects[stage]),
                 about={"run": RUN, "attempt": attempt},
                 data=data or no_tokenizer,
                 reporter=self.log,  # type: ignore[arg-type]
@@ -514,7 +514,7 @@ def test_sealed_weights_open_for_their_reader_alone_and_only_in_their_place(
     tmp_path: Path,
 ) -> None:
     seals = sealing(keys_of("cloud_a", ["cloud_b"]), reader="cloud_b")
-    trainer = Trainer(tmp_path, [Module(0)], protect=seals)
+    trainer = Trainer(tmp_path, [Module(0)], protects=[seals])
     trainer.train(2)
     (file,) = files(tmp_path)
     assert b"max_length" not in file.read_bytes()
@@ -528,6 +528,32 @@ def test_sealed_weights_open_for_their_reader_alone_and_only_in_their_place(
     file.rename(file.with_name(file.name.replace("-00000002-", "-00000004-")))
     moved = following(tmp_path, 1, opens)
     assert moved.look() is None and "not one that cloud_a sealed" in moved.problems[0]
+
+
+def test_clouds_of_two_owners_write_for_a_third_each_with_its_own_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = build_job(
+        *SMALL, EVERY, "cluster/wan=sealed", address("cloud_b"),
+        f"training.patches.url={tmp_path}", "training.patches.reader=cloud_c",
+    )  # fmt: skip
+    job.check()
+    protects = []
+    for rank, (me, other) in enumerate((("cloud_a", "cloud_b"), ("cloud_b", "cloud_a"))):
+        keys = keys_of(me, [other, "cloud_c"])
+        monkeypatch.setattr(feature_module, "this_clouds_keys", lambda keys=keys: keys)
+        protects.append(feature_module._protection(job, rank))
+    trainer = Trainer(tmp_path, [Module(0), Module(1)], protects=protects)
+    reader = opening(keys_of("cloud_c", ["cloud_a", "cloud_b"]), job.cluster.stage_cloud)
+    follower = following(tmp_path, 2, reader)
+    for step in (2, 4):
+        trainer.train(step)
+        assert follower.look() is not None and agree(follower, trainer.modules)
+
+    swapped = Trainer(tmp_path, [Module(0), Module(1)], attempt=2, protects=protects[::-1])
+    swapped.train(2)
+    assert follower.look() is None
+    assert "not one that cloud_a sealed" in " ".join(follower.problems)
 
 
 def test_what_leaves_is_counted_for_the_audit_and_the_summary(
