@@ -26,7 +26,7 @@ from tests.toy import toy_config
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.features.checkpoints.common_step import newest_common
-from xcloud.job.compared import MAX_VALUE, PATH, compared_settings
+from xcloud.job.compared import PATH, compared_settings
 from xcloud.job.config import Settings, fill_in
 from xcloud.job.job import Job
 from xcloud.launch import processes as launch
@@ -36,6 +36,7 @@ from xcloud.net.transport import Rendezvous
 from xcloud.rank import agreement
 from xcloud.rank.agreement import (
     MAX_BYTES,
+    MAX_LINE,
     Table,
     Verdict,
     agree,
@@ -306,7 +307,7 @@ def test_a_producer_is_refused_whole_and_only_where_the_others_suffice() -> None
         '{"other": {"a": "b"}}', '{"setting": "a"}',
         json.dumps({"setting": {"a": "\x1b[2J"}}), json.dumps({"setting": {"a": "two\nlines"}}),
         json.dumps({"setting": {"\xff": "b"}}),
-        json.dumps({"setting": {"a": "x" * (MAX_VALUE + 1)}}),
+        json.dumps({"setting": {"a": "x" * (MAX_LINE + 1)}}),
         json.dumps({"setting": {"a": "b"}}) + " " * MAX_BYTES,
     ],
 )  # fmt: skip
@@ -335,12 +336,14 @@ def test_long_values_are_cut_and_still_compared_and_too_many_are_refused() -> No
 
 def test_a_long_reason_why_a_rank_has_no_part_of_a_checkpoint_is_cut_and_told_to_all() -> None:
     mine = table_of(settings())
-    good, bad = "ok agreed 7", f"bad agreed model.size is {'9' * 300}"
+    remedy = "set it back to 8, or start a new run"
+    good, bad = "ok agreed 7", f"bad agreed model.size is {'9' * 300}; {remedy}; {'x' * 300}"
 
     found = verdicts(changed(mine, held={"4": good}), changed(mine, held={"4": bad}))
 
     assert {verdict.kind for verdict in found} == {"stop"}
     assert "step 4: rank 1 (cloud b): model.size is 9999" in found[0].text
+    assert remedy in found[0].text and len(found[0].text) < 1000
 
 
 # --- real ranks, each with a folder and a file of its own

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore
 import xcloud
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import code_digests, commit, file_digest
-from xcloud.job.compared import MAX_VALUE, PATH, as_text, digest_of
+from xcloud.job.compared import PATH, as_text, digest_of
 from xcloud.job.job import Job
 from xcloud.net.transport import Rendezvous, rendezvous_store
 
@@ -39,10 +39,13 @@ MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
 _MAX_SHOWN = 8
 _MAX_TEXT = 16_384
+MAX_LINE = 500
+"""Characters of a value. The longest say why a run cannot go on from a checkpoint and what to
+do."""
 
 _PRINTABLE = r"^[ -~]*$"
 _KEY = Annotated[str, StringConstraints(pattern=_PRINTABLE)]
-_VALUE = Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)]
+_VALUE = Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_LINE)]
 _SECTION = Annotated[dict[_KEY, _VALUE], Field(max_length=_MAX_LINES)]
 _TABLE = TypeAdapter[Any](dict[Literal["setting", "code", "fact", "info", "held"], _SECTION])
 
@@ -102,7 +105,7 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
     compared = {*range(rendezvous.num_ranks)}
     if rendezvous.is_open:
         compared = {*job.roster.saving}
-    mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
+    mine = {**mine, "held": {step: line[:MAX_LINE] for step, line in held.items()}}
     if rank in compared:
         rendezvous.write("table", encode_table(mine))
     if rank == 0:
