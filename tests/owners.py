@@ -84,7 +84,8 @@ class Owners:
                 shutil.copy(folder_of_keys() / name, own)
             known = ", ".join(f"{peer}: [{peer}.pem]" for peer in peers)
             (own / "policy.yaml").write_text(
-                f"me: {me}\npeers: {{{known}}}\nwrite: [{folder / 'cache'}, .cache, mlruns]\n{addresses}"
+                f"me: {me}\npeers: {{{known}}}\nwrite: [{folder / 'cache'}, .cache, mlruns]\n"
+                f"{addresses}"
                 f"constructors:\n{constructors}"
             )
 
