@@ -473,9 +473,10 @@ def test_who_knows_an_earlier_attempt_of_this_rank_is_refused_and_not_known(door
 
 @pytest.mark.parametrize("listens", CLOUDS)
 def test_the_other_cloud_hears_of_ranks_that_start_again_before_they_are_there(
-    listens: str,
+    listens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of the two dials. The rank of cloud_a has died."""
+    monkeypatch.setattr("xcloud.line.transport._TELL_WITHIN_S", 20.0)
     clouds = {name: Cloud() for name in CLOUDS}
     clouds[listens] = Cloud(address=f"127.0.0.1:{free_port()}")
     layout = ClusterLayout(clouds, "sealed")
@@ -496,7 +497,7 @@ def test_the_other_cloud_hears_of_ranks_that_start_again_before_they_are_there(
 
     lines_of(0, attempt=2).tell_of_restart([1])
     with pytest.raises(LinkClosed, match="begun the run again"):
-        incoming.recv(key(1), 5.0)
+        incoming.recv(key(1), 20.0)
     if lives.listener is not None:
         lives.listener.close()
 
