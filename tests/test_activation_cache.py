@@ -124,6 +124,8 @@ def crossings(kept_bytes: int) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_frozen", first_daily([2, 1], count=1))
 def test_kept_rows_change_no_bit_of_a_loss_and_cross_no_more(num_frozen: int) -> None:
     """In lanes, with accumulation, schedules that split the backward, and compression."""

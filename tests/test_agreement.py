@@ -164,6 +164,8 @@ GIVEN = {"lora_clm files": ["model.checkpoint=somewhere"],
          "xnli_zero_shot": ["task.tokenizer.name_or_path=minilm"]}  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("experiment", "profile"), each_once(TASKS, PROFILES))
 def test_every_setting_of_conf_that_names_a_place_may_differ_between_clouds(
     experiment: str, profile: str

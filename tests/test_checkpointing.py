@@ -170,7 +170,7 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     assert "max_s" in limit or same_state(*both)
 
 
-@pytest.mark.parametrize(("shape", "every_steps"), each_once(STRATEGIES, [0, 500, 3]))
+@pytest.mark.parametrize(("shape", "every_steps"), each_once(STRATEGIES, [0, 500, 3], count=1))
 def test_minutes_count_in_every_strategy(shape: str, every_steps: int, tmp_path: Path) -> None:
     """Steps of 10 s: after three rank 0 tells replicas how many there are in a minute, ahead of
     the first."""

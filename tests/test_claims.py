@@ -378,6 +378,8 @@ def test_an_interrupted_row_goes_on_from_its_checkpoint(
     assert "theirs-seed1 resumes; from step 40" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_that_fails_stops_no_other_and_one_that_is_wrong_stops_all(
     tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ def test_texts_are_different_and_a_longer_list_begins_with_the_shorter(texts: Te
         texts(1, -1)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_english_follows_from_spanish_and_sentences_are_whole() -> None:
     dice, seen = Dice(5), dict[str, str]()
     for _ in range(10_000):

@@ -116,6 +116,8 @@ def test_an_encoder_gives_its_tokens_away(tmp_path: Path) -> None:
     assert found.texts == []  # its layers look ahead
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_matching_gradients_finds_a_short_text() -> None:
     """A transformer of one layer without an embedding's gradient, as where embeddings rest."""
     draw = torch.Generator().manual_seed(0)

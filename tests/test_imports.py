@@ -205,7 +205,10 @@ KINDS = {
 
 def asked_kinds(path: Path) -> set[str]:
     """What a file tells apart by isinstance and does not define itself."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not any(kind in text for kind in KINDS):
+        return set()
+    tree = ast.parse(text)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     return (KINDS - own) & {
         name.id
@@ -226,7 +229,7 @@ def depths(files: Iterable[Path], base: str) -> dict[str, int]:
     """Return how many classes of these files stand above each class that inherits from `base`."""
     bases: dict[str, set[str]] = {}
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {ast.unparse(one).partition("[")[0] for one in node.bases}
 

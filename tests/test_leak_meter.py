@@ -112,6 +112,8 @@ def test_nothing_planted_is_near_chance(tmp_path: Path) -> None:
     assert found["token_recovery"] < found["token_recovery_baseline"] + 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("label", [classes(3), torch.linspace(0, 1, 300)], ids=["3", "a number"])
 def test_more_classes_and_numbers_as_labels_are_measured(label: Tensor, tmp_path: Path) -> None:
     planted(tmp_path, label, leak=2.0, noise=1.0)
@@ -387,6 +389,8 @@ def test_an_embedding_in_the_rows_is_read_back(inverter, deep: bool) -> None:
     assert float(right) > 0.97
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("inverter", [linear_inverter, network_inverter])
 def test_noise_leaves_no_more_than_the_commonest_token(inverter) -> None:
     rows, tokens, known = rows_of(1e4)

@@ -463,6 +463,8 @@ def test_replicas_train_alone_and_end_equal(name: str) -> None:
     assert sum(report.loss is not None for report in reports) >= 2  # each replica has its own
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_falls_as_far_as_with_averaged_gradients() -> None:
     strategy = local(outer=OuterOptimizer(1.0, 0.0, False))
     long = Training(40, batch_size=16, optimizer=Optimizer(0.02, 1, "constant"))

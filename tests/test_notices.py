@@ -11,6 +11,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.runs import wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, TrainingDiverged
 from xcloud.job import config as configs
@@ -116,15 +117,18 @@ def test_a_command_that_hangs_is_ended_and_never_holds_up_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "LIMIT_S", 2.0)
-    text = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
-    one = monitor(tmp_path, command(f"{text}; time.sleep(600)", tmp_path / "pid"))
+    file = tmp_path / "pid"
+    script = f"echo $$ >> {shlex.quote(str(file))}; exec sleep 600"  # starts sooner than a Python
+    one = monitor(tmp_path, f"sh -c {shlex.quote(script)}")
     one.start()
-    for step in range(100):
+    one._notices.tell("diverged", step=0)
+    wait_for(lambda: file.exists() and file.read_text().endswith("\n"))
+    for step in range(1, 100):
         one._notices.tell("diverged", step=step)  # returns at once, also with a full queue
     assert one.finish(None)["status"] == "finished"
     assert "slower than events come" in caplog.text
     assert "was not done within" in caplog.text and "was ended" in caplog.text
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not any(psutil.pid_exists(int(pid)) for pid in file.read_text().split())
 
 
 @pytest.mark.parametrize(

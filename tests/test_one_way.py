@@ -142,6 +142,8 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
     assert all(made[n] <= feed["producers"][n]["num_batches"] + 8 for n in made)  # run_ahead
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_whoever_is_ready_is_taken_by_order_of_arrival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,8 @@ def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -
     assert "producer two did not finish" in notes(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_producer_is_waited_for_and_said_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

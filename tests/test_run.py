@@ -98,6 +98,8 @@ def test_one_owner_holds_both_ends_and_a_third_cloud_the_middle(
     check_figures(read_events(tmp_path / "two"), summary)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_accumulation_equals_the_large_batch(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

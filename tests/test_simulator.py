@@ -277,6 +277,8 @@ def test_stages_that_are_interleaved_halve_the_bubble() -> None:
         assert simulate(schedule, both_ends, half).step_s == pytest.approx(6 * m)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [OneForwardOneBackward, ZeroBubble])
 def test_lanes_are_never_slower_than_one_lane_with_its_share_of_micro_batches(
     kind: type[OneForwardOneBackward],

@@ -114,6 +114,8 @@ def test_randomk_gives_every_value_the_same_chance(rate: float) -> None:
     assert (share - round(rate * 101) / 101).abs().max() < 5 * spread
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_mean_of_unbiased_messages_is_the_tensor() -> None:
     compressor, tensor = RandomK(0.25, unbiased=True), torch.randn(60)
     mean = sum(arrives(compressor, tensor) for _ in range(4000)) / 4000

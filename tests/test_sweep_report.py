@@ -324,6 +324,8 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
         assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("pictures")
 def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
     written = write_pictures(tmp_path, Results(from_folder(sweep)), "sweep s")
@@ -536,6 +538,8 @@ def shown_table(results: Results) -> str:
     return " ".join(stream.getvalue().split())
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_throughput_is_a_share_of_the_same_work_in_one_cloud(folder: Path) -> None:
     results = Results(from_folder(folder))
     rows = results.rows.set_index("cluster")
@@ -615,6 +619,8 @@ def test_one_setting_alone_or_runs_without_events_draw_no_curves(tmp_path: Path)
     assert curves_of(Results(from_folder(tmp_path))) == ("", {})
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_draws_the_curves(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
