@@ -210,6 +210,8 @@ def test_other_lanes_take_over_weights_and_moments(column: str, tmp_path: Path) 
     second.train()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_apart_replicas_change_places_after_a_merge_only_and_keep_momentum(tmp_path: Path) -> None:
     column = "local updates"
     attempt(tmp_path, two(column)).train(7)  # merged at 4, apart at 6
@@ -240,6 +242,8 @@ def test_streaming_never_is_merged_before_its_end(tmp_path: Path) -> None:
         attempt(tmp_path, more_lanes("streaming"), cluster__clouds="two lanes")
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_replica_of_local_updates_becomes_no_two_and_two_become_one_after_a_merge_only(
     tmp_path: Path,
 ) -> None:

@@ -23,7 +23,7 @@ from tests.attempts import (
     undisturbed,
 )
 from tests.channels import same_state
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import states_of
@@ -370,7 +370,7 @@ def test_a_rank_that_goes_on_failing_fills_no_disk_and_is_named_once(
     assert second.from_step == 2 and same_state(second.state, undisturbed(shape))
 
 
-@pytest.mark.parametrize("shape", STRATEGIES)
+@pytest.mark.parametrize("shape", first_daily(STRATEGIES, count=1))
 def test_old_checkpoints_that_cannot_be_deleted_cost_none_and_are_named_once(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +383,7 @@ def test_old_checkpoints_that_cannot_be_deleted_cost_none_and_are_named_once(
     assert note.startswith("old checkpoints cannot be deleted (") and "fill the disk" in note
 
 
-@pytest.mark.parametrize("shape", STRATEGIES)
+@pytest.mark.parametrize("shape", first_daily(STRATEGIES, count=1))
 def test_a_disk_that_takes_longer_than_the_interval_stops_no_training_and_costs_one_at_most(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,9 @@ def test_a_job_goes_on_bit_for_bit_from_any_step(
         assert same_runs(tmp_path / "whole", again, STEPS)
 
 
-@pytest.mark.parametrize("form", first_daily(["clouds", "local"], 1))
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["clouds", "local"])
 def test_the_last_step_is_saved_too_so_that_the_job_can_be_trained_longer(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +229,8 @@ def orders(rows: list[list[int]]) -> Frame:
     return Frame(MessageKey(Kind.ORDER), (torch.tensor(rows, dtype=torch.int32),), 0, 0.0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_producer_save_after_the_same_batch_and_go_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +284,8 @@ def test_generators_and_a_discriminator_go_on_bit_for_bit(tmp_path: Path) -> Non
         restored.consumer.load_state_dict(restored.producers[0].state_dict())
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_ordered_after_a_checkpoint_is_not_in_it_however_late_a_rank_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

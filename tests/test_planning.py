@@ -103,6 +103,8 @@ def test_a_profile_of_something_else_is_named_and_used(
     assert 0 < last.weights_s.at(4) and last.deferred_bytes.at(4) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m", "compression=int8")
 

@@ -499,6 +499,8 @@ def test_variants_differ_in_what_they_do_and_begin_with_the_schedule_itself() ->
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("pictures")
 def test_the_report_names_the_best_the_own_and_what_to_change(tmp_path: Path) -> None:
     slow = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(2e7, 0.01))

@@ -238,6 +238,8 @@ def test_table_shows_mean_spread_share_and_what_is_missing(sweep: Path) -> None:
     assert "paper" not in text and "standard deviation over seeds" in text
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_path: Path) -> None:
     common = {"name": "abnet_iwslt", "model": "AbNet", "cluster.name": "two_clouds"}
     runs = []
@@ -439,6 +441,8 @@ def test_the_page_shows_what_differs_and_the_figures_best_first(tmp_path: Path) 
         ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,6 +555,8 @@ def test_throughput_is_a_share_of_the_same_work_in_one_cloud(folder: Path) -> No
     assert "tokens/s of one cloud" in text and "970 ± 137 97.0 %" in text
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_compression_does_not_part_work_from_its_one_cloud_but_other_settings_do(
     tmp_path: Path,
 ) -> None:
