@@ -206,7 +206,7 @@ def test_an_archive_of_equal_files_has_equal_bytes_in_whatever_order_they_came(
             RunArchive(tmp_path / folder).add(name, {"run.log": name})
     first, second = (RunArchive(tmp_path / folder).file.read_bytes() for folder in "ab")
     assert first == second
-    (tmp_path / "a" / "runs.tar.gz").write_bytes(first[:20])
+    (tmp_path / "a" / "runs.tar.xz").write_bytes(first[:20])
     with pytest.raises(DataError, match="is no archive of runs"):
         RunArchive(tmp_path / "a").read()
 

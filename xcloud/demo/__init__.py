@@ -6,8 +6,8 @@ test holds that it still makes the same bytes. A shorter list is the beginning o
 
 from __future__ import annotations
 
+import bz2
 import json
-import lzma
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -94,5 +94,5 @@ def _rows(name: str, num: int) -> Sequence[Any]:
 @cache
 def _all_rows(name: str) -> Sequence[Any]:
     """Read one file of texts: a JSON array on each line. It takes some 0.1 s."""
-    file = resources.files("xcloud.demo").joinpath("texts", f"{name}.jsonl.xz")
-    return [json.loads(line) for line in lzma.decompress(file.read_bytes()).splitlines()]
+    file = resources.files("xcloud.demo").joinpath("texts", f"{name}.jsonl.bz2")
+    return [json.loads(line) for line in bz2.decompress(file.read_bytes()).splitlines()]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
+import lzma
 import re
 import tarfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from xcloud.base.errors import DataError
 from xcloud.study.claims import REPEATS, ResultRow
 
-ARCHIVE_FILE = "runs.tar.gz"
+ARCHIVE_FILE = "runs.tar.xz"
 NAMING = ("task", "corpus", "row", "line", *REPEATS)
 """What names the run of a row: its first words, and which repeat it is."""
 LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
@@ -38,13 +37,13 @@ class RunArchive:
         if not self.file.exists():
             return texts
         try:
-            with tarfile.open(self.file, "r:gz") as archive:
+            with tarfile.open(self.file, "r:xz") as archive:
                 for member in archive:
                     name, _, file = member.name.partition("/")
                     content = archive.extractfile(member)
                     if content is not None:
                         texts.setdefault(name, {})[file] = content.read().decode()
-        except (tarfile.TarError, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
             raise DataError(f"{self.file} is no archive of runs: {error}") from None
         return texts
 
@@ -61,7 +60,7 @@ class RunArchive:
                     archive.addfile(member, io.BytesIO(data))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.file.with_suffix(".part")
-        unfinished.write_bytes(gzip.compress(packed.getvalue(), compresslevel=9, mtime=0))
+        unfinished.write_bytes(lzma.compress(packed.getvalue(), preset=9))
         unfinished.replace(self.file)
 
 

@@ -4,7 +4,7 @@ with everything that one reproduction of a claim was and came to.
 OUT/record.json   claim, verdict, rows, commit, environment, digests of data
 OUT/README.md     the same to read: question, command, table, verdict, what is missing
 OUT/rows.jsonl    what has run; a command that was interrupted goes on with the other rows
-OUT/runs.tar.gz   ROW-seedN/ (or ROW-roundN/): experiment.yaml, summary.json, run.log of each run
+OUT/runs.tar.xz   ROW-seedN/ (or ROW-roundN/): experiment.yaml, summary.json, run.log of each run
 OUT/made/         run folders until they are in the archive, and what a study makes on its way
 
 The project's own records, which docs/paper.md and the site show, are in records/CLAIM.
@@ -186,7 +186,7 @@ def ended(command: Sequence[str]) -> int:
 
 
 class StudyRows:
-    """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs.tar.gz, what is kept of
+    """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs.tar.xz, what is kept of
     these runs. OUT/made is for what a study makes on its way; a record does not keep it."""
 
     def __init__(self, out: Path, data: Path | None = None) -> None:
