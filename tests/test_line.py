@@ -92,6 +92,31 @@ def test_messages_of_any_size_arrive_in_order(out_listens: bool, num_connections
     assert ends.out._settings.queued._num_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "round_trip_s", "carrying"),
+    [
+        (12.5e6, 0.1, {0}),  # 100 Mbit/s
+        (37.5e6, 0.1, {0, 1}),
+        (125e6, 0.1, {0, 1, 2}),
+        (None, 0.1, {0, 1, 2}),  # nothing has been measured yet
+        (12.5e6, None, {0, 1, 2}),
+    ],
+)
+def test_only_as_many_connections_carry_as_the_line_asks_for(
+    bytes_per_s: float | None, round_trip_s: float | None, carrying: set[int]
+) -> None:
+    with linked(True, num_connections=3) as (ends, _):
+        out = ends.out
+        wait_for(lambda: len(out._up) == 3, seconds=10.0)
+        out._outbox.bytes_per_s = bytes_per_s
+        ends.state.round_trip_s = round_trip_s
+        assert {number for number in range(3) if out._is_needed(number)} == carrying
+        out._cut(0)
+        needed_after = {number for number in (1, 2) if out._is_needed(number)}
+        assert needed_after == set(range(1, min(3, 1 + len(carrying))))
+        ends.close()
+
+
 def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool) -> None:
     """A link that is cut after random numbers of bytes delivers the same ones, with windows
     smaller than messages."""

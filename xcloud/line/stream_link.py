@@ -21,7 +21,7 @@ from xcloud.line.connection import SPEAK_EVERY_S, Connection, Connections, LineS
 from xcloud.line.hello import Hello, StreamName
 from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, Assembly, Outbox
 from xcloud.line.pinned_tls import LineDown
-from xcloud.line.ways import Way
+from xcloud.line.ways import ONE_STREAM_BYTES, Way
 from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     ByteQueue,
@@ -37,8 +37,13 @@ RECONNECT_S = 120.0
 LINGER_S = 30.0
 """How long the receiving end answers after the last message, in case the sender has not heard that
 it came."""
+_ROOM = 1.5
+"""Connections carry so many times what was measured, or a line that has become faster would not
+be noticed."""
 _BULK_BYTES = 1 << 16
 """A link whose longest frame has fewer bytes never fills a line."""
+_RECORD_BYTES = 1 << 14
+"""The most bytes in a record of TLS, which one reading or writing takes."""
 _JOINED_BYTES = 16_000
 """Bytes that are written at once, with their header: they fit into one record of TLS."""
 _ACKNOWLEDGE_EVERY = 8
@@ -91,6 +96,7 @@ class StreamOutLink(SendingEnd):
             next_frame=self._next_frame,
             queued=settings.queued,
         )
+        self._up: set[int] = set()
         self._idle: set[int] = set()
         self._close_taken = False
         self._is_abandoned = False
@@ -103,7 +109,7 @@ class StreamOutLink(SendingEnd):
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
             num_connections=stream.num_connections,
             hello=stream.hello,
-            begin=self._outbox.begin,
+            begin=self._begin,
             carry=self._carry,
             cut=self._cut,
             fail=self._fail,
@@ -145,7 +151,8 @@ class StreamOutLink(SendingEnd):
 
     def _wake_one(self) -> None:
         """Wake the first connection that has nothing to do: small messages all go over one."""
-        if (number := min(tuple(self._idle), default=None)) is not None:
+        number = min(tuple(self._idle), default=None)
+        if number is not None and self._is_needed(number):
             self._connections.wake(number)
 
     def _next_frame(self) -> Tensor | None:
@@ -161,7 +168,12 @@ class StreamOutLink(SendingEnd):
         self._close_taken = key.kind is Kind.CLOSE
         return frame
 
+    def _begin(self, number: int, of: int, expected: int) -> None:
+        self._outbox.begin(number, of=of, expected=expected)
+        self._up.add(number)
+
     def _cut(self, number: int) -> None:
+        self._up.discard(number)
         self._idle.discard(number)
         self._outbox.cut(number)
         self._connections.wake()
@@ -217,9 +229,21 @@ class StreamOutLink(SendingEnd):
                 if not connection.read_into(place):
                     connection.wait(SPEAK_EVERY_S)
 
+    def _is_needed(self, number: int) -> bool:
+        """Return whether a connection is among the first that together fill the line. A further
+        one would begin slowly, after a time without work, and hold up its piece."""
+        num_before = sum(other < number for other in tuple(self._up))
+        bytes_per_s = self._outbox.bytes_per_s
+        round_trip_s = self._state.round_trip_s
+        if bytes_per_s is None or round_trip_s is None:
+            return True
+        return num_before <= _ROOM * bytes_per_s * round_trip_s / ONE_STREAM_BYTES
+
     def _queue_pieces(self, connection: Connection, number: int) -> bool:
         """Queue what is next for a connection: one large piece, or some small ones in one write.
         Return whether there was any."""
+        if not self._is_needed(number):
+            return False
         joined = bytearray()
         while not connection.has_unsent and len(joined) < _JOINED_BYTES:
             if (taken := self._outbox.take(number)) is None:
@@ -338,6 +362,8 @@ class _Receiving:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._buffer = memoryview(bytearray(_RECORD_BYTES))
+        self._buffered = self._buffer[:0]
         self.num_pieces = 0
         self._num_told = 0
 
@@ -346,7 +372,7 @@ class _Receiving:
         at = 0
         started_s = time.monotonic()
         while at < len(place):
-            if num_bytes := self._connection.read_into(place[at:]):
+            if num_bytes := self._take(place[at:]):
                 at += num_bytes
                 if self.num_pieces - self._num_told >= _ACKNOWLEDGE_EVERY:
                     self.acknowledge()
@@ -357,6 +383,18 @@ class _Receiving:
                 due_s = (time.monotonic() - started_s) / at * missing
                 time.sleep(min(due_s / 4, _LONGEST_NAP_S))
             self._connection.wait(SPEAK_EVERY_S)
+
+    def _take(self, place: memoryview) -> int:
+        """Put what is there into a place, and return how many bytes that was. Small pieces are
+        read together: each reading of the connection lets other threads go first."""
+        if not self._buffered:
+            if len(place) >= _RECORD_BYTES:
+                return self._connection.read_into(place)
+            self._buffered = self._buffer[: self._connection.read_into(self._buffer)]
+        num_bytes = min(len(place), len(self._buffered))
+        place[:num_bytes] = self._buffered[:num_bytes]
+        self._buffered = self._buffered[num_bytes:]
+        return num_bytes
 
     def acknowledge(self) -> None:
         """Tell the sender how many pieces have come, if it does not know or has heard nothing for

@@ -35,7 +35,7 @@ MAX_HANDSHAKES_PER_ADDRESS = 8
 CROWDED = "too many handshakes at once"
 _BACKLOG = 128
 _NOT_SENT_BYTES = 1 << 19
-_ONE_STREAM_BYTES = 3e6
+ONE_STREAM_BYTES = 3e6
 """What one connection carries in a round trip with Linux's usual limit (_USUAL_LIMIT), as
 measured."""
 _USUAL_LIMIT = 1 << 22  # bytes, net.ipv4.tcp_wmem
@@ -349,13 +349,13 @@ class Listener:
 
 def num_connections(round_trip_s: float) -> int:
     """Return how many connections fill a fast line with this round trip."""
-    needed = math.ceil(FAST_LINE * round_trip_s / _ONE_STREAM_BYTES)
+    needed = math.ceil(FAST_LINE * round_trip_s / ONE_STREAM_BYTES)
     return min(max(1, needed), MAX_CONNECTIONS)
 
 
 def stream_bytes(limit_bytes: int) -> float:
     """Return what one connection carries in a round trip with this limit of its send buffer."""
-    return limit_bytes / _USUAL_LIMIT * _ONE_STREAM_BYTES
+    return limit_bytes / _USUAL_LIMIT * ONE_STREAM_BYTES
 
 
 def tune(connection: socket.socket, is_bulk: bool) -> None:

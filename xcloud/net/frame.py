@@ -181,10 +181,12 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
             raise FrameError(f"a frame cannot carry a tensor of {spec.dtype}")
         axes = len(spec.shape)
         head += struct.pack(f"<BB{axes}I", _CODE_OF[spec.dtype], axes, *spec.shape)
-    _bytes_of(frame)[: len(head)] = head
-    places = torch.split(frame[len(head) :], [spec.num_bytes for spec in specs])
-    for part, place in zip(parts, places, strict=True):
+    offset = len(head)
+    _bytes_of(frame)[:offset] = head
+    for part, spec in zip(parts, specs, strict=True):
+        place = frame[offset : offset + spec.num_bytes]
         place.copy_(part.detach().contiguous().view(-1).view(torch.uint8))
+        offset += spec.num_bytes
     return frame
 
 
@@ -242,9 +244,12 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         raise FrameError(
             f"{key} from {sender} was damaged on the way: checksum {found:08x}, sent {crc:08x}"
         )
-    pieces = torch.split(buffer[offset:end], [spec.num_bytes for spec in specs])
-    parts = tuple(
-        message_buffer(len(piece)).copy_(piece).view(spec.dtype).view(spec.shape)
-        for piece, spec in zip(pieces, specs, strict=True)
+    parts = []
+    for spec in specs:
+        place = buffer[offset : offset + spec.num_bytes]
+        part = message_buffer(spec.num_bytes).copy_(place)
+        parts.append(part.view(spec.dtype).view(spec.shape))
+        offset += spec.num_bytes
+    return Frame(
+        key, parts=tuple(parts), sequence=sequence, deliver_at_s=deliver_at, num_bytes=end
     )
-    return Frame(key, parts, sequence=sequence, deliver_at_s=deliver_at, num_bytes=end)
