@@ -2,16 +2,19 @@
 trained model; memory, what `plan=show` says of it, and speed of a model of drawn weights in the
 shape of a known one.
 
-python -m benchmarks.frozen_weights [--shape qwen2.5-0.5b] [--blocks N]
-    [--seeds 3] [--steps 40] [--json FILE]
+python -m benchmarks.frozen_weights [--shape qwen2.5-0.5b] [--blocks N] [--kinds int8 nf4]
+    [--seeds 3] [--steps 40] [--keep FOLDER] [--json FILE]
 
 The small model learns public sentences first, once, then stories by adapters, with fp16_int8 on
-the line. The drawn one is a checkpoint in bfloat16 in a temporary folder, trained on one sample
-of 32 tokens an update without compression; its speed is that of one thread, in one process, in
-tokens a second of CPU time, which other work on the machine hardly changes. Products are computed
-in FP32. Long on busy cores: a run of each kind, its trial for plan=show, then 12 runs of the demo;
---seeds 0 measures memory and speed alone. A run writes its loss to 0.0001, which is 0.01 %.
-Figures: docs/causal-language-models.md.
+the line. The drawn one is a checkpoint in bfloat16, trained on one sample of 32 tokens an update
+without compression; its speed is that of one thread, in one process with a rank's settings of
+memory, in tokens a second of CPU time, which other work on the machine hardly changes. Products
+are computed in FP32. A run writes its loss to 0.0001, which is 0.01 %.
+
+Each kind has a run of two updates, a pass forward and backward, and a trial for plan=show; then
+come runs of the demo, of each seed and kind (--seeds 0: none). A figure is printed, and written to
+FILE, as soon as it is known. The drawn checkpoint and the trials of a command that was cut off are
+used again by the next one with the same --keep. Figures: docs/causal-language-models.md.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import ran_on
+from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.models.causal_network import (
     Lora,
     Part,
@@ -52,6 +59,10 @@ COMMON = [
     "+exp=lora_clm", "tracker=none", "cluster=two_clouds", "cluster/wan=free",
     "training.precision=fp32",
 ]  # fmt: skip
+# A trial tries each compressor of the planner's in further updates.
+WITHOUT_COMPRESSORS = [
+    f"~compression@plan.compressors.{name}" for name in ("fp16_int8", "int8", "int4_int8", "int4")
+]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
@@ -74,16 +85,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 MB = 1e6
 
 
-def run(folder: Path, file: str, *overrides: str) -> dict[str, Any]:
+def run(folder: Path, file: str, *overrides: str, **environment: str) -> dict[str, Any]:
     """Return what a run leaves in this file of its folder."""
     words = [sys.executable, "run.py", *COMMON, f"hydra.run.dir={folder}", *overrides]
-    # Freed memory goes back at once, so that a peak is what was held.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads((folder / file).read_text())
     return found
+
+
+def alone(function: Callable[..., Any], *given: Any) -> Any:
+    """Return what a function does, called in a process of its own that takes no memory along."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *given).result()
 
 
 def whole_of(config: Any) -> Part:
@@ -92,6 +109,8 @@ def whole_of(config: Any) -> Part:
 
 def write_drawn(folder: Path, shape: str, blocks: int | None) -> None:
     """Write a checkpoint of random weights, in this shape but for its number of blocks."""
+    if (folder / "model.safetensors").exists():
+        return
     given = dict(SHAPES[shape])
     if blocks is not None:
         given["num_hidden_layers"] = blocks
@@ -103,6 +122,7 @@ def write_drawn(folder: Path, shape: str, blocks: int | None) -> None:
 
 def tokens_per_cpu_s(kind: Kind, checkpoint: Path, length: int = 128) -> float:
     """Return how fast forward and backward of the whole drawn model are, two samples at a time."""
+    torch.set_num_threads(1)
     config = read_config(str(checkpoint))
     network = laid_out(config, part=whole_of(config))
     Lora().add_to(network, part=whole_of(config))
@@ -121,31 +141,33 @@ def tokens_per_cpu_s(kind: Kind, checkpoint: Path, length: int = 128) -> float:
     return text.numel() / (time.process_time() - began_at_s)
 
 
-def settings_of(kind: Kind, folder: Path, checkpoint: Path) -> list[str]:
+def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
     """Return the overrides of a run of the drawn model."""
     return [
         "model.own=null", f"model.checkpoint={checkpoint}", f"model.weights={kind}",
-        "compression=none", "task.max_length=32", "task.num_train=64", "task.num_dev=2",
-        "task.num_test=2", "training.eval_batch_size=1", "training.batch_size=1",
+        "compression=none", "task.max_length=32", "task.num_train=64", "task.num_dev=1",
+        "task.num_test=1", "training.eval_batch_size=1", "training.batch_size=1",
         "schedule.num_micro_batches=1", "model.lora.targets=[q_proj,v_proj]",
-        f"cache_dir={folder}/cache",
+        f"cache_dir={checkpoint}/cache",
     ]  # fmt: skip
 
 
 def measured_memory(kind: Kind, folder: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """Return what each rank held in a run of three updates, in bytes."""
-    given = settings_of(kind, folder=folder, checkpoint=checkpoint)
-    summary = run(folder / "run", "summary.json", *given, "training.max_steps=3")
+    """Return what each rank held in a run of two updates, in bytes; the second has moments."""
+    # Freed memory goes back at once, so that a peak is what was held. That makes a step slow.
+    summary = run(
+        folder, "summary.json", *settings_of(kind, checkpoint=checkpoint), "training.max_steps=2",
+        MALLOC_MMAP_THRESHOLD_="262144",
+    )  # fmt: skip
     ranks: list[dict[str, Any]] = summary["memory"]
     return ranks
 
 
 def predicted_memory(kind: Kind, folder: Path, checkpoint: Path) -> dict[str, float]:
     """Return what `plan=show` says that each rank will hold, in bytes by cloud."""
-    given = settings_of(kind, folder=folder, checkpoint=checkpoint)
     plan = run(
-        folder / "plan", "plan.json", *given, "plan=show", "plan.search=[split]",
-        "plan.trial_steps=1",
+        folder, "plan.json", *settings_of(kind, checkpoint=checkpoint), "plan=show",
+        "plan.search=[split]", "plan.trial_steps=1", *WITHOUT_COMPRESSORS,
     )  # fmt: skip
     clouds: dict[str, float] = plan["own"]["memory_bytes"]
     return clouds
@@ -184,55 +206,55 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--blocks", type=int, help="fewer than the shape has")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument("--keep", type=Path, help="keep the drawn checkpoint and trials here")
     parser.add_argument("--json", type=Path, help="write all figures here")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    # What starts from here has a rank's settings of memory, with which it keeps its pages.
+    os.environ.update(LIBRARY_SETTINGS, OMP_NUM_THREADS="1")
     where = ran_on()
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
-    rows: dict[Kind, dict[str, float]] = {}
-    perplexities: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    rows: dict[Kind, dict[str, float]] = {kind: {} for kind in given.kinds}
+    perplexities: dict[Kind, list[float]] = {kind: [] for kind in given.kinds}
+
+    def note(kind: Kind, figures: dict[str, float]) -> None:
+        rows[kind] |= figures
+        say(kind, figures=figures)
+        if given.json:
+            table = {**where, "rows": rows, "perplexities": perplexities}
+            given.json.write_text(json.dumps(table, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_drawn(folder / "drawn", shape=given.shape, blocks=given.blocks)
-        drawn = folder / "drawn"
-        ranks = {}
-        for kind in KINDS:
-            ranks[kind] = measured_memory(kind, folder=folder / kind, checkpoint=drawn)
-            rows[kind] = fullest(ranks[kind])
-            say(kind, figures=rows[kind])
-        for kind in KINDS:
-            speed = {"tokens / CPU s": tokens_per_cpu_s(kind, drawn)}
-            say(kind, figures=speed)
-            rows[kind] |= speed
-        for kind in KINDS:
-            predicted = predicted_memory(kind, folder=folder / kind, checkpoint=drawn)
-            errors = errors_of(predicted, ranks=ranks[kind])
+        drawn = (given.keep or folder) / f"{given.shape}-{given.blocks or 'all'}"
+        alone(write_drawn, drawn, given.shape, given.blocks)
+        for kind in given.kinds:
+            ranks = measured_memory(kind, folder=folder / f"{kind}-run", checkpoint=drawn)
+            note(kind, figures=fullest(ranks))
+            note(kind, figures={"tokens / CPU s": alone(tokens_per_cpu_s, kind, drawn)})
+            predicted = predicted_memory(kind, folder=folder / f"{kind}-plan", checkpoint=drawn)
+            errors = errors_of(predicted, ranks=ranks)
             plan = {
                 "predicted": max(predicted.values()) / MB,
                 "worst error %": max(errors, key=abs),
             }
-            say(kind, figures=plan)
-            rows[kind] |= plan
+            note(kind, figures=plan)
         for seed in range(given.seeds):
-            for kind in KINDS:
+            for kind in given.kinds:
                 summary = run(
                     folder / f"{kind}-{seed}", "summary.json", f"model.weights={kind}",
                     f"seed={seed}", f"training.max_steps={given.steps}",
                     f"cache_dir={folder}/cache",
                 )  # fmt: skip
                 perplexities[kind].append(math.exp(summary["quality"]["loss"]))
-                print(f"{kind:9} seed {seed}: {perplexities[kind][-1]:.3f}", flush=True)
-    if given.seeds:
+                note(kind, figures={"perplexity": statistics.mean(perplexities[kind])})
+    if given.seeds and "float32" in perplexities:
         for kind, found in perplexities.items():
             pairs = zip(found, perplexities["float32"], strict=True)
             changes = [100 * (one / other - 1) for one, other in pairs]
-            rows[kind]["perplexity"] = statistics.mean(found)
-            rows[kind]["worst change %"] = max(changes, key=abs)
             print(f"{kind:9} change {', '.join(f'{change:+.2f}' for change in changes)} %")
+            note(kind, figures={"worst change %": max(changes, key=abs)})
     print_table(rows)
-    if given.json:
-        table = {**where, "rows": rows, "perplexities": perplexities}
-        given.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":
