@@ -57,18 +57,19 @@ class Owners:
         mailbox: Path | None = None,
         cluster: str = "two_clouds",
         compose: Callable[[str, list[str]], Any] = toy_config,
+        bucket: Path | None = None,
     ) -> None:
         """changed: settings of the config by dotted name, besides overrides of the toy's.
 
         mailbox: the folder between them; None: sealed lines.
+        bucket: another folder that all may reach.
         compose: returns the config, as toy_config does.
         """
         self.folder = folder
         wan = ["cluster/wan=sealed"]
-        addresses = ""
         if mailbox is not None:
             wan = ["cluster/wan=mailbox", f"cluster.wan.url={mailbox}"]
-            addresses = f"addresses: [{mailbox}]\n"
+        reached = ", ".join(str(one) for one in (mailbox, bucket) if one is not None)
         config = OmegaConf.create(compose(cluster, [*wan, *overrides]))
         for name, value in (changed or {}).items():
             OmegaConf.update(config, name, value, force_add=True)
@@ -85,7 +86,7 @@ class Owners:
             known = ", ".join(f"{peer}: [{peer}.pem]" for peer in peers)
             (own / "policy.yaml").write_text(
                 f"me: {me}\npeers: {{{known}}}\nwrite: [{folder / 'cache'}, .cache, mlruns]\n"
-                f"{addresses}"
+                f"addresses: [{reached}]\n"
                 f"constructors:\n{constructors}"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.causal_models import SMALL, build, saved, where
 from tests.configs import build as build_job
 from tests.configs import composed
+from tests.line_links import Proxy
 from tests.nightly import each_once
-from tests.owners import address, keys_of
+from tests.owners import Owners, address, keys_of
+from tests.runs import command, free_port, read
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
 from xcloud.features.checkpoints.resume import check_can_go_on
@@ -530,12 +534,13 @@ def test_sealed_weights_open_for_their_reader_alone_and_only_in_their_place(
     assert moved.look() is None and "not one that cloud_a sealed" in moved.problems[0]
 
 
-def test_clouds_of_two_owners_write_for_a_third_each_with_its_own_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reader", ["cloud_c", "cloud_b"])
+def test_clouds_of_two_owners_write_for_a_third_or_one_of_them_each_with_its_own_key(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = build_job(
         *SMALL, EVERY, "cluster/wan=sealed", address("cloud_b"),
-        f"training.patches.url={tmp_path}", "training.patches.reader=cloud_c",
+        f"training.patches.url={tmp_path}", f"training.patches.reader={reader}",
     )  # fmt: skip
     job.check()
     protects = []
@@ -544,8 +549,9 @@ def test_clouds_of_two_owners_write_for_a_third_each_with_its_own_key(
         monkeypatch.setattr(feature_module, "this_clouds_keys", lambda keys=keys: keys)
         protects.append(feature_module._protection(job, rank))
     trainer = Trainer(tmp_path, [Module(0), Module(1)], protects=protects)
-    reader = opening(keys_of("cloud_c", ["cloud_a", "cloud_b"]), job.cluster.stage_cloud)
-    follower = following(tmp_path, 2, reader)
+    others = sorted({"cloud_a", "cloud_b"} - {reader})
+    opens = opening(keys_of(reader, others), job.cluster.stage_cloud)
+    follower = following(tmp_path, 2, opens)
     for step in (2, 4):
         trainer.train(step)
         assert follower.look() is not None and agree(follower, trainer.modules)
@@ -737,14 +743,66 @@ def test_a_run_of_two_clouds_is_followed_while_it_trains_and_after_a_resume(
     assert model.dtype is torch.bfloat16 and model(ids).logits.isfinite().all()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.xdist_group("causal_run")
+def test_of_two_owners_one_follows_the_whole_model_also_late_and_over_a_line_that_is_cut(
+    tmp_path: Path,
+) -> None:
+    """Each seals its stage to the other training cloud, in a folder that both reach."""
+    bucket = made(tmp_path / "bucket")
+    port = 20_000 + free_port() % 10_000
+    proxy = Proxy(port, cut_after=lambda: 150_000)
+    owners = Owners(
+        tmp_path,
+        [
+            address("cloud_a", proxy.port), f"cache_dir={tmp_path}/cache", "model.lora=null",
+            "training.patches.every=1", "training.patches.whole_every=2",
+            "training.max_steps=8", f"training.patches.url={bucket}",
+            "training.patches.reader=cloud_b",
+        ],
+        compose=lambda cluster, overrides: OmegaConf.to_container(
+            composed(*SMALL, *overrides), resolve=True
+        ),
+        bucket=bucket,
+    )  # fmt: skip
+    beside = follow_as(owners, "cloud_b", "served")
+    owners.finish(cloud_a=["--listen", f"127.0.0.1:{port}"], within_s=300)
+    proxy.close()
+    assert proxy.num_cuts > 1
+    assert beside.wait(120) == 0, read(tmp_path / "served.log")
+    assert read(tmp_path / "served.log").endswith("that was the last update of the run\n")
+    assert follow_as(owners, "cloud_b", "late", "--once").wait(120) == 0, read(
+        tmp_path / "late.log"
+    )
+    assert "step 8: " in (said := read(tmp_path / "late.log")) and "step 7" not in said
+
+    run_dir = owners.run_dir("cloud_a")
+    shutil.copy(owners.run_dir("cloud_b") / "model" / "stage1.safetensors", run_dir / "model")
+    use.export([str(run_dir), "--out", str(tmp_path / "joined")])
+    same_to_bf16(tmp_path)
+    same_to_bf16(tmp_path, served="late")
+    assert follow_as(owners, "cloud_a", "other", "--once").wait(120)
+    assert "sealed to cloud_b" in read(tmp_path / "other.log")
+
+
+def follow_as(owners: Owners, cloud: str, name: str, *words: str) -> Any:
+    """Start the follower of one owner, which keeps a folder of this name current."""
+    folder = owners.folder
+    return command(
+        "-m", "xcloud", "follow", str(folder), "--as", str(folder / name), *words,
+        log=folder / f"{name}.log", XCLOUD_POLICY=str(folder / f"owner_{cloud}" / "policy.yaml"),
+    )  # fmt: skip
+
+
 def made(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
-def same_to_bf16(folder: Path) -> None:
-    exported, served = (
-        load_file(folder / name / "model.safetensors") for name in ("joined", "served")
+def same_to_bf16(folder: Path, served: str = "served") -> None:
+    exported, followed = (
+        load_file(folder / name / "model.safetensors") for name in ("joined", served)
     )
-    assert served.keys() == exported.keys()
-    assert all(torch.equal(served[name], exported[name].bfloat16()) for name in served)
+    assert followed.keys() == exported.keys()
+    assert all(torch.equal(followed[name], exported[name].bfloat16()) for name in followed)

@@ -148,7 +148,7 @@ def _protection(job: PipelineJob, rank: int) -> Protect:
             f"machine has the key of {keys.own.cloud}: leave it out where one machine plays "
             "several clouds"
         )
-    if reader not in keys.peers:
+    if reader != cloud and reader not in keys.peers:
         raise ConfigError(
             f"{setting}: this cloud's policy names no certificate of it; get {reader}.pem from "
             f"its owner, put it beside {keys.pem_file}, and into policy.yaml: "

@@ -9,11 +9,11 @@ its certificate and signed (line/sealing.py), bound to its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from xcloud.base.errors import DataError, SealError
-from xcloud.line.keys import LineKeys, read_key
+from xcloud.line.keys import Certificate, LineKeys, read_key
 from xcloud.line.mailbox import ObjectStore
 from xcloud.line.sealing import open_sealed, seal, sealed_bytes
 
@@ -60,9 +60,9 @@ def plain(data: bytes, name: str) -> bytes:
 
 
 def sealing(keys: LineKeys, reader: str) -> Protect:
-    """Return what seals pieces to the newest certificate of a reader."""
+    """Return what seals pieces to the newest certificate of a reader, which may be this cloud."""
     key = read_key(keys.key_file)
-    certificate = keys.peers[reader][-1]
+    certificate = _certificates(keys, reader)[-1]
     return lambda data, name: seal(data, certificate, key, context=_context(name))
 
 
@@ -78,7 +78,7 @@ def opening(keys: LineKeys, cloud_of: Callable[[int], str]) -> Protect:
         assert match is not None, "it was listed by its name"
         cloud = cloud_of(int(match[4]))
         failure = SealError(f"`peers` in this cloud's policy names no certificate of {cloud}")
-        for sender in keys.peers.get(cloud, ()):
+        for sender in _certificates(keys, cloud):
             try:
                 return open_sealed(data, key, keys.own, sender, context=_context(name))
             except SealError as error:
@@ -86,6 +86,13 @@ def opening(keys: LineKeys, cloud_of: Callable[[int], str]) -> Protect:
         raise failure
 
     return opened
+
+
+def _certificates(keys: LineKeys, cloud: str) -> Sequence[Certificate]:
+    """Return the certificates of a peer or of this cloud; none of a cloud that is neither."""
+    if cloud == keys.own.cloud:
+        return [keys.own]
+    return keys.peers.get(cloud, ())
 
 
 def _context(name: str) -> bytes:
