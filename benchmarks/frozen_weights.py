@@ -109,7 +109,7 @@ def whole_of(config: Any) -> Part:
 
 def write_drawn(folder: Path, shape: str, blocks: int | None) -> None:
     """Write a checkpoint of random weights, in this shape but for its number of blocks."""
-    if (folder / "model.safetensors").exists():
+    if folder.exists():
         return
     given = dict(SHAPES[shape])
     if blocks is not None:
@@ -117,7 +117,9 @@ def write_drawn(folder: Path, shape: str, blocks: int | None) -> None:
     config = config_of(given)
     network = network_of(config, part=whole_of(config))
     draw_weights(network, seed=0)
-    write_checkpoint(network.to(torch.bfloat16), folder=folder)
+    draft = folder.parent / f"{folder.name}.draft"
+    write_checkpoint(network.to(torch.bfloat16), folder=draft)
+    draft.rename(folder)
 
 
 def tokens_per_cpu_s(kind: Kind, checkpoint: Path, length: int = 128) -> float:
