@@ -25,7 +25,7 @@ from tests.causal_models import (
 from tests.nightly import first_daily
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError
-from xcloud.models import causal_network
+from xcloud.models import causal_network, frozen_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.frozen_weights import NF4_VALUES, FrozenMatrix
@@ -125,6 +125,21 @@ def test_each_weight_in_nf4_is_the_nearest_of_16_values_of_its_block() -> None:
     values = blocks.abs().amax(1)[:, None, None] * torch.tensor(NF4_VALUES)
     nearest = values.squeeze(1).gather(1, (blocks[:, :, None] - values).abs().argmin(2))
     assert torch.equal(kept(linear, "nf4").stored().flatten(), nearest.flatten()[: 96 * 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_in_nf4_is_made_dense_a_few_blocks_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits are those of all at once, and memory hardly more than that of the dense matrix."""
+    torch.manual_seed(0)
+    matrix = kept(nn.Linear(250, 401, bias=False), "nf4")
+    expected = matrix.dense(torch.float32).to(dtype)
+    monkeypatch.setattr(frozen_weights, "NF4_BLOCKS_AT_ONCE", 40)
+    with PeakBytes() as held:
+        found = matrix.dense(dtype)
+    assert torch.equal(found, expected)
+    assert held.peak < bytes_of(matrix.parameters()) + 1.2 * bytes_of([found])
 
 
 @pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))

@@ -28,6 +28,7 @@ Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 PACKED = ("int8", "nf4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NF4_BLOCK = 64  # weights with one scale
+NF4_BLOCKS_AT_ONCE = 1 << 14  # made dense by way of 6 MB, which another whole matrix exceeds
 # Quantiles of the normal distribution, scaled to [-1, 1] (arXiv:2305.14314, appendix E).
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -89,9 +90,13 @@ class FrozenMatrix(nn.Module):
         if self.scales is None:
             return self.weight.to(dtype)
         if self.kind == "nf4":
-            pairs = F.embedding(self.weight.int(), _pairs(self.weight.device))
-            values = pairs.flatten(1).mul_(self.scales[:, None])
-            return values.flatten()[: self.shape.numel()].view(self.shape).to(dtype)
+            device = self.weight.device
+            values = torch.empty(len(self.weight), NF4_BLOCK, dtype=dtype, device=device)
+            parts = (each.split(NF4_BLOCKS_AT_ONCE) for each in (self.weight, self.scales, values))
+            for codes, scales, filled in zip(*parts, strict=True):
+                pairs = F.embedding(codes.int(), _pairs(device))
+                torch.mul(pairs.flatten(1), scales[:, None], out=filled)
+            return values.flatten()[: self.shape.numel()].view(self.shape)
         return self.weight.float().mul_((self.scales / 127)[:, None]).to(dtype)
 
     def stored(self) -> Tensor:
