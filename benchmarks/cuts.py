@@ -44,7 +44,6 @@ from tests.runs import weights
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.record.files import CheckpointSteps
 
-ROOT = Path(__file__).resolve().parent.parent
 SHARES = {"reset": 0.5, "silence": 0.2, "address": 0.26, "restart": 0.04}
 PORT = 7000
 UPDATES_FILE = "updates.txt"
@@ -188,17 +187,7 @@ class Run:
 
     def start(self) -> None:
         for cloud, host in zip(CLOUDS, self._hosts, strict=True):
-            policy = self._owners.folder / f"owner_{cloud}" / "policy.yaml"
-            environment = {
-                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                "XCLOUD_POLICY": str(policy),
-            }  # fmt: skip
-            with self._owners.log(cloud).open("w") as log:
-                self._commands[cloud] = subprocess.Popen(
-                    [*inside(host), sys.executable, "-m", "xcloud", "join", self._owners.file,
-                     "--cloud", cloud, "--run-dir", self._owners.run_dir(cloud)],
-                    cwd=ROOT, env=environment, stdout=log, stderr=log,
-                )  # fmt: skip
+            self._commands[cloud] = self._owners.start(cloud, host=host)
 
     def finish(self) -> None:
         """Wait for the end of the run, which must be a good one."""

@@ -98,10 +98,40 @@ def two_hosts(
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def limit(host: str, bandwidth_bits_per_s: float) -> None:
+@contextmanager
+def several_hosts(count: int, bandwidth_bits_per_s: float) -> Iterator[tuple[str, ...]]:
+    """Names of so many namespaces at one switch, at addresses 10.213.0.1, 10.213.0.2 and so on.
+
+    bandwidth_bits_per_s: of each host's line to the switch, each way.
+    """
+    switch = f"xc-{os.getpid()}-switch"
+    names = tuple(f"xc-{os.getpid()}-{number}" for number in range(count))
+    try:
+        for name in (switch, *names):
+            _run("ip", "netns", "add", name)
+            _run(*inside(name), "ip", "link", "set", "lo", "up")
+        _run(*inside(switch), "ip", "link", "add", "switch", "type", "bridge")
+        _run(*inside(switch), "ip", "link", "set", "switch", "up")
+        for number, name in enumerate(names):
+            port = f"port{number}"
+            _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth",
+                 "peer", "name", port, "netns", switch)  # fmt: skip
+            _run(*inside(switch), "ip", "link", "set", port, "master", "switch", "up")
+            address = f"10.213.0.{number + 1}/24"
+            _run(*inside(name), "ip", "addr", "add", address, "dev", INTERFACE)
+            _run(*inside(name), "ip", "link", "set", INTERFACE, "up")
+            limit(name, bandwidth_bits_per_s)
+            limit(switch, bandwidth_bits_per_s, interface=port)
+        yield names
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def limit(host: str, bandwidth_bits_per_s: float, interface: str = INTERFACE) -> None:
     """What the host's end of a veth pair sends from now on; what waits there is kept. A queue of
     1 s never drops what the sockets hand over."""
-    _run(*inside(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf",
+    _run(*inside(host), "tc", "qdisc", "replace", "dev", interface, "root", "tbf",
          "rate", f"{bandwidth_bits_per_s:.0f}bit",
          "burst", f"{_burst_bytes(bandwidth_bits_per_s)}b", "latency", "1s")  # fmt: skip
 

@@ -3,7 +3,10 @@ but the experiment file and the lines between them; and keys of three clouds."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,7 +15,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tests.runs import command, free_port, read
+from benchmarks.namespaces import inside
+from tests.runs import ROOT, command, free_port, read
 from tests.toy import toy_config
 from xcloud.line.keys import LineKeys, make_key, read_line_keys
 
@@ -90,23 +94,36 @@ class Owners:
                 f"constructors:\n{constructors}"
             )
 
-    def run_dir(self, cloud: str) -> Path:
-        return self.folder / cloud
+    def run_dir(self, cloud: str, machine: int = 0) -> Path:
+        return self.folder / (f"{cloud}.{machine}" if machine else cloud)
 
-    def log(self, cloud: str) -> Path:
-        return self.folder / f"{cloud}.log"
+    def log(self, cloud: str, machine: int = 0) -> Path:
+        return self.folder / f"{self.run_dir(cloud, machine).name}.log"
 
-    def said(self, cloud: str) -> str:
-        logs = [self.log(cloud), *sorted(self.run_dir(cloud).glob("rank*.log"))]
+    def said(self, cloud: str, machine: int = 0) -> str:
+        run_dir = self.run_dir(cloud, machine)
+        logs = [self.log(cloud, machine), *sorted(run_dir.glob("rank*.log"))]
         return "".join(read(path) for path in logs if path.exists())
 
-    def start(self, cloud: str, *words: str) -> Any:
-        """Give the command of one owner."""
-        return command(
+    def start(self, cloud: str, *words: str, machine: int = 0, host: str | None = None) -> Any:
+        """Give the command of one owner. machine: of the cloud, which has a folder of its own.
+
+        host: the network namespace in which the command is given.
+        """
+        log = self.log(cloud, machine)
+        own = {"XCLOUD_POLICY": str(self.folder / f"owner_{cloud}/policy.yaml")}
+        words = (
             "-m", "xcloud", "join", str(self.file), "--cloud", cloud,
-            "--run-dir", str(self.run_dir(cloud)), *words,
-            log=self.log(cloud), XCLOUD_POLICY=str(self.folder / f"owner_{cloud}/policy.yaml"),
+            "--run-dir", str(self.run_dir(cloud, machine)), *words,
         )  # fmt: skip
+        if host is None:
+            return command(*words, log=log, **own)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own}
+        with log.open("w") as file:
+            return subprocess.Popen(
+                [*inside(host), sys.executable, *words],
+                cwd=ROOT, env=environment, stdout=file, stderr=file,
+            )  # fmt: skip
 
     def finish(self, within_s: float = 120.0, **words: Sequence[str]) -> None:
         """Run all clouds to their end, which must be a good one."""

@@ -116,42 +116,6 @@ def test_each_machine_of_a_cloud_has_an_address_and_as_many_ranks() -> None:
         Machine(0, 2).ranks_of(two, "a")
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("spans", CLOUDS)
-def test_a_cloud_of_two_machines_trains_as_one_machine_does_also_after_one_was_killed(
-    spans: str, tmp_path: Path
-) -> None:
-    """cloud_b listens."""
-    more = ["training.max_steps=200", "training.checkpoint.every_steps=20", *TWO_RANKS]
-    ports = [20_000 + free_port() % 10_000 for _ in range(2)]
-    where = f"127.0.0.1:{ports[0]}"
-    if spans == "cloud_b":
-        where = f"[127.0.0.1:{ports[0]},127.0.0.2:{ports[1]}]"
-    owners = TwoOwners(tmp_path, [f"+cluster.clouds.cloud_b.address={where}", *more])
-    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    [other] = {*CLOUDS} - {spans}
-    commands = [owners.start(other), owners.start(spans, *meet)]
-    second = tmp_path / "second"
-    commands.append(owners.start(spans, *meet, "--node-rank", "1", "--run-dir", str(second)))
-
-    folder = CheckpointSteps(second)
-    wait_for(lambda: len(folder.agreed_steps()) > 1, 120)
-    rank = 2 * CLOUDS.index(spans) + 1
-    os.kill(json.loads(state_file(second, rank).read_text())["pid"], signal.SIGKILL)
-    codes = [process.wait(240) for process in commands]
-    said = owners.said("cloud_a") + owners.said("cloud_b")
-    assert codes == [0, 0, 0], said
-    assert "all ranks start again from step" in said
-    start(tmp_path / "gloo", toy_config("two_clouds", more))
-    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
-    expected = weights(tmp_path / "gloo")
-    for run_dir in (*map(owners.run_dir, CLOUDS), second):
-        for name, value in weights(run_dir).items():
-            assert torch.equal(expected.pop(name), value), name
-    assert not expected
-
-
 def test_ranks_of_one_owner_meet_over_gloo_and_those_of_two_over_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

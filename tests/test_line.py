@@ -527,8 +527,27 @@ def test_the_other_cloud_hears_of_ranks_that_start_again_before_they_are_there(
         lives.listener.close()
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_link_tells_its_rank_that_it_ended_unclosed_though_nobody_reads_from_it(
+    closes: bool,
+) -> None:
+    """The main thread may wait for another rank, which waits for the lost one."""
+    lost = list[LinkError]()
+    with linked(on_lost=lost.append) as (ends, _):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        if closes:
+            ends.close()
+            assert not lost
+        else:
+            ends.out.abandon()
+            wait_for(lambda: lost != [])
+            assert str(lost[0]) == "sender has ended without closing its link"
+
+
 def test_a_peer_that_has_begun_again_ends_the_links_of_the_attempt_before() -> None:
-    with linked() as (ends, proxy):
+    lost = list[LinkError]()
+    with linked(on_lost=lost.append) as (ends, proxy):
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
         proxy.refuses = True
@@ -537,6 +556,7 @@ def test_a_peer_that_has_begun_again_ends_the_links_of_the_attempt_before() -> N
         assert "not ready" in dial(again, hello(attempt=2))
         with pytest.raises(LinkClosed, match="cloud_b has begun the run again"):
             ends.out.close(20.0)
+        wait_for(lambda: lost != [])
 
 
 def test_a_slow_or_endless_greeting_is_left_after_five_seconds(

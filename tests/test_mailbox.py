@@ -21,7 +21,7 @@ from tests.combinations import experiment, interrupted, losses, run, state
 from tests.owners import CLOUDS, TwoOwners, keys_of
 from tests.runs import start, wait_for
 from tests.toy import toy_config
-from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.line import mailbox
@@ -40,6 +40,9 @@ WITHIN_S = 20.0
 _MAKING_KEYS = threading.Lock()  # they are made once, by whoever comes first
 
 
+LOST: list[LinkError] = []
+
+
 def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> MailboxLines:
     with _MAKING_KEYS:
         me = BOX_CLOUDS[rank]
@@ -56,7 +59,7 @@ def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> M
         first_within_s=WITHIN_S,
         reconnect_s=WITHIN_S,
     )
-    return MailboxLines(str(url), place, keys)
+    return MailboxLines(str(url), place, keys, on_lost=LOST.append)
 
 
 class MailboxTransport(Transport):
@@ -254,9 +257,12 @@ def test_a_sender_that_ends_before_its_time_says_so(tmp_path: Path) -> None:
     with linked(tmp_path) as ends:
         send(ends.out, 1.0)
         assert taken(ends, 0) == 1.0
+        LOST.clear()
         ends.of[0].abandon()
+        wait_for(lambda: LOST != [])  # though nobody reads
         with pytest.raises(LinkClosed, match="sender has ended without closing its link"):
             ends.incoming.recv(key(1), 20.0)
+        assert str(LOST.pop()) == "sender has ended without closing its link"
 
 
 def test_old_notes_are_no_meeting(tmp_path: Path, monkeypatch: Any) -> None:

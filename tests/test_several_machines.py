@@ -1,10 +1,13 @@
-"""Two network namespaces as two machines, torchrun in each, the kernel limits their link."""
+"""Network namespaces as machines, with torchrun or a part of an owner's cloud in each; the kernel
+limits their links."""
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +17,22 @@ from benchmarks.namespaces import (
     WIREGUARD,
     available,
     block,
+    several_hosts,
     wireguard,
     wireguard_available,
 )
 from benchmarks.several_machines import run_on_two_machines
-from tests.runs import losses, start, weights
+from tests.owners import CLOUDS, Owners
+from tests.runs import losses, rank_pid, start, wait_for, weights
 from tests.toy import toy_config
 from xcloud.net.link_profile import LinkProfile
+from xcloud.record.files import CheckpointSteps
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.nightly,
     pytest.mark.skipif(available() is not None, reason=str(available())),
 ]
-CLOUDS = ("cloud_a", "cloud_b")
 
 
 def test_a_run_on_two_machines_equals_one_process_bit_for_bit(tmp_path: Path) -> None:
@@ -99,3 +104,52 @@ def test_a_firewall_that_lets_only_the_store_in_is_named_with_the_port(tmp_path:
         assert f"rank {1 - rank} (cloud {CLOUDS[1 - rank]})" in failure["message"]
         assert "both reach the store at 10.213.0.1:29500" in failure["message"]
         assert re.search(r"10\.213\.0\.[12]:\d+ \(no answer in 10 s\)", failure["message"])
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("spans", CLOUDS)
+def test_a_cloud_of_two_machines_trains_as_one_process_does_also_after_one_died(
+    spans: str, dies: int, tmp_path: Path
+) -> None:
+    """cloud_b listens. The other owner's rank starts again within seconds, also while it waits for
+    a message of the dead machine, and not after cluster.reconnect_s."""
+    more = ["training.max_steps=200", "training.checkpoint.every_steps=20",
+            "schedule.num_micro_batches=2"]  # fmt: skip
+    addresses = {"cloud_a": "10.213.0.3:7000", "cloud_b": "[10.213.0.1:7000,10.213.0.2:7000]"}
+    where = f"+cluster.clouds.cloud_b.address={addresses[spans]}"
+    owners = Owners(tmp_path, [where, f"cluster.clouds.{spans}.num_ranks=2", *more])
+    meet = ["--nnodes", "2", "--master-addr", "10.213.0.1"]
+    [other] = {*CLOUDS} - {spans}
+    with several_hosts(3, 50e6) as hosts:
+
+        def begin(machine: int) -> Any:
+            words = [*meet, "--node-rank", str(machine)]
+            return owners.start(spans, *words, machine=machine, host=hosts[machine])
+
+        commands = [begin(0), begin(1), owners.start(other, host=hosts[2])]
+        try:
+            folder = CheckpointSteps(owners.run_dir(spans, dies))
+            wait_for(lambda: len(folder.agreed_steps()) > 1, 120)
+            theirs = rank_pid(owners.run_dir(other), 2 * CLOUDS.index(other))
+            commands[dies].kill()
+            died_at_s = time.monotonic()
+            wait_for(lambda: not Path(f"/proc/{theirs}").exists(), 60)
+            assert time.monotonic() - died_at_s < 30
+            commands[dies].wait()
+            commands[dies] = begin(dies)
+            codes = [process.wait(240) for process in commands]
+        finally:
+            for process in commands:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    said = owners.said(spans) + owners.said(spans, machine=1) + owners.said(other)
+    assert codes == [0, 0, 0], said
+    assert "all ranks start again from step" in owners.said(other)
+    start(tmp_path / "local", toy_config("local", more))
+    assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "local")
+    expected = weights(tmp_path / "local")
+    for run_dir in (*map(owners.run_dir, CLOUDS), owners.run_dir(spans, machine=1)):
+        for name, value in weights(run_dir).items():
+            assert torch.equal(expected.pop(name), value), name
+    assert not expected

@@ -73,20 +73,30 @@ class JoinedProcess(RankProcess):
         layout = job.cluster
         assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
         mates = layout.ranks_in(layout.cloud_of(self.rank))
+        detector = FailureDetector(
+            rank=mates.index(self.rank),
+            num_ranks=len(mates),
+            liveness=job.cluster.liveness,
+            name_of=lambda mate: rank_name(job, mates[mate]),
+            on_lost=self._end_alone,
+        )
+        self._detector = detector
         store: Store
         if len(mates) == 1:
             store = HashStore()
         elif self._meet_at is None:
             store = rendezvous_store(self.run_dir)
         else:
-            store = self._meet(job, self._meet_at, mates)
+            store = self._meet(job, self._meet_at, mates, detector)
         place = place_of(layout, rank=self.rank, attempt=self._attempt, listen=self._listen)
         keys = this_clouds_keys()
         lines: OwnersLines
         if isinstance(layout.wan, Mailbox):
-            lines = MailboxLines(url=layout.wan.url, place=place, keys=keys, say=self._say)
+            lines = MailboxLines(
+                url=layout.wan.url, place=place, keys=keys, say=self._say, on_lost=detector.end
+            )
         else:
-            lines = SealedLines(place=place, keys=keys, say=self._say)
+            lines = SealedLines(place=place, keys=keys, say=self._say, on_lost=detector.end)
         self._lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon
@@ -98,24 +108,19 @@ class JoinedProcess(RankProcess):
             lines=lines,
         )
 
-    def _meet(self, job: Job, meet_at: str, mates: Sequence[int]) -> Store:
+    def _meet(
+        self, job: Job, meet_at: str, mates: Sequence[int], detector: FailureDetector
+    ) -> Store:
         """Meet this cloud's ranks on other machines. Return their store."""
         host, port = host_and_port(meet_at)
         place = mates.index(self.rank)
-        self._detector = FailureDetector(
-            rank=place,
-            num_ranks=len(mates),
-            liveness=job.cluster.liveness,
-            name_of=lambda mate: rank_name(job, mates[mate]),
-            on_lost=self._end_alone,
-        )
         store = store_of_machines(
             host,
             port=port,
             rank=place,
             num_ranks=len(mates),
             serves=place == 0,
-            detector=self._detector,
+            detector=detector,
             within_s=job.cluster.liveness.join_within_s,
             name_of=lambda mate: rank_name(job, mates[mate]),
             say=self._say,
@@ -147,18 +152,18 @@ class JoinedProcess(RankProcess):
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
-        assert self._lines is not None, "they are there from the rendezvous on"
-        if self._detector is not None:
-            self._detector.connected(bool, final_report=final_report)
+        lines = self._lines
+        detector = self._detector
+        assert lines is not None and detector is not None, "they are there from the rendezvous on"
+        detector.connected(bool, final_report=final_report)
         with super().taking_part(role, final_report):
             yield
-        if self.rank == 0 and isinstance(self._lines, SealedLines):  # its events need no link
-            for state in self._lines.states.values():
+        if self.rank == 0 and isinstance(lines, SealedLines):  # its events need no link
+            for state in lines.states.values():
                 role.reporter.event("line", **_measured(state))
             role.reporter.flush()
-        self._lines.close()
-        if self._detector is not None:
-            self._detector.leave()
+        detector.leave()  # what is left to close ends no run
+        lines.close()
 
     def fail(self, error: BaseException) -> int:
         if self._detector is not None:

@@ -41,6 +41,7 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
+    ignore,
 )
 from xcloud.net.link_profile import Wan
 
@@ -396,12 +397,21 @@ class MailboxOutLink(SendingEnd):
 
 
 class MailboxInLink(ReceivingEnd):
-    """Takes frames out of a mailbox, in the order of their numbers."""
+    """Takes frames out of a mailbox, in the order of their numbers.
+
+    on_lost: called in its thread when it has ended, though the sender has not closed it.
+    """
 
     def __init__(
-        self, box: LinkBox, keys: BoxKeys, arrivals: Arrivals, settings: InSettings
+        self,
+        box: LinkBox,
+        keys: BoxKeys,
+        arrivals: Arrivals,
+        settings: InSettings,
+        on_lost: Callable[[LinkError], object] = ignore,
     ) -> None:
         super().__init__(settings)
+        self._on_lost = on_lost
         self._box = box
         self._keys = keys
         self._arrivals = arrivals
@@ -428,9 +438,13 @@ class MailboxInLink(ReceivingEnd):
                     return self._leave()
                 del data, frame  # not held until the next message
         except LinkError as error:
-            self._end(error)
+            self._lose(error)
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
-            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+            self._lose(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+    def _lose(self, reason: LinkError) -> None:
+        self._end(reason)
+        self._on_lost(reason)
 
 
 def take(arrivals: Arrivals, box: LinkBox, number: int, keys: BoxKeys, max_bytes: int) -> bytes:

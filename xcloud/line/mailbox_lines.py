@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from xcloud.base.errors import ConfigError, FrameError, SealError
+from xcloud.base.errors import ConfigError, FrameError, LinkError, SealError
 from xcloud.line.keys import Certificate, LineKeys, PrivateKey, read_key
 from xcloud.line.mailbox import (
     Arrivals,
@@ -229,17 +229,24 @@ class MailboxLines:
     """The links of one rank to ranks of other clouds, through a mailbox.
 
     say: is told once a minute who is waited for.
+    on_lost: see MailboxInLink.
 
     It waits for all other ranks first. Raises ConfigError for a mailbox that this rank cannot
     write to, and where it has no certificate of a cloud, LinkTimeout for ranks that have not come.
     """
 
     def __init__(
-        self, url: str, place: SealedPlace, keys: LineKeys, say: Callable[[str], None] = ignore
+        self,
+        url: str,
+        place: SealedPlace,
+        keys: LineKeys,
+        say: Callable[[str], None] = ignore,
+        on_lost: Callable[[LinkError], object] = ignore,
     ) -> None:
         self.place = place
         self._store = ObjectStore(url)
         self._keys = keys
+        self._on_lost = on_lost
         self._key = read_key(keys.key_file)
         rendezvous = MailboxRendezvous(store=self._store, place=place, keys=keys, key=self._key)
         self._attempt, self._certificates = rendezvous.hold(say)
@@ -264,7 +271,13 @@ class MailboxLines:
     def incoming(self, line: str, peer: int, settings: InSettings) -> MailboxInLink:
         """Return the receiving end of a link from a rank of another cloud."""
         box, keys = self._box(line, sender=peer, receiver=self.place.rank)
-        incoming = MailboxInLink(box=box, keys=keys, arrivals=self._arrivals, settings=settings)
+        incoming = MailboxInLink(
+            box=box,
+            keys=keys,
+            arrivals=self._arrivals,
+            settings=settings,
+            on_lost=self._on_lost,
+        )
         self._incoming.append(incoming)
         return incoming
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
+    ignore,
 )
 from xcloud.net.rendezvous import JOIN_WITHIN_S
 
@@ -64,6 +66,8 @@ class Stream:
     first_within_s: how long the peer is waited for at first.
     reconnect_s: how long the line may be down later.
     num_connections: 0: as many as the round trip asks for.
+    on_lost: called in a thread of either end when the stream has ended, though nobody has closed
+        it.
     """
 
     name: StreamName
@@ -74,6 +78,7 @@ class Stream:
     first_within_s: float = JOIN_WITHIN_S
     reconnect_s: float = RECONNECT_S
     num_connections: int = 0
+    on_lost: Callable[[LinkError], object] = ignore
 
     def hello(self, expected: int = 0) -> Hello:
         return Hello(
@@ -86,6 +91,7 @@ class StreamOutLink(SendingEnd):
 
     def __init__(self, stream: Stream, settings: OutSettings) -> None:
         super().__init__(settings)
+        self._on_lost = stream.on_lost
         self._state = stream.state
         self._over = threading.Event()
         self._queue: ByteQueue[Outgoing] = ByteQueue(
@@ -148,6 +154,7 @@ class StreamOutLink(SendingEnd):
     def _fail(self, reason: LinkError) -> None:
         self._failure = reason
         self._over.set()
+        self._on_lost(reason)
 
     def _wake_one(self) -> None:
         """Wake the first connection that has nothing to do: small messages all go over one."""
@@ -267,6 +274,7 @@ class StreamInLink(ReceivingEnd):
 
     def __init__(self, stream: Stream, settings: InSettings) -> None:
         super().__init__(settings)
+        self._on_lost = stream.on_lost
         window_bytes = settings.window.max_queued_bytes
         self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(
             max_bytes=window_bytes, total=settings.queued
@@ -329,11 +337,14 @@ class StreamInLink(ReceivingEnd):
                 self._deliver(frame)
                 del found, frame  # not held until the next message
         except LinkError as error:
-            self._connections.stop()
-            self._end(error)
+            self._lose(error)
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
-            self._connections.stop()
-            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+            self._lose(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+    def _lose(self, reason: LinkError) -> None:
+        self._connections.stop()
+        self._end(reason)
+        self._on_lost(reason)
 
     def _carry(self, connection: Connection, number: int) -> None:
         receiving = _Receiving(connection)

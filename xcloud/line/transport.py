@@ -117,15 +117,23 @@ class SealedLines:
     """The lines of one rank to ranks of other clouds.
 
     say: is told of lines that are down or back, and of who dials and is refused.
+    on_lost: see Stream.
 
     Raises ConfigError where this rank cannot listen, or has no certificate of a cloud to which it
     has a line.
     """
 
-    def __init__(self, place: SealedPlace, keys: LineKeys, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        place: SealedPlace,
+        keys: LineKeys,
+        say: Callable[[str], object],
+        on_lost: Callable[[LinkError], object] = ignore,
+    ) -> None:
         self.place = place
         self._keys = keys
         self._say = say
+        self._on_lost = on_lost
         self._attempts = KnownAttempts()
         self._ways: dict[int, Way] = {}
         self._states: dict[int, LineState] = {}
@@ -227,6 +235,7 @@ class SealedLines:
             state=self._state_of(peer),
             first_within_s=place.first_within_s,
             reconnect_s=place.reconnect_s,
+            on_lost=self._on_lost,
         )
 
     def _state_of(self, peer: int) -> LineState:

@@ -322,7 +322,8 @@ class FailureDetector:
         self.over.set()
         if self._rank == 0 and self._lost:
             self._beat()
-        time.sleep(min(GRACE_S, 0.5))
+        if self._watches:
+            time.sleep(min(GRACE_S, 0.5))
 
     def _greet(self, watch: _Watch, connect: Connect) -> None:
         peer = watch.peer
@@ -370,7 +371,7 @@ class FailureDetector:
             if has_closed:
                 self._left.add(watch.peer)
         if isinstance(reason, FrameError):
-            self._end(reason)
+            self.end(reason)
         elif has_closed:
             self._close(watch)
         elif is_current:
@@ -396,7 +397,7 @@ class FailureDetector:
         if is_news and self._rank == 0:
             self._beat()
         if is_needed:
-            self._end(error)
+            self.end(error, is_lost=lambda: self._needs(frozenset(self._lost)))
 
     def _loss_error(self) -> LinkError:
         """Build the error that names the lost ranks and what this rank was doing."""
@@ -416,13 +417,14 @@ class FailureDetector:
             "stopped, or its link down?"
         )
 
-    def _end(self, error: LinkError) -> None:
-        """End this rank, unless the main thread does so itself within GRACE_S."""
+    def end(self, error: LinkError, is_lost: Callable[[], bool] = lambda: True) -> None:
+        """End this rank, unless the main thread does so itself within GRACE_S, or is_lost then
+        says that there is no reason any more. A link that has ended for good is one: the main
+        thread may wait for another rank, which waits for the lost one."""
         if self.over.wait(GRACE_S) or self._on_lost is None:
             return
         with self._lock:
-            is_loss = isinstance(error, FrameError) or self._needs(frozenset(self._lost))
-            if self._is_ending or not is_loss:  # heard again, or not needed since `connected`
+            if self._is_ending or not is_lost():  # heard again, or not needed since `connected`
                 return
             self._is_ending = True
         # A thread of its own: it may fail, or wait for a rank that is lost.
