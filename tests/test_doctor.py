@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.configs import composed
+from tests.nightly import NIGHTLY
 from tests.owners import copy_keys
 from tests.runs import free_port
 from xcloud.__main__ import main
@@ -28,6 +29,7 @@ from xcloud.doctor.command import examine
 from xcloud.doctor.finding import Finding, FindingState
 from xcloud.doctor.talk import DoctorMessage, Facts, follow, lead
 from xcloud.job.config import Settings
+from xcloud.launch.join import ALONE, Machine
 from xcloud.line.keys import make_key
 from xcloud.security.policy import Policy
 
@@ -48,43 +50,47 @@ def cases(tmp_path: Path) -> list[Case]:
 
 
 @cache
-def experiment() -> Settings:
-    """Two clouds, of which cloud_b has an address at a port that was free."""
-    address = f"cluster.clouds.cloud_b.address=127.0.0.1:{free_port()}"
+def experiment(num_machines: int = 1) -> Settings:
+    """Two clouds, of which cloud_b has addresses at ports that were free."""
+    listed = ",".join(f"127.0.0.{number + 1}:{free_port()}" for number in range(num_machines))
+    address = f"cluster.clouds.cloud_b.address={listed if num_machines == 1 else f'[{listed}]'}"
+    ranks = f"cluster.clouds.cloud_b.num_ranks={num_machines}"
     return Settings.of(
-        composed("+exp=abnet_iwslt", "cluster/wan=sealed", "compression=int8", address)
+        composed("+exp=abnet_iwslt", "cluster/wan=sealed", "compression=int8", address, ranks)
     )
 
 
-def case_of(cloud: str, folder: Path) -> Case:
+def case_of(cloud: str, folder: Path, machine: Machine = ALONE, num_machines: int = 1) -> Case:
     own = folder / cloud
     policy_file = copy_keys(own)
     file = folder / "experiment.yaml"
-    experiment().write(file)
+    settings = experiment(num_machines)
+    settings.write(file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     other = next(name for name in CLOUDS if name != cloud)
     policy = Policy(me=cloud, peers={other: [f"{other}.pem"]}, approved=[digest])
     return Case(
         file,
         digest=digest,
-        settings=experiment(),
+        settings=settings,
         refusal=None,
         cloud=cloud,
         policy=policy,
         policy_file=policy_file,
         run_dir=folder / "runs",
+        machine=machine,
     )
 
 
 def both(cases: list[Case], wait_s: float = 20.0) -> list[dict[str, Finding]]:
-    """What two doctors find that run at the same time, by name."""
-    found: list[dict[str, Finding]] = [{}, {}]
+    """What doctors find that run at the same time, by name."""
+    found: list[dict[str, Finding]] = [{} for _ in cases]
 
     def run(number: int) -> None:
         made = examine(cases[number], wait_s=wait_s)
         found[number] = {finding.name: finding for finding in made}
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(cases))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -149,6 +155,33 @@ def test_a_doctor_alone_says_what_to_ask_of_the_other_owner(
     assert "no doctor" in line.fact
     assert f"doctor experiment.yaml --cloud {other}` at the same time" in line.advice
     assert "127.0.0.1:" in line.advice
+
+
+@pytest.mark.parametrize(
+    ("awake", "wait_s"), [([], 0.0), pytest.param([0, 2], 6.0, marks=NIGHTLY)]
+)
+def test_each_machine_of_a_cloud_that_listens_has_a_line_of_its_own(
+    awake: list[int], wait_s: float, tmp_path: Path
+) -> None:
+    dials = case_of("cloud_a", tmp_path, num_machines=3)
+    addresses = dials.layout.clouds["cloud_b"].addresses
+    listens = [case_of("cloud_b", tmp_path, Machine(k, 3), num_machines=3) for k in awake]
+    here, *there = both([dials, *listens], wait_s=wait_s)
+    asleep = [number for number in range(3) if number not in awake]
+    assert reds(here) == [f"line to cloud_b at {addresses[number]}" for number in asleep]
+    for number in asleep:
+        line = here[f"line to cloud_b at {addresses[number]}"]
+        assert f"this cloud dials {addresses[number]}; no doctor of cloud_b was" in line.fact
+        assert f"--cloud cloud_b --nnodes 3 --node-rank {number}` at the same" in line.advice
+        assert f"{addresses[number]} is open" in line.advice
+    for number, found in zip(awake, there, strict=True):
+        assert reds(found) == []
+        assert found["line to cloud_a"].fact == f"cloud_a dials {addresses[number]}"
+        name = f"cloud_b at {addresses[number]}"
+        sent = here[f"bandwidth to {name}"].figures["sent_bytes_per_s"]
+        assert found["bandwidth to cloud_a"].figures["received_bytes_per_s"] == sent
+        step = here[f"step over the line to {name}"].figures
+        assert step["out_bytes"] == lines.bytes_per_step(dials, "cloud_b")[0] // 3 > 0
 
 
 def renew(folder: Path, cloud: str, valid_for: timedelta = timedelta(days=90)) -> None:
@@ -265,6 +298,10 @@ def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
     assert "no cloud 'cloud_x' among cloud_a, cloud_b" in capsys.readouterr().err
     assert main([*words, "--listen", "7000"]) == 1
     assert "--listen must be HOST:PORT" in capsys.readouterr().err
+    assert main([*words, "--nnodes", "2", "--node-rank", "2"]) == 1
+    assert "--node-rank must be from 0 to 1" in capsys.readouterr().err
+    assert main([*words, "--nnodes", "2"]) == 1
+    assert "--nnodes: 1 ranks cannot be dealt evenly to 2" in capsys.readouterr().err
     assert main([*words, "--wait", "nan"]) == 1
     assert "--wait must be a number of seconds from 0 on, got nan" in capsys.readouterr().err
     Settings.of(composed("+exp=abnet_iwslt")).write(case.file)

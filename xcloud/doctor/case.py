@@ -8,6 +8,7 @@ from pathlib import Path
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
+from xcloud.launch.join import ALONE, Machine
 from xcloud.layout import ClusterLayout
 from xcloud.security.policy import Policy
 
@@ -19,6 +20,7 @@ class Case:
     digest: SHA-256 of the file.
     refusal: why this cloud's policy would not let the file run, apart from `approved`.
     run_dir: the folder that the run would write.
+    machine: this one among those of the cloud.
     """
 
     file: Path
@@ -29,6 +31,7 @@ class Case:
     policy: Policy
     policy_file: Path
     run_dir: Path
+    machine: Machine = ALONE
 
     @property
     def job(self) -> Job:
@@ -42,8 +45,8 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of this cloud."""
-        return len(self.layout.ranks_in(self.cloud))
+        """The number of ranks of this cloud on this machine."""
+        return len(self.machine.ranks_of(self.layout, self.cloud))
 
     @property
     def peers(self) -> list[str]:
@@ -52,8 +55,13 @@ class Case:
         others = [name for name in self.layout.clouds if name != self.cloud]
         return [other for other in others if {self.cloud, other} in joined]
 
-    def address_of(self, cloud: str) -> tuple[str, int]:
-        """Return the host and port of the first rank of a cloud that others dial."""
-        address = self.layout.address_of(self.layout.ranks_in(cloud)[0])
-        assert address is not None, "of two clouds with a line one has an address"
+    @property
+    def own_address(self) -> tuple[str, int]:
+        """Return the host and port at which the first rank of this machine is dialled."""
+        address = self.layout.address_of(self.machine.ranks_of(self.layout, self.cloud)[0])
+        assert address is not None, "a cloud that is dialled has an address"
         return address
+
+    def dials(self, peer: str) -> bool:
+        """Return whether this cloud dials a peer, which else dials this machine."""
+        return self.layout.listener_of(self.cloud, there=peer) == peer

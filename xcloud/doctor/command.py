@@ -11,14 +11,15 @@ from pathlib import Path
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.terminal import say
-from xcloud.doctor import machine
+from xcloud.doctor import machine as this_machine
 from xcloud.doctor.case import Case
 from xcloud.doctor.finding import Finding, FindingState
 from xcloud.doctor.lines import check_lines
 from xcloud.doctor.owners import check_certificate, check_file, check_name, check_own_key
 from xcloud.job.config import policy_file, this_clouds_policy
 from xcloud.job.given import read_to_approve
-from xcloud.layout import host_and_port
+from xcloud.launch.join import ALONE, Machine
+from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.keys import read_line_keys
 from xcloud.show.tables import Column, console_of, print_table
 
@@ -40,6 +41,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="where to listen, if not at this cloud's address"
     )
+    several = parser.add_argument_group("a cloud of several machines, in the words of `join`")
+    several.add_argument("--nnodes", type=int, default=1, help="how many machines it has")
+    several.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--json", action="store_true", help="print the findings for a program")
     given = parser.parse_args(words)
     if not 0 <= given.wait < math.inf:
@@ -50,7 +54,14 @@ def main(words: Sequence[str]) -> int:
             listen = host_and_port(given.listen)
         except ValueError:
             raise ConfigError(f"--listen must be HOST:PORT, got {given.listen}") from None
-    case = read_case(given.experiment, cloud=given.cloud, run_dir=given.run_dir)
+    if not 0 <= given.node_rank < given.nnodes:
+        raise ConfigError(f"--node-rank must be from 0 to {given.nnodes - 1}, below --nnodes")
+    case = read_case(
+        given.experiment,
+        cloud=given.cloud,
+        run_dir=given.run_dir,
+        machine=Machine(given.node_rank, given.nnodes),
+    )
     findings = examine(case, wait_s=given.wait, listen=listen)
     if given.json:
         say(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -59,11 +70,11 @@ def main(words: Sequence[str]) -> int:
     return int(any(finding.state is FindingState.RED for finding in findings))
 
 
-def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
+def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = ALONE) -> Case:
     """Read the file as this cloud's policy allows. cloud: as given; None: what the policy says.
 
     Raises ConfigError for what is no experiment file, names what this cloud may not call, has no
-    sealed lines or no such cloud.
+    sealed lines, no such cloud, or other machines of it.
     """
     asked = read_to_approve(file)
     if not asked.settings.job.cluster.is_sealed:
@@ -75,7 +86,9 @@ def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
     name = cloud or policy.me
     if name is None:
         raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
-    asked.settings.job.cluster.ranks_in(name)  # raises for a cloud that is not there
+    layout = asked.settings.job.cluster
+    assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+    machine.ranks_of(layout, name)  # raises for a cloud that is not there
     return Case(
         file=file,
         digest=asked.digest,
@@ -85,6 +98,7 @@ def read_case(file: Path, cloud: str | None, run_dir: Path) -> Case:
         policy=policy,
         policy_file=policy_file(),
         run_dir=run_dir,
+        machine=machine,
     )
 
 
@@ -93,7 +107,7 @@ def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) ->
     own, keys = check_own_key(case)
     certificates = {peer: check_certificate(case, peer=peer, own=keys) for peer in case.peers}
     findings = [check_file(case), check_name(case), own, *certificates.values()]
-    findings += [check(case) for check in machine.CHECKS]
+    findings += [check(case) for check in this_machine.CHECKS]
     usable = {
         peer: case.policy.peers[peer]
         for peer, finding in certificates.items()

@@ -22,6 +22,7 @@ from xcloud.doctor.case import Case
 from xcloud.doctor.finding import Finding, ok, red, warn
 from xcloud.doctor.talk import Facts, LineFigures, follow, lead
 from xcloud.job.compared import as_text, digest_of
+from xcloud.layout import host_and_port
 from xcloud.line.hello import RUN_BYTES, Hello, StreamName
 from xcloud.line.keys import LineKeys
 from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
@@ -30,7 +31,6 @@ from xcloud.net.link_end import ignore
 
 _LINE = "doctor"
 _RUN = b"xcloud doctor".ljust(RUN_BYTES, b"\0")  # of no training run
-_RANK = 0
 PAUSE_S = 0.3
 _CLOCKS_MAY_DIFFER_S = 2.0
 _CERTIFICATES_ALLOW_S = 3600.0
@@ -39,24 +39,36 @@ _LIMIT_SHARE = 0.8
 
 
 class LineTrial:
-    """Tries the line to one peer in a thread of its own.
+    """Tries the line to one peer, or to one of its machines, in a thread of its own.
 
     way: dials the peer, or waits for it to dial.
+    machine: number of the one that is dialled, of the cloud that listens.
     within_s: how long the peer's doctor is waited for.
+    turn: held for each try, so that lines to machines of one cloud are measured one by one.
     """
 
-    def __init__(self, case: Case, peer: str, way: Way, dials: bool, within_s: float) -> None:
+    def __init__(
+        self,
+        case: Case,
+        peer: str,
+        way: Way,
+        machine: int,
+        within_s: float,
+        turn: threading.Lock,
+    ) -> None:
         self.peer = peer
-        self.dials = dials
+        self.dials = case.dials(peer)
+        self.machine = machine
         self.measured: LineFigures | None = None
         self.congestion_control: str | None = None
         self.reason = ""
         self._way = way
         self._facts = own_facts(case.digest)
-        ends = (case.cloud, peer) if dials else (peer, case.cloud)
+        ends = (case.cloud, peer) if self.dials else (peer, case.cloud)
         stream = StreamName(
-            _LINE, sender_cloud=ends[0], sender=_RANK, receiver_cloud=ends[1], receiver=_RANK
+            _LINE, sender_cloud=ends[0], sender=0, receiver_cloud=ends[1], receiver=machine
         )
+        self._turn = turn
         self._wanted = Hello(stream, run=_RUN, attempt=1, connection=0, of=1)
         self._until_s = time.monotonic() + within_s
         self._thread = threading.Thread(target=self._run, name=f"doctor {peer}", daemon=True)
@@ -68,7 +80,8 @@ class LineTrial:
     def _run(self) -> None:
         while True:
             try:
-                return self._try()
+                with self._turn:
+                    return self._try()
             except LineDown as error:
                 self.reason = str(error)
             except LinkError as error:  # the peer breaks the rules, and will again
@@ -104,19 +117,28 @@ def check_lines(
     trials = list[LineTrial]()
     try:
         for peer in keys.peers:
-            if case.layout.listener_of(case.cloud, there=peer) == peer:
-                dialler = Dialler(address=case.address_of(peer), cloud=peer, tls=tls)
-                trials.append(
-                    LineTrial(case=case, peer=peer, way=dialler, dials=True, within_s=wait_s)
-                )
+            turn = threading.Lock()
+            if case.dials(peer):
+                for number, address in enumerate(case.layout.clouds[peer].addresses):
+                    dialler = Dialler(address=host_and_port(address), cloud=peer, tls=tls)
+                    trials.append(
+                        LineTrial(
+                            case=case,
+                            peer=peer,
+                            way=dialler,
+                            machine=number,
+                            within_s=wait_s,
+                            turn=turn,
+                        )
+                    )
                 continue
-            at = listen or case.address_of(case.cloud)
+            at = listen or case.own_address
             try:
                 listener = listener or Listener(
                     address=at,
                     tls=tls,
                     cloud=case.cloud,
-                    rank=_RANK,
+                    rank=case.machine.number,
                     run=_RUN,
                     attempt=1,
                     on_refused=refused.append,
@@ -125,10 +147,17 @@ def check_lines(
                 findings.append(_cannot_listen(peer, at=at, error=error))
                 continue
             trials.append(
-                LineTrial(case=case, peer=peer, way=listener, dials=False, within_s=wait_s)
+                LineTrial(
+                    case=case,
+                    peer=peer,
+                    way=listener,
+                    machine=case.machine.number,
+                    within_s=wait_s,
+                    turn=turn,
+                )
             )
         if trials:
-            names = " and ".join(trial.peer for trial in trials)
+            names = " and ".join(dict.fromkeys(trial.peer for trial in trials))
             say(f"trying the line to {names}, for up to {human_duration(wait_s)} …", error=True)
         for trial in trials:
             trial.join()
@@ -146,24 +175,34 @@ def own_facts(digest: str) -> Facts:
 
 
 def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Finding]:
-    peer = trial.peer
+    cloud = trial.peer
+    peer = cloud  # as findings name it
+    words = ""
+    num_machines = max(1, len(case.layout.clouds[cloud if trial.dials else case.cloud].addresses))
+    if trial.dials:
+        where = case.layout.clouds[cloud].addresses[trial.machine]
+        fact = f"this cloud dials {where}"
+        if num_machines > 1:
+            peer = f"{cloud} at {where}"
+            words = f" --nnodes {num_machines} --node-rank {trial.machine}"
+    else:
+        where = "{}:{}".format(*case.own_address)
+        fact = f"{cloud} dials {where}"
     name = f"line to {peer}"
-    where = case.layout.clouds[peer if trial.dials else case.cloud].addresses[0]
-    fact = f"this cloud dials {where}" if trial.dials else f"{peer} dials {where}"
     if trial.measured is None:
         reason = trial.reason
         if refused:
             reason += f"; last refused here: {refused[-1]}"
         advice = (
-            f"ask the owner of {peer} to run `python -m xcloud doctor {case.file.name} --cloud "
-            f"{peer}` at the same time, and see that {where} is open to the one who dials"
+            f"ask the owner of {cloud} to run `python -m xcloud doctor {case.file.name} --cloud "
+            f"{cloud}{words}` at the same time, and see that {where} is open to the one who dials"
         )
         if "certificate" in reason:
             advice = (
                 "compare by phone what `python -m xcloud keys show FILE` says of both "
                 "certificates, and put the right ones in place of the others"
             )
-        yield red(name, fact=f"{fact}; no doctor of {peer} was met: {reason}", advice=advice)
+        yield red(name, fact=f"{fact}; no doctor of {cloud} was met: {reason}", advice=advice)
         return
     yield ok(name, fact=fact)
     found = trial.measured
@@ -177,7 +216,8 @@ def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Find
     yield _bandwidth(peer, found=found)
     yield _connections(peer, found=found)
     yield _control(peer, used=trial.congestion_control)
-    yield _step(case, peer=peer, found=found)
+    out, back = (num_bytes // num_machines for num_bytes in bytes_per_step(case, peer=cloud))
+    yield _step(peer, out=out, back=back, found=found)
 
 
 def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
@@ -269,9 +309,11 @@ def _control(peer: str, used: str | None) -> Finding:
     )
 
 
-def _step(case: Case, peer: str, found: LineFigures) -> Finding:
-    """Say how long the line is busy in a step, from what the settings send at most."""
-    out, back = bytes_per_step(case, peer=peer)
+def _step(peer: str, out: int, back: int, found: LineFigures) -> Finding:
+    """Say how long the line is busy in a step, from what the settings send at most.
+
+    out, back: bytes of a step, each way.
+    """
     name = f"step over the line to {peer}"
     if not out + back:
         return ok(name, fact="the settings do not tell how much crosses in a step")
