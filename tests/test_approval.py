@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from tests.configs import composed
+from tests.owners import copy_keys, keys_of
 from xcloud.base.errors import ConfigError
 from xcloud.job import approval, given
 from xcloud.job import config as configs
+from xcloud.line.keys import describe
 from xcloud.security.policy import MAX_BYTES
 
 DIGEST = "4f1c" * 16
@@ -61,6 +63,23 @@ def test_what_a_file_asks_of_each_cloud_is_shown(
     assert "sends cloud_a report: " in there
 
 
+def test_certificates_are_shown_to_be_compared_with_the_number(
+    tmp_path: Path, approve: Approve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "cluster/wan=sealed", "cluster.clouds.cloud_a.address=host:7000")
+    policy = copy_keys(tmp_path / "own")
+    policy.write_text("me: cloud_b\npeers: {cloud_a: [cloud_a.pem]}\n")
+    monkeypatch.setenv("XCLOUD_POLICY", str(policy))
+    code, said = approve(file)
+    assert code == 0
+    keys = keys_of("cloud_b", ["cloud_a"])
+    for certificate in (keys.own, *keys.peers["cloud_a"]):
+        assert f"certificate of {describe(certificate)}" in said
+    (policy.parent / "cloud_a.pem").unlink()
+    code, said = approve(file)
+    assert code == 0 and "certificates: the certificate of cloud_a: there is no" in said
+
+
 def test_what_replicas_and_producers_send_is_shown(
     tmp_path: Path, policy_file: Path, approve: Approve
 ) -> None:
@@ -81,7 +100,8 @@ def test_a_file_that_is_approved_runs_and_a_changed_one_does_not(
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     code, said = approve(file, "--yes")
     assert code == 0 and f"approved in {policy_file} now" in said
-    assert "".join(said.split("by phone")[1].split("approved")[0].split(":")[1].split()) == digest
+    shown = said.split("SHA-256 of experiment.yaml\n")[1].split("approved")[0]
+    assert "".join(shown.split()) == digest
     assert policy_file.read_text().startswith("# of this cloud\nme: cloud_b\n")
     assert f"approved in {policy_file}\n" in approve(file)[1]
     given.read_shared(file, tmp_path)

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -17,10 +18,11 @@ import yaml  # type: ignore[import-untyped]
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
-from xcloud.job.config import Settings, policy_file, this_clouds_policy
+from xcloud.job.config import Settings, policy_file, this_clouds_keys, this_clouds_policy
 from xcloud.job.given import read_to_approve
 from xcloud.job.strict_policy import places_of
 from xcloud.layout import num_ranks_in_words
+from xcloud.line.keys import describe
 from xcloud.record.files import replace_text
 from xcloud.security.policy import CONSTRUCTORS, Policy, plain_text, targets_of
 
@@ -28,8 +30,9 @@ _USES = {"read": "reads", "write": "writes", "hub": "fetches", "address": "conta
 
 
 def main(words: Sequence[str]) -> int:
-    """Show what an experiment file would read, write, send and need here, and its number, which
-    both owners compare by phone. Then ask whether it may run in this cloud."""
+    """Show what an experiment file would read, write, send and need here, its number, and the
+    certificates of this cloud and of the others, which both owners compare by phone. Then ask
+    whether it may run in this cloud."""
     parser = argparse.ArgumentParser("python -m xcloud approve", description=main.__doc__)
     parser.add_argument("experiment", type=Path)
     parser.add_argument("--yes", action="store_true", help="approve it without a question")
@@ -41,7 +44,16 @@ def main(words: Sequence[str]) -> int:
     if asked.refusal is not None:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
-    say(f"\nSHA-256, to compare by phone with the other owner:\n{in_groups(asked.digest)}\n")
+    say("\nto compare by phone with the other owner:")
+    if asked.settings.job.cluster.is_sealed:
+        try:
+            keys = this_clouds_keys()
+        except ConfigError as error:
+            say(f"certificates: {error}")
+        else:
+            for certificate in (keys.own, *chain.from_iterable(keys.peers.values())):
+                say(f"certificate of {describe(certificate)}")
+    say(f"SHA-256 of {given.experiment.name}\n{in_groups(asked.digest)}\n")
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
     elif given.yes or _agrees(where, policy=policy):
