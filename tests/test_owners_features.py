@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from xcloud.job.strategy import Strategy
 from xcloud.launch.local import run
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import Transport
+from xcloud.record.events import EVENTS_FILE, EventReader
 
 SIX = {name: Cloud(stages=[k % 3], replica=k // 3) for k, name in enumerate("abcdef")}
 MIXED = {"a": Cloud(stages=[1]), "b": Cloud(stages=[0]), "c": Cloud(stages=[2])}
@@ -98,6 +100,8 @@ class Row:
     changed: settings beside overrides, by dotted name.
     then: overrides with which all start again in the same folders.
     is_cut: whether the line between the first two clouds is cut again and again.
+    is_noisy: noise is drawn from no seed, so only the account of privacy is as on one machine.
+    switches: the ranks of every cloud send hidden states or gradients in more than one form.
     """
 
     overrides: Sequence[str]
@@ -107,6 +111,8 @@ class Row:
     changed: dict[str, Any] = field(default_factory=dict)
     then: Sequence[str] = ()
     is_cut: bool = False
+    is_noisy: bool = False
+    switches: bool = False
 
     def config(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the config of the same job on this machine, as a run takes it."""
@@ -133,7 +139,9 @@ SHARDED = [f"cluster.clouds.cloud_{name}.{one}" for name in "ab"
            for one in ("num_ranks=2", "shard=true")]  # fmt: skip
 PAIR = "tests.combinations.PairModel"
 LAST_TWO = ("cloud_b", "cloud_c")
-# The noise of privacy and defences is drawn from no seed, so here it is none or next to none.
+ALL_VALUES = {"_target_": "xcloud.comm.sparsify.TopK", "rate": 1.0}  # exact, and larger
+# The noise of privacy and defences is drawn from no seed, which other clouds know: where weights
+# are compared it is none or next to none.
 ROWS = {
     "three owners, tied ends, 1F1B": Row(
         ["schedule=one_forward_one_backward", "schedule.num_micro_batches=8"], "three_clouds",
@@ -153,7 +161,13 @@ ROWS = {
     "sharded replicas": Row(
         [*SHARDED, "schedule.num_micro_batches=4", "strategy=data_parallel"]
     ),
-    "autopilot": Row(["autopilot=on", "training.max_steps=40"]),
+    "autopilot": Row(
+        ["autopilot=on", "~autopilot.choices.int8", "~autopilot.choices.int4",
+         "+compression@autopilot.choices.plain=none", "autopilot.worth=1.000001",
+         "autopilot.confirm=1", "autopilot.dwell=1", "training.max_steps=40"],
+        changed={"compression": {way: ALL_VALUES for way in ("forward", "backward")}},
+        switches=True,
+    ),
     "hybrid of four": Row(["strategy=hybrid"], listen=["cloud_a", "cloud_d"], compose=four_clouds),
     "median of three": Row(
         ["strategy=data_parallel", "+strategy/averaging/merge=median", *THREE], "three_clouds",
@@ -169,6 +183,11 @@ ROWS = {
     "privacy of a cloud, cut": Row(
         [*LOCAL, "security/privacy=cloud", "security.privacy.noise=0", "training.max_steps=100"],
         is_cut=True,
+    ),
+    "noise of privacy": Row(
+        ["strategy=data_parallel", "security/privacy=sample", "security.privacy.noise=1",
+         "schedule.num_micro_batches=8"],
+        is_noisy=True,
     ),
     "memories and passes, cut": Row(
         ["compression=delta_int4", "training.accumulate_steps=2", "training.max_steps=60"],
@@ -212,11 +231,36 @@ def test_several_owners_learn_what_one_machine_learns(name: str, tmp_path: Path)
             )  # fmt: skip
             owners.finish(**words)
             run(Settings.of(row.config(overrides)), whole, resumes=check_can_go_on)
-    assert steps_of(owners.run_dir(owners.clouds[0])) == steps_of(whole)
+    first = owners.run_dir(owners.clouds[0])
+    if row.is_noisy:
+        [own], [theirs_too] = (told(folder, "privacy") for folder in (first, whole))
+        assert own["epsilon"] == theirs_too["epsilon"] > 0
+        assert steps_of(first) != steps_of(whole)
+        return
+    if row.switches:
+        assert told(first, "autopilot")
+        assert all(len(forms_sent(owners.run_dir(cloud))) > 1 for cloud in owners.clouds)
+    assert steps_of(first) == steps_of(whole)
     ours = {n: one for cloud in owners.clouds for n, one in weights(owners.run_dir(cloud)).items()}
     theirs = weights(whole)
     assert ours.keys() == theirs.keys() and ours
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def told(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """Return the events of a kind that rank 0 has told."""
+    return [one for one in EventReader(run_dir / EVENTS_FILE) if one["event"] == event]
+
+
+def forms_sent(run_dir: Path) -> set[tuple[str, ...]]:
+    """Return what activations and gradients that left a cloud were made of."""
+    audits = [json.loads(file.read_text()) for file in run_dir.glob("rank*.wire.json")]
+    return {
+        tuple(part["carries"] for part in message["parts"])
+        for audit in audits
+        for message in audit["messages"]
+        if message["kind"] in ("activation", "gradient")
+    }
 
 
 @contextmanager
