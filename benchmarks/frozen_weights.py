@@ -214,6 +214,7 @@ def main() -> None:
     given = parser.parse_args()
     # What starts from here has a rank's settings of memory, with which it keeps its pages.
     os.environ.update(LIBRARY_SETTINGS, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
     where = ran_on()
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     rows: dict[Kind, dict[str, float]] = {kind: {} for kind in given.kinds}
@@ -228,7 +229,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drawn = (given.keep or folder) / f"{given.shape}-{given.blocks or 'all'}"
+        kept = (given.keep or folder).resolve()
+        drawn = kept / f"{given.shape}-{given.blocks or 'all'}"
         alone(write_drawn, drawn, given.shape, given.blocks)
         for kind in given.kinds:
             ranks = measured_memory(kind, folder=folder / f"{kind}-run", checkpoint=drawn)
