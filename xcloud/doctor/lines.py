@@ -176,18 +176,16 @@ def own_facts(digest: str) -> Facts:
 
 def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Finding]:
     cloud = trial.peer
+    addresses = case.layout.clouds[cloud if trial.dials else case.cloud].addresses
+    where = addresses[trial.machine if len(addresses) > 1 else 0]
     peer = cloud  # as findings name it
+    fact = f"{cloud} dials {where}"
     words = ""
-    num_machines = max(1, len(case.layout.clouds[cloud if trial.dials else case.cloud].addresses))
     if trial.dials:
-        where = case.layout.clouds[cloud].addresses[trial.machine]
         fact = f"this cloud dials {where}"
-        if num_machines > 1:
+        if len(addresses) > 1:
             peer = f"{cloud} at {where}"
-            words = f" --nnodes {num_machines} --node-rank {trial.machine}"
-    else:
-        where = "{}:{}".format(*case.own_address)
-        fact = f"{cloud} dials {where}"
+            words = f" --nnodes {len(addresses)} --node-rank {trial.machine}"
     name = f"line to {peer}"
     if trial.measured is None:
         reason = trial.reason
@@ -216,7 +214,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Find
     yield _bandwidth(peer, found=found)
     yield _connections(peer, found=found)
     yield _control(peer, used=trial.congestion_control)
-    out, back = (num_bytes // num_machines for num_bytes in bytes_per_step(case, peer=cloud))
+    out, back = (num_bytes // len(addresses) for num_bytes in bytes_per_step(case, peer=cloud))
     yield _step(peer, out=out, back=back, found=found)
 
 
