@@ -235,6 +235,8 @@ def test_decoding_with_cache_equals_decoding_without(half_trained: list[Any]) ->
         assert predict(stages, BATCH) == expected, decoding
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_beam_finds_texts_at_least_as_likely_as_greedy(half_trained: list[Any]) -> None:
     """Scored without a cache; a beam that mixes up its caches finds worse ones."""
     stages = half_trained

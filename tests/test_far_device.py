@@ -18,6 +18,7 @@ from tests import causal_models, translation_models
 from tests import understanding_models as understanding
 from tests.causal_models import batch_of, folder_in, saved, words
 from tests.far_device import FAR, HOST, FarDevice, held
+from tests.nightly import first_daily
 from xcloud.comm.channel import Boundary, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain, Compressor
@@ -96,27 +97,28 @@ def translation(folder: Path, model: Any) -> Made:
     return cut(model, stages, translation_models.batch_of(*sides))
 
 
+NUM_DAILY = 5
 CASES: dict[str, Callable[[Path], Made]] = {
     "adapters": causal,
+    "nf4 weights": lambda folder: causal(folder, weights="nf4"),
+    "preferences": preferences,
+    "classes": lambda folder: question(folder, kind="classes"),
+    "translation": lambda folder: translation(folder, model=TRANSFORMER),
     "a window": lambda folder: causal(folder, kind="mistral"),
     "a soft cap": lambda folder: causal(folder, kind="gemma2"),
     "gpt2": lambda folder: causal(folder, kind="gpt2"),
     "all weights": lambda folder: causal(folder, lora=None, vocabulary_chunk=16),
     "activations again": lambda folder: causal(folder, activation_checkpointing=True),
     "int8 weights": lambda folder: causal(folder, weights="int8"),
-    "nf4 weights": lambda folder: causal(folder, weights="nf4"),
-    "preferences": preferences,
-    "classes": lambda folder: question(folder, kind="classes"),
     "a value": lambda folder: question(folder, kind="value", pooling="mean"),
     "a span": lambda folder: question(folder, kind="span"),
-    "translation": lambda folder: translation(folder, model=TRANSFORMER),
     "AB-Net": lambda folder: translation(folder, model=AB_NET),
 }
 COMPRESSORS: dict[str, Compressor] = {
-    "off": Chain(),
+    "int8": BlockInt(8),
     "fp16": Cast("float16"),
     "bf16": Cast("bfloat16"),
-    "int8": BlockInt(8),
+    "off": Chain(),
 }
 
 
@@ -189,7 +191,7 @@ def far_device_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_weights, "_pairs", lambda device: pairs.to(device))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_daily([*CASES], NUM_DAILY))
 def test_the_host_waits_for_nothing_in_a_step(tmp_path: Path, case: str) -> None:
     expected = step(CASES[case](tmp_path / "host"), COMPRESSORS["off"], device=HOST)
     found = step(CASES[case](tmp_path / "far"), COMPRESSORS["off"], device=FAR)
@@ -199,7 +201,7 @@ def test_the_host_waits_for_nothing_in_a_step(tmp_path: Path, case: str) -> None
     assert any(gradient.any() for gradient in expected[1:])
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", first_daily([*COMPRESSORS], 2))
 def test_the_host_waits_for_no_compressor(tmp_path: Path, name: str) -> None:
     expected = step(causal(tmp_path / "host"), COMPRESSORS[name], device=HOST)
     found = step(causal(tmp_path / "far"), COMPRESSORS[name], device=FAR)
