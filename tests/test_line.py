@@ -381,6 +381,21 @@ def test_a_stranger_is_refused_in_words_on_both_sides(door: Door) -> None:
     door.said("certificate is not accepted here")
 
 
+def test_who_greets_a_rank_while_it_ends_finds_the_connection_closed() -> None:
+    door = Door()
+    door.listener._awaited[NAME, 0] = lambda: None
+    plain = socket.create_connection(("127.0.0.1", door.listener.port), 5)
+    tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
+    with tls.dial(plain, "cloud_a") as end:
+        door.listener.close()
+        end.sendall(encode_hello(hello()))
+        assert "has ended" in door.said("rank 0")
+        end.settimeout(5.0)
+        with pytest.raises(OSError, match=r"EOF|reset"):
+            end.recv(1)
+    assert not door.listener._arrived
+
+
 def test_a_cloud_that_answers_for_another_is_found_out(door: Door) -> None:
     """cloud_b takes who answers for cloud_c, whose certificate it has."""
     said = dial(dialler(door.listener.port, peer="cloud_c"))

@@ -211,6 +211,7 @@ class Listener:
         self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
+        self._is_closed = False
         self.told = set[str]()
         self._handshakes: Counter[str] = Counter()  # by address
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -224,6 +225,7 @@ class Listener:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._changed:
+            self._is_closed = True
             for tls, _ in self._arrived.values():
                 tls.close()
             self._arrived.clear()
@@ -317,6 +319,8 @@ class Listener:
             )
         key = (stream, hello.connection)
         with self._changed:
+            if self._is_closed:
+                raise LineDown(f"{cloud} has dialled rank {self._rank}, which has ended")
             reason = self._refusal_of(hello, cloud=cloud)
             if reason is None:
                 if (earlier := self._arrived.pop(key, None)) is not None:
