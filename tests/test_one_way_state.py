@@ -79,7 +79,8 @@ def test_a_job_goes_on_bit_for_bit_from_any_step(
 ) -> None:
     job = whole_run(tmp_path / "whole", monkeypatch, form, every_steps=1)
     names = sorted(path.name for path in (tmp_path / "whole/checkpoints").iterdir())
-    assert len(names) > 2 and names[-1] == "step-000006"
+    # A step is passed over while an earlier one is still being written.
+    assert len(names) > 1 and names[-1] == "step-000006"
     for name in names[:-1]:
         again = tmp_path / f"from {name}"
         shutil.copytree(tmp_path / "whole/checkpoints" / name, again / "checkpoints" / name)
