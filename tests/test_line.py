@@ -103,15 +103,34 @@ def test_messages_of_any_size_arrive_in_order(out_listens: bool, num_connections
     ],
 )
 def test_only_as_many_connections_carry_as_the_line_asks_for(
-    bytes_per_s: float | None, round_trip_s: float | None, carrying: set[int]
+    bytes_per_s: float | None,
+    round_trip_s: float | None,
+    carrying: set[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The next one takes the place of one that was cut."""
+    monkeypatch.setattr(stream_link, "SPEAK_EVERY_S", 60.0)  # no answer changes the round trip
+    parts = parts_of([PIECE_BYTES] * 40)
     with linked(True, num_connections=3) as (ends, _):
         out = ends.out
         wait_for(lambda: len(out._up) == 3, seconds=10.0)
+        asked = set[int]()  # connections that would have taken a piece
+        take = out._outbox.take
+
+        def noted(number: int) -> Any:
+            asked.add(number)
+            return take(number)
+
+        monkeypatch.setattr(out._outbox, "take", noted)
+        monkeypatch.setattr(out._outbox, "_measure", ignore)
         out._outbox.bytes_per_s = bytes_per_s
         ends.state.round_trip_s = round_trip_s
-        assert {number for number in range(3) if out._is_needed(number)} == carrying
-        out._cut(0)
+        sending = send_all(out, parts)
+        check_all(ends.incoming, parts)
+        sending.join()
+        time.sleep(3 * connections._WAKE_EVERY_S)  # each has looked for work meanwhile
+        assert asked == carrying
+        out._up.discard(0)
         needed_after = {number for number in (1, 2) if out._is_needed(number)}
         assert needed_after == set(range(1, min(3, 1 + len(carrying))))
         ends.close()

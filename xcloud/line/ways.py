@@ -211,7 +211,6 @@ class Listener:
         self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
-        self._is_closed = False
         self.told = set[str]()
         self._handshakes: Counter[str] = Counter()  # by address
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -225,10 +224,13 @@ class Listener:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._changed:
-            self._is_closed = True
             for tls, _ in self._arrived.values():
                 tls.close()
             self._arrived.clear()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._socket.fileno() < 0
 
     def connect(
         self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
@@ -268,7 +270,7 @@ class Listener:
             try:
                 plain, address = self._socket.accept()
             except OSError as error:
-                if self._socket.fileno() < 0:
+                if self._is_closed:
                     return
                 self._on_refused(f"the system refuses connections: {in_words(error)}")
                 time.sleep(0.1)  # such as no file descriptor left

@@ -92,7 +92,9 @@ class FrozenMatrix(nn.Module):
         if self.kind == "nf4":
             device = self.weight.device
             values = torch.empty(len(self.weight), NF4_BLOCK, dtype=dtype, device=device)
-            parts = (each.split(NF4_BLOCKS_AT_ONCE) for each in (self.weight, self.scales, values))
+            parts = (
+                torch.split(one, NF4_BLOCKS_AT_ONCE) for one in (self.weight, self.scales, values)
+            )
             for codes, scales, filled in zip(*parts, strict=True):
                 pairs = F.embedding(codes.int(), _pairs(device))
                 torch.mul(pairs.flatten(1), scales[:, None], out=filled)
