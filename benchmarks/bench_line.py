@@ -7,14 +7,16 @@ One process sends frames as fast as it may for so many seconds, another takes th
 limit, on this machine's loopback; else in two network namespaces over a delaying line
 (delay_line.c; without a round trip the kernel's shaper), which needs root, iproute2, gcc and
 /dev/net/tun. Prints goodput, in MB/s and as a share of what the line can carry, in the second
-half of the frames (TCP's slow start is in the first), and the processor time of both ends in
-seconds a GB of the whole transfer.
+half of the frames (TCP's slow start is in the first), that share in the median half second, and
+the processor time of both ends in seconds a GB of the whole transfer. The median leaves out what
+BBR does every 10 s: to measure the round trip it sends nearly nothing for 0.2 s and more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import socket
@@ -54,6 +56,7 @@ RUN = bytes(RUN_BYTES)
 NAME = StreamName("bulk", "cloud_a", sender=0, receiver_cloud="cloud_b", receiver=1)
 KEYS = {"sender": ("cloud_a", "cloud_b"), "receiver": ("cloud_b", "cloud_a")}
 FEWEST_FRAMES = 4
+HALF_SECOND_S = 0.5
 
 
 def main() -> None:
@@ -76,7 +79,7 @@ def main() -> None:
     if limited and (reason := delay_available()) is not None:
         sys.exit(f"with a limit this benchmark cannot run here: {reason}")
     print(f"{'Mbit/s':>7} {'rtt ms':>7} {'frame':>11} {'carrier':>8} | {'MB/s':>8} {'of line':>8} "
-          f"{'CPU s/GB':>9}")  # fmt: skip
+          f"{'median':>8} {'CPU s/GB':>9}")  # fmt: skip
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for cloud in ("cloud_a", "cloud_b"):
@@ -101,11 +104,11 @@ def main() -> None:
 
 
 def show(row: dict[str, Any]) -> None:
-    rate, share, cpu = (
+    rate, *shares, cpu = (
         statistics.median(one[key] for one in row["rounds"])
-        for key in ("bytes_per_s", "share", "cpu_s_per_gb")
+        for key in ("bytes_per_s", "share", "median_share", "cpu_s_per_gb")
     )
-    of_line = f"{share:8.3f}" if row["mbit"] else f"{'-':>8}"
+    of_line = " ".join(f"{share:8.3f}" if row["mbit"] else f"{'-':>8}" for share in shares)
     print(f"{row['mbit']:7g} {row['rtt_ms']:7g} {row['frame_bytes']:11,} {row['carrier']:>8} | "
           f"{rate / 1e6:8.2f} {of_line} {cpu:9.2f}", flush=True)  # fmt: skip
 
@@ -122,12 +125,14 @@ def measure(job: dict[str, Any], hosts: Sequence[str] | None, mbit: float) -> di
         subprocess.Popen(
             [*prefix, sys.executable, "-m", "benchmarks.bench_line", "--end",
              json.dumps({**job, "side": side, "address": address})],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
         )
         for prefix, side in zip(prefixes, KEYS, strict=True)
     ]  # fmt: skip
     try:
-        answers = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
+        for process in processes:
+            process.wait(timeout=600)
+        answers = [json.loads(answer_file(job, side).read_text()) for side in KEYS]
     finally:
         for process in processes:
             process.kill()
@@ -137,15 +142,29 @@ def measure(job: dict[str, Any], hosts: Sequence[str] | None, mbit: float) -> di
     num_bytes = (len(arrived) - half) * job["frame_bytes"]
     took_s = arrived[-1] - arrived[half - 1]
     whole = len(arrived) * job["frame_bytes"]
+
+    def share(num_bytes: int, took_s: float) -> float:
+        return line_bytes(num_bytes) * 8 / took_s / (mbit * 1e6) if mbit else 0.0
+
+    counts = [0] * math.ceil(took_s / HALF_SECOND_S)
+    for at_s in arrived[half:]:
+        counts[min(int((at_s - arrived[half - 1]) / HALF_SECOND_S), len(counts) - 1)] += 1
+    typical = statistics.median(counts[:-1] or counts) * job["frame_bytes"]
     return {
         "bytes_per_s": num_bytes / took_s,
-        "share": line_bytes(num_bytes) * 8 / took_s / (mbit * 1e6) if mbit else 0.0,
+        "share": share(num_bytes, took_s),
+        "median_share": share(round(typical), HALF_SECOND_S),
         "cpu_s_per_gb": sum(answer["cpu_s"] for answer in answers) / whole * 1e9,
     }
 
 
+def answer_file(job: dict[str, Any], side: str) -> Path:
+    """Return where an end leaves what it has seen: libraries print to its output."""
+    return Path(job["folder"]) / f"{side}.json"
+
+
 def run_end(job: dict[str, Any]) -> None:
-    """Be the sender or the receiver, and print what this end has seen."""
+    """Be the sender or the receiver, and leave what this end has seen in a file."""
     carry = {"line": over_line, "tls": over_tls, "gloo": over_gloo}[job["carrier"]]
     arrived_s: list[float] = []
     before_s = [0.0]
@@ -154,7 +173,8 @@ def run_end(job: dict[str, Any]) -> None:
         before_s[0] = cpu_s()
 
     carry(job, start, arrived_s)
-    print(json.dumps({"arrived_s": arrived_s, "cpu_s": cpu_s() - before_s[0]}), flush=True)
+    answer = {"arrived_s": arrived_s, "cpu_s": cpu_s() - before_s[0]}
+    answer_file(job, job["side"]).write_text(json.dumps(answer))
     os._exit(0)  # threads of carriers may be at work
 
 

@@ -144,15 +144,14 @@ def doctors_facts() -> Parser:
 
 
 def pieces() -> Parser:
-    heads = [HEADER.pack(n, 300_000, at, size) for n in range(3)
-             for at, size in ((0, 1 << 18), (1 << 18, 300_000 - (1 << 18)))]  # fmt: skip
+    heads = [HEADER.pack(n, 300_000, number) for n in range(3) for number in (0, 1)]
 
     def take(data: bytes) -> object:
         assembly = Assembly(1 << 19, max_bytes=600_000, deliver=lambda frame: None)
         for at in range(0, len(data) - HEADER.size + 1, HEADER.size):
-            frame, frame_bytes, offset, num_bytes = HEADER.unpack_from(data, at)
-            assembly.place(frame, frame_bytes, offset, num_bytes)
-            assembly.arrived(frame, offset, num_bytes)
+            frame, frame_bytes, number = HEADER.unpack_from(data, at)
+            assembly.place(frame, frame_bytes, number)
+            assembly.arrived(frame, number)
         return assembly.expected
 
     return Parser([b"".join(heads)], take)

@@ -136,6 +136,65 @@ def test_only_as_many_connections_carry_as_the_line_asks_for(
         ends.close()
 
 
+def test_a_connection_that_waits_for_room_is_woken_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where what came last has filled the room just after the opening thread had looked."""
+    monkeypatch.setattr(stream_link, "_READY_BYTES", 10_000)
+    monkeypatch.setattr(stream_link, "SPEAK_EVERY_S", 60.0)
+    monkeypatch.setattr(connections, "_WAKE_EVERY_S", 60.0)
+    monkeypatch.setattr(connections, "SILENT_S", 60.0)
+    looks, waits = threading.Event(), threading.Event()
+    wait = connections.Connection.wait
+
+    def noted(self: Any, timeout_s: float, reading: bool = True) -> None:
+        if not reading:
+            waits.set()
+        wait(self, timeout_s, reading=reading)
+
+    monkeypatch.setattr(connections.Connection, "wait", noted)
+    parts = parts_of([6_000] * 4)
+    with linked(True) as (ends, _):
+        ready = ends.incoming._ready
+        get = ready.get
+
+        def get_once_full() -> Any:
+            looks.set()
+            assert waits.wait(10.0)
+            return get()
+
+        monkeypatch.setattr(ready, "get", get_once_full)
+        sending = send_all(ends.out, parts[:1])  # is got as before
+        assert looks.wait(10.0)
+        sending = send_all(ends.out, parts[1:], first=1)
+        for number in range(4):
+            ends.incoming.recv(key(number), 10.0)
+        sending.join()
+        ends.close()
+
+
+def test_room_in_the_window_wakes_a_connection_that_may_use_it() -> None:
+    """What made the room may have gone over one that takes no more pieces."""
+    parts = parts_of([PIECE_BYTES] * 2)
+    with linked(True, num_connections=2) as (ends, _):
+        out = ends.out
+        wait_for(lambda: out._idle == {0, 1}, seconds=10.0)
+        woken = list[int]()
+        wake = out._connections.wake
+        out._outbox.bytes_per_s = 1.0
+        ends.state.round_trip_s = 0.1
+        out._connections.wake = woken.append  # type: ignore[assignment, method-assign]
+        out._acknowledged(1, num_pieces=0)
+        assert woken == [0]
+        out._acknowledged(0, num_pieces=0)  # its own thread goes on to look for a piece
+        assert woken == [0]
+        out._connections.wake = wake  # type: ignore[method-assign]
+        sending = send_all(out, parts)
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+
+
 def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool) -> None:
     """A link that is cut after random numbers of bytes delivers the same ones, with windows
     smaller than messages."""
@@ -738,26 +797,23 @@ BACK = NAME._replace(sender_cloud="cloud_b", sender=1, receiver_cloud="cloud_a",
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [
-        ([(0, 1 << 40, 0, PIECE_BYTES)], "at most 1,048,576 were promised"),
-        ([(0, 1000, 0, 999)], "a piece of frame 0 has 999 bytes at 0 of 1,000"),
-        ([(0, 1000, 1000, 0)], "0 bytes at 1,000 of 1,000"),
-        ([(0, 1 << 20, 7, PIECE_BYTES)], "bytes at 7 of"),
-        ([(0, 1 << 20, 0, PIECE_BYTES), (0, 1 << 19, PIECE_BYTES, PIECE_BYTES)], "or 524,288"),
-        ([(n, 1 << 20, 0, PIECE_BYTES) for n in range(9)], "from 0 on are not finished"),
-        ([(n, 10, 0, 10) for n in range(9)], "too few for a frame"),
-        ([(0, 0, 1, 0)], "has ended without closing its link"),
+        ([(0, 1 << 40, 0)], "at most 1,048,576 were promised"),
+        ([(0, 1000, 1)], "frame 0 has 1,000 bytes and no piece 1"),
+        ([(0, 1 << 20, 4)], "frame 0 has 1,048,576 bytes and no piece 4"),
+        ([(0, 1 << 20, 0), (0, 1 << 19, 1)], "or 524,288"),
+        ([(n, 1 << 20, 0) for n in range(9)], "from 0 on are not finished"),
+        ([(n, 10, 0) for n in range(9)], "too few for a frame"),
+        ([(0, 0, 1)], "has ended without closing its link"),
     ],
 )
-def test_a_sender_cuts_frames_as_agreed(
-    pieces: Sequence[tuple[int, int, int, int]], said: str
-) -> None:
+def test_a_sender_cuts_frames_as_agreed(pieces: Sequence[tuple[int, int, int]], said: str) -> None:
     listens = listener()
     window = LinkWindow(max_queued_bytes=1 << 20)
     incoming = StreamInLink(stream(listens, BACK), InSettings("sender", 1 << 20, window=window))
     peer = Peer(listens.port, hello(stream=BACK))
     with suppress(OSError):  # it may be refused before all is said
         for piece in pieces:
-            peer.tls.sendall(HEADER.pack(*piece) + bytes(piece[3]))
+            peer.tls.sendall(HEADER.pack(*piece) + bytes(min(piece[1], PIECE_BYTES)))
     with pytest.raises(LinkError, match=said):
         incoming.recv(key(0), 20.0)
     assert incoming._ready._total.peak_bytes < 1 << 23
@@ -771,9 +827,9 @@ def test_a_piece_that_comes_twice_changes_nothing() -> None:
     incoming = StreamInLink(stream(listens, BACK), InSettings("sender", 1 << 20))
     peer = Peer(listens.port, hello(stream=BACK))
     for number in (0, 0):
-        peer.tls.sendall(HEADER.pack(number, len(frame), 0, len(frame)) + frame)
+        peer.tls.sendall(HEADER.pack(number, len(frame), 0) + frame)
     assert torch.equal(incoming.recv(key(0), 20.0)[0], torch.ones(3))
-    peer.tls.sendall(HEADER.pack(0, len(frame), 0, len(frame)) + bytes(len(frame)))
+    peer.tls.sendall(HEADER.pack(0, len(frame), 0) + bytes(len(frame)))
     with pytest.raises(LinkTimeout):
         incoming.recv(key(1), 0.2)
     peer.close()

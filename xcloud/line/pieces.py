@@ -2,9 +2,9 @@
 
 A stream carries frames, numbered from 0, over one or more connections. On each connection the
 sender writes pieces, little-endian:
-  frame u32 | bytes of the frame u64 | offset u64 | bytes of the piece u32 | the piece
+  frame u32 | bytes of the frame u64 | number of the piece in its frame u32 | the piece
 Pieces are PIECE_BYTES long, but for the last of a frame. A piece of a frame of 0 bytes asks for an
-answer (offset 0), or says that the stream has ended (offset 1). The receiver writes how many
+answer (number 0), or says that the stream has ended (number 1). The receiver writes how many
 pieces have come over this connection, u64, every now and then and at least every second.
 """
 
@@ -25,19 +25,24 @@ from xcloud.net.frame import message_buffer
 from xcloud.net.link_end import QueuedBytes
 
 PIECE_BYTES = 1 << 18
-HEADER = struct.Struct("<IQQI")
+HEADER = struct.Struct("<IQI")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-ASK = HEADER.pack(0, 0, 0, 0)
-END = HEADER.pack(0, 0, 1, 0)
+ASK = HEADER.pack(0, 0, 0)
+END = HEADER.pack(0, 0, 1)
 _MEASURE_S = 1.0
 _SHORTEST_MEASURE_S = 0.2
+
+
+def _bytes_of_piece(number: int, frame_bytes: int) -> int:
+    """Return the length of a piece of a frame; below 1 where the frame has no such piece."""
+    return min(PIECE_BYTES, frame_bytes - number * PIECE_BYTES)
 
 
 class Piece(NamedTuple):
     """A part of a frame. Of 0 bytes: a question, put at asked_at_s."""
 
     frame: int
-    offset: int
+    number: int
     num_bytes: int
     asked_at_s: float = 0.0
 
@@ -47,8 +52,9 @@ class _Kept:
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
-        self.num_begun = 0  # bytes
-        self.num_acknowledged = 0
+        self.num_pieces = -(-len(data) // PIECE_BYTES)
+        self.num_begun = 0  # pieces
+        self.num_acknowledged = 0  # bytes
 
 
 class Outbox:
@@ -116,12 +122,13 @@ class Outbox:
                 if piece.frame in self._kept:
                     return self._sends(number, piece=piece)
             last = self._kept.get(self._next - 1)
-            if last is None or last.num_begun == len(last.data):
+            if last is None or last.num_begun == last.num_pieces:
                 if (last := self._begin_frame()) is None:
                     return None
-            size = min(PIECE_BYTES, len(last.data) - last.num_begun)
-            piece = Piece(self._next - 1, last.num_begun, size)
-            last.num_begun += size
+            number_in_frame = last.num_begun
+            num_bytes = _bytes_of_piece(number_in_frame, frame_bytes=len(last.data))
+            piece = Piece(self._next - 1, number=number_in_frame, num_bytes=num_bytes)
+            last.num_begun += 1
             return self._sends(number, piece=piece)
 
     def ask(self, number: int) -> None:
@@ -171,7 +178,8 @@ class Outbox:
     def _sends(self, number: int, piece: Piece) -> tuple[Piece, memoryview, int]:
         self._sent[number].append(piece)
         data = self._kept[piece.frame].data
-        return piece, data[piece.offset : piece.offset + piece.num_bytes], len(data)
+        offset = piece.number * PIECE_BYTES
+        return piece, data[offset : offset + piece.num_bytes], len(data)
 
     def _give_back(self, number: int) -> None:
         for piece in self._sent[number]:
@@ -216,7 +224,7 @@ class _Open:
         self.buffer = message_buffer(num_bytes)
         self.data = memoryview(cast(bytearray, self.buffer.numpy()))
         self.missing_bytes = num_bytes
-        self.arrived: set[int] = set()  # offsets
+        self.arrived: set[int] = set()  # the numbers of pieces
 
 
 class Assembly:
@@ -239,7 +247,7 @@ class Assembly:
         self.expected = 0
         """The number of the first frame that has not arrived whole."""
 
-    def place(self, frame: int, frame_bytes: int, offset: int, num_bytes: int) -> memoryview:
+    def place(self, frame: int, frame_bytes: int, number: int) -> memoryview:
         """Return where the bytes of a piece belong. A piece that has come before, over a
         connection that was cut then, goes nowhere.
 
@@ -250,12 +258,9 @@ class Assembly:
                 f"frame {frame} has {frame_bytes:,} bytes; at most {self._capacity_bytes:,} were "
                 "promised"
             )
-        size = min(PIECE_BYTES, frame_bytes - offset)
-        if offset % PIECE_BYTES or size <= 0 or num_bytes != size:
-            raise FrameError(
-                f"a piece of frame {frame} has {num_bytes:,} bytes at {offset:,} of "
-                f"{frame_bytes:,}"
-            )
+        num_bytes = _bytes_of_piece(number, frame_bytes=frame_bytes)
+        if num_bytes <= 0:
+            raise FrameError(f"frame {frame} has {frame_bytes:,} bytes and no piece {number:,}")
         with self._lock:
             if frame < self.expected:
                 return memoryview(bytearray(num_bytes))
@@ -269,18 +274,19 @@ class Assembly:
                 self._open_bytes += frame_bytes
             if len(found.data) != frame_bytes:
                 raise FrameError(f"frame {frame} has {len(found.data):,} or {frame_bytes:,} bytes")
-            if offset in found.arrived:
+            if number in found.arrived:
                 return memoryview(bytearray(num_bytes))
+            offset = number * PIECE_BYTES
             return found.data[offset : offset + num_bytes]
 
-    def arrived(self, frame: int, offset: int, num_bytes: int) -> None:
+    def arrived(self, frame: int, number: int) -> None:
         """Note that a piece is in its place."""
         with self._lock:
             found = self._open.get(frame)
-            if found is None or offset in found.arrived:
+            if found is None or number in found.arrived:
                 return
-            found.arrived.add(offset)
-            found.missing_bytes -= num_bytes
+            found.arrived.add(number)
+            found.missing_bytes -= _bytes_of_piece(number, frame_bytes=len(found.data))
             while (whole := self._open.get(self.expected)) is not None:
                 if whole.missing_bytes:
                     break

@@ -46,8 +46,8 @@ _BULK_BYTES = 1 << 16
 """A link whose longest frame has fewer bytes never fills a line."""
 _RECORD_BYTES = 1 << 14
 """The most bytes in a record of TLS, which one reading or writing takes."""
-_JOINED_BYTES = 16_000
-"""Bytes that are written at once, with their header: they fit into one record of TLS."""
+_JOINED_BYTES = 1 << 16
+"""Small pieces are written together, until they are about so many bytes."""
 _ACKNOWLEDGE_EVERY = 8
 _MUCH_BYTES = 1 << 16
 _LONGEST_NAP_S = 0.02
@@ -218,6 +218,8 @@ class StreamOutLink(SendingEnd):
     def _acknowledged(self, number: int, num_pieces: int) -> None:
         self._outbox.acknowledge(number, num_pieces)
         self._settings.peer.hear()
+        if not self._is_needed(number):
+            self._wake_one()  # there may be room now, which this connection does not use
         state = self._state
         state.round_trip_s = self._outbox.round_trip_s or state.round_trip_s
         state.bytes_per_s = self._outbox.bytes_per_s or state.bytes_per_s
@@ -252,18 +254,16 @@ class StreamOutLink(SendingEnd):
         if not self._is_needed(number):
             return False
         joined = bytearray()
-        while not connection.has_unsent and len(joined) < _JOINED_BYTES:
-            if (taken := self._outbox.take(number)) is None:
-                break
+        while len(joined) < _JOINED_BYTES and (taken := self._outbox.take(number)) is not None:
             piece, data, frame_bytes = taken
-            joined += HEADER.pack(piece.frame, frame_bytes, piece.offset, piece.num_bytes)
-            room = max(0, _JOINED_BYTES - len(joined))
-            joined += data[:room]
-            if len(data) > room:
-                connection.queue(bytes(joined))
+            joined += HEADER.pack(piece.frame, frame_bytes, piece.number)
+            if len(data) > _JOINED_BYTES:
+                room = -len(joined) % _RECORD_BYTES
+                connection.queue(bytes(joined + data[:room]))
                 connection.queue(data[room:])
                 self._wake_one()
                 return True
+            joined += data
         if joined:
             connection.queue(bytes(joined))
         return bool(joined)
@@ -279,6 +279,7 @@ class StreamInLink(ReceivingEnd):
         self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(
             max_bytes=window_bytes, total=settings.queued
         )
+        self._awaits_room = False  # a connection, in _ready
         self._assembly = Assembly(
             capacity_bytes=settings.capacity_bytes,
             max_bytes=window_bytes + 2 * settings.capacity_bytes,
@@ -324,9 +325,9 @@ class StreamInLink(ReceivingEnd):
         """Open and deliver frames until the sender closes the link."""
         try:
             while True:
-                was_full = self._ready.num_bytes >= _READY_BYTES
                 found = self._ready.get()
-                if was_full and self._ready.num_bytes < _READY_BYTES:
+                if self._awaits_room and self._ready.num_bytes < _READY_BYTES:
+                    self._awaits_room = False
                     self._connections.wake()
                 if isinstance(found, LinkError):
                     raise found
@@ -346,23 +347,29 @@ class StreamInLink(ReceivingEnd):
         self._end(reason)
         self._on_lost(reason)
 
+    def _is_full(self) -> bool:
+        """Return whether a connection must wait for room, of which it will be woken."""
+        if self._ready.num_bytes < _READY_BYTES:
+            return False
+        self._awaits_room = True
+        return self._ready.num_bytes >= _READY_BYTES  # there may have been room before that line
+
     def _carry(self, connection: Connection, number: int) -> None:
         receiving = _Receiving(connection)
         header = memoryview(bytearray(HEADER.size))
         while True:
-            while self._ready.num_bytes >= _READY_BYTES:
+            while self._is_full():
                 receiving.acknowledge()
                 connection.wait(SPEAK_EVERY_S, reading=False)
             receiving.read(header)
-            frame, frame_bytes, offset, num_bytes = HEADER.unpack(header)
+            frame, frame_bytes, number_in_frame = HEADER.unpack(header)
             if frame_bytes:
-                receiving.read(
-                    self._assembly.place(
-                        frame, frame_bytes=frame_bytes, offset=offset, num_bytes=num_bytes
-                    )
+                place = self._assembly.place(
+                    frame, frame_bytes=frame_bytes, number=number_in_frame
                 )
-                self._assembly.arrived(frame, offset=offset, num_bytes=num_bytes)
-            elif offset:
+                receiving.read(place)
+                self._assembly.arrived(frame, number=number_in_frame)
+            elif number_in_frame:
                 gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
                 return self._fail(gone)  # nobody looks where it has closed it
             receiving.num_pieces += 1
