@@ -7,16 +7,16 @@ One process sends frames as fast as it may for so many seconds, another takes th
 limit, on this machine's loopback; else in two network namespaces over a delaying line
 (delay_line.c; without a round trip the kernel's shaper), which needs root, iproute2, gcc and
 /dev/net/tun. Prints goodput, in MB/s and as a share of what the line can carry, in the second
-half of the frames (TCP's slow start is in the first), that share in the median half second, and
-the processor time of both ends in seconds a GB of the whole transfer. The median leaves out what
-BBR does every 10 s: to measure the round trip it sends nearly nothing for 0.2 s and more.
+half of the time (TCP's slow start is in the first), that share in the median half second, and the
+processor time of both ends in seconds a GB of the whole transfer. What waits at a sender when the
+time is over is not in the goodput. The median leaves out what BBR does every 10 s: to measure the
+round trip it sends nearly nothing for 0.2 s and more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import socket
@@ -31,6 +31,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore
 
@@ -137,24 +138,22 @@ def measure(job: dict[str, Any], hosts: Sequence[str] | None, mbit: float) -> di
         for process in processes:
             process.kill()
             process.wait()
-    arrived = answers[1]["arrived_s"]
-    half = len(arrived) // 2
-    num_bytes = (len(arrived) - half) * job["frame_bytes"]
-    took_s = arrived[-1] - arrived[half - 1]
-    whole = len(arrived) * job["frame_bytes"]
+    arrived_s = np.array(answers[1]["arrived_s"])
+    arrived_s -= arrived_s[0]
+    come = job["frame_bytes"] * np.arange(len(arrived_s))
+    until_s = min(max(job["seconds"], arrived_s[FEWEST_FRAMES - 1]), arrived_s[-1])
+    num_parts = max(1, round(until_s / 2 / HALF_SECOND_S))
+    ends_s = np.linspace(until_s / 2, until_s, num_parts + 1)
+    rates = np.diff(np.interp(ends_s, arrived_s, come)) / np.diff(ends_s)
 
-    def share(num_bytes: int, took_s: float) -> float:
-        return line_bytes(num_bytes) * 8 / took_s / (mbit * 1e6) if mbit else 0.0
+    def share(bytes_per_s: float) -> float:
+        return line_bytes(round(bytes_per_s)) * 8 / (mbit * 1e6) if mbit else 0.0
 
-    counts = [0] * math.ceil(took_s / HALF_SECOND_S)
-    for at_s in arrived[half:]:
-        counts[min(int((at_s - arrived[half - 1]) / HALF_SECOND_S), len(counts) - 1)] += 1
-    typical = statistics.median(counts[:-1] or counts) * job["frame_bytes"]
     return {
-        "bytes_per_s": num_bytes / took_s,
-        "share": share(num_bytes, took_s),
-        "median_share": share(round(typical), HALF_SECOND_S),
-        "cpu_s_per_gb": sum(answer["cpu_s"] for answer in answers) / whole * 1e9,
+        "bytes_per_s": float(rates.mean()),
+        "share": share(rates.mean()),
+        "median_share": share(np.median(rates)),
+        "cpu_s_per_gb": sum(answer["cpu_s"] for answer in answers) / float(come[-1]) * 1e9,
     }
 
 

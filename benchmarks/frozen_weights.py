@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,7 +54,7 @@ from xcloud.models.frozen_weights import Kind
 from xcloud.models.stages import LABEL, TEXT, TYPES
 
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "nf4")
-PREDICTED = ("parameters", "gradients", "optimizer", "activations", "queued")
+KINDS_OF_MEMORY = ("parameters", "gradients", "optimizer", "activations", "queued")
 COMMON = [
     "+exp=lora_clm", "tracker=none", "cluster=two_clouds", "cluster/wan=free",
     "training.precision=fp32",
@@ -165,14 +165,14 @@ def measured_memory(kind: Kind, folder: Path, checkpoint: Path) -> list[dict[str
     return ranks
 
 
-def predicted_memory(kind: Kind, folder: Path, checkpoint: Path) -> dict[str, float]:
-    """Return what `plan=show` says that each rank will hold, in bytes by cloud."""
+def predicted_memory(kind: Kind, folder: Path, checkpoint: Path) -> tuple[dict[str, float], float]:
+    """Return what `plan=show` says that each rank will take, in bytes by cloud, and how much of it
+    is no kind of its own."""
     plan = run(
         folder, "plan.json", *settings_of(kind, checkpoint=checkpoint), "plan=show",
         "plan.search=[split]", "plan.trial_steps=1", *WITHOUT_COMPRESSORS,
     )  # fmt: skip
-    clouds: dict[str, float] = plan["own"]["memory_bytes"]
-    return clouds
+    return plan["own"]["memory_bytes"], plan["profile"]["other_bytes"]
 
 
 def fullest(ranks: list[dict[str, Any]]) -> dict[str, float]:
@@ -184,10 +184,11 @@ def fullest(ranks: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def errors_of(predicted: dict[str, float], ranks: list[dict[str, Any]]) -> list[float]:
-    """Return by how many percent each rank's prediction is off."""
-    held = {rank["cloud"]: sum(rank[name] for name in PREDICTED) for rank in ranks}
-    return [100 * (predicted[cloud] / num_bytes - 1) for cloud, num_bytes in held.items()]
+def off(predicted: dict[str, float], ranks: list[dict[str, Any]], names: Sequence[str]) -> float:
+    """Return by how many percent the worst prediction is off what a rank has of these figures."""
+    held = {rank["cloud"]: sum(rank[name] for name in names) for rank in ranks}
+    errors = [100 * (predicted[cloud] / num_bytes - 1) for cloud, num_bytes in held.items()]
+    return max(errors, key=abs)
 
 
 def say(kind: Kind, figures: dict[str, float]) -> None:
@@ -236,11 +237,14 @@ def main() -> None:
             ranks = measured_memory(kind, folder=folder / f"{kind}-run", checkpoint=drawn)
             note(kind, figures=fullest(ranks))
             note(kind, figures={"tokens / CPU s": alone(tokens_per_cpu_s, kind, drawn)})
-            predicted = predicted_memory(kind, folder=folder / f"{kind}-plan", checkpoint=drawn)
-            errors = errors_of(predicted, ranks=ranks)
+            predicted, other = predicted_memory(
+                kind, folder=folder / f"{kind}-plan", checkpoint=drawn
+            )
+            kinds = {cloud: num_bytes - other for cloud, num_bytes in predicted.items()}
             plan = {
                 "predicted": max(predicted.values()) / MB,
-                "worst error %": max(errors, key=abs),
+                "off peak %": off(predicted, ranks=ranks, names=["peak"]),
+                "off kinds %": off(kinds, ranks=ranks, names=KINDS_OF_MEMORY),
             }
             note(kind, figures=plan)
         for seed in range(given.seeds):

@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.causal_models import KINDS, WIDTH, batch_of, build, saved, through, where, words
 from tests.nightly import first_daily
-from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import NO_LABEL
 from xcloud.models import document_attention
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.document_attention import LONG, Documents, causal
 from xcloud.models.encoder import Packing
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.reports import SavedTensors
 
 OWN_PATHS = ("llama", "mistral", "gemma2")  # plain, behind a window, with a soft cap

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.peak_bytes import PeakBytes
 from tests.translation_models import IDS, padded, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head
 from xcloud.models.encoder import Cache, Encoder, EncoderConfig, Layer, Packing
 from xcloud.models.low_rank_split import way_to_head
 from xcloud.models.stages import SampleHead, SpanHead, pool, seed_of, seeded
+from xcloud.rank.peak_bytes import PeakBytes
 
 CONFIG = EncoderConfig(
     vocab_size=IDS.size, hidden=16, num_layers=3, num_heads=2, feed_forward=32, max_positions=16

@@ -23,13 +23,13 @@ from tests.causal_models import (
     words,
 )
 from tests.nightly import first_daily
-from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError
 from xcloud.models import causal_network, frozen_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.frozen_weights import NF4_VALUES, FrozenMatrix
 from xcloud.pipeline.exchange import digest
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.reports import SavedTensors, bytes_of
 
 BATCH = batch_of([words(9, 1)], [words(4, 2), words(5, 3)])

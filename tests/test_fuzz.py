@@ -24,7 +24,6 @@ from tests.codecs import ERRORS
 from tests.event_lines import DEEP, STEP, Desk
 from tests.local_replicas import MEAN, rounds_of
 from tests.owners import folder_of_keys, keys_of
-from tests.peak_bytes import PeakBytes
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, FrameError, XcloudError
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
@@ -87,6 +86,7 @@ from xcloud.rank.agreement import (
     decode_verdict,
     encode_table,
 )
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.saving import code_of
 from xcloud.record.checkpoint_files import CheckpointFolder
 

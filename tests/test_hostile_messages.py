@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.channels import InProcessLink
 from tests.local_replicas import MEAN, Diary, Scalar
 from tests.memory_group import MemoryGroup
-from tests.peak_bytes import PeakBytes
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel
@@ -45,6 +44,7 @@ from xcloud.pipeline.control import (
 )
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.agreement import compare_facts, decode_facts
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.saving import CheckpointMessage, code_of
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.reporter import Reporter

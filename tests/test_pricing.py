@@ -216,6 +216,9 @@ def test_memory_grows_with_what_is_in_flight_and_never_with_smaller_micro_batche
             plan = Plan("pipeline", ends, schedule, NO_COMPRESSION)
             return max(pricer.memory(plan).values())
 
+        more = replace(pricer, profile=replace(pricer.profile, other_bytes=1000))
+        plan = Plan("pipeline", ends, GPipe(8), NO_COMPRESSION)
+        assert max(more.memory(plan).values()) == fullest(GPipe(8)) + 1000
         flights = [fullest(OneForwardOneBackward(8, k)) for k in range(1, 9)]
         assert flights == sorted(flights) and flights[-1] <= fullest(GPipe(8))
         assert fullest(ZeroBubble(8, 3, 1)) <= fullest(ZeroBubble(8, 3, 3)) <= fullest(

@@ -15,6 +15,7 @@ from xcloud.net.link import LinkName, MessageLog, ReceivedMessage, SentMessage
 from xcloud.rank.reports import (
     MemoryMeter,
     SavedTensors,
+    WorkSpace,
     nearest_to_median,
     optimizer_bytes,
     timeline_events,
@@ -74,6 +75,29 @@ def test_counting_changes_no_gradient() -> None:
                 net(x).square().sum().backward()
         found.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_work_space_is_what_tensors_take_beside_what_was_there_and_what_is_kept() -> None:
+    weight = torch.ones(256, 256)
+    x = torch.ones(256, requires_grad=True)
+    space = WorkSpace(torch.device("cpu"))
+    torch.ones(10_000)  # before it begins
+    space.begin()
+    kept = Squares()(x)  # of 1 kB, which keeps x
+    dense = weight.view(-1) * 2.0  # of 256 kB; the view has none
+    del dense
+    short = torch.ones(256 * 100)  # of 100 kB, when the other is gone
+    kept.sum().backward()
+    space.end()
+    torch.ones(10**6)
+    assert space.num_bytes == 256 * KB, "the result takes as much as is kept of x"
+    del short
+
+
+def test_the_planned_memory_of_a_rank_has_the_program() -> None:
+    meter = MemoryMeter(torch.device("cpu"))
+    assert 1e7 < meter.program_bytes <= meter.beside_tensors_bytes < 1e11
+    assert MemoryMeter(torch.device("cuda")).beside_tensors_bytes == 0, "it is not on the GPU"
 
 
 def test_a_rank_describes_its_weights_gradients_and_moments() -> None:

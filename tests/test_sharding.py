@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.causal_models import saved, where
 from tests.configs import composed
 from tests.nightly import NIGHTLY
-from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, in_threads, samples
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError
@@ -39,6 +38,7 @@ from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer
 from xcloud.pipeline.trainer import TrainedModule
 from xcloud.rank.export import whole
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.record.reporter import Reporter
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]

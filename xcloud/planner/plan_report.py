@@ -168,7 +168,7 @@ class Report:
             "num_simulated": self.ranked.num_simulated,
             "search_s": self.search_s,
             "profile": {"of": dict(profile.of), "measured_at_s": profile.measured_at_s,
-                        "stale": list(self.stale)},
+                        "other_bytes": profile.other_bytes, "stale": list(self.stale)},
             "pays_below_bits_per_s": {
                 name: "always" if math.isinf(rate) else rate or "never"
                 for name, rate in self.crossings.items()
@@ -229,8 +229,8 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
     if place not in ("1", "yours"):
         yield f"same strategy as yours ({own}): best is row {place}"
     memory = "memory: weights, gradients, moments, activations and messages of the fullest rank"
-    if program := report.pricer.profile.program_bytes:
-        memory += f"; beside them each rank takes {human_bytes(program)} of program, and buffers"
+    if other := report.pricer.profile.other_bytes:
+        memory += f", and {human_bytes(other)} of program and work space, as in the trial"
     yield memory
     yield (
         "bubble: waiting / computing, without the waits of averaging, as in the table of a run; "

@@ -62,7 +62,7 @@ from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, ty
 
 PROFILES_DIR = "profiles"
 MAX_SIZES = 6  # of micro-batches
-MIN_TURNS = 3  # of the tour, of which the first warms caches up
+MIN_TURNS = 3  # of the tour, of which the first warms caches up and is not recorded
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class TrialRun:
     @property
     def _num_updates(self) -> int:
         turns = max(MIN_TURNS, round(self.num_steps / len(self.legs)))
-        return turns * len(self.legs)
+        return turns * len(self.legs) + 1  # one of the first leg tells what memory is needed
 
     @cached_property
     def trial_settings(self) -> Settings:
@@ -377,7 +377,7 @@ class TrialRun:
             fetch_s=trial.fetch_s(),
             control_bytes=trial.control_bytes,
             tokens_per_sample=sum(tokens_of_stages.values()),
-            program_bytes=max(rank["program_bytes"] for rank in ranks),
+            other_bytes=max(rank["other_bytes"] for rank in ranks),
             around_gradients_s=gradients_s,
             around_changes_s=changes_s,
             train_samples=ranks[0]["num_samples"],

@@ -21,6 +21,7 @@ from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import BoundaryPorts, Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver, Wiring
+from xcloud.rank.reports import MemoryMeter
 from xcloud.rank.role import RankContext
 from xcloud.simulator.costs import Profile
 from xcloud.simulator.plan import Plan
@@ -96,14 +97,14 @@ class Feature:
 class BuiltRank:
     """The objects that a rank has built before its trainer.
 
-    program_bytes: memory that it took before it had a model.
+    memory: was made before there was a model.
     """
 
     context: RankContext[PipelineJob]
     wiring: Wiring
     data: TaskData
     stages: Mapping[int, Stage]
-    program_bytes: int
+    memory: MemoryMeter
 
 
 class FeatureAtRank:

@@ -28,6 +28,7 @@ from xcloud.pipeline.control import Control
 from xcloud.pipeline.exchange import local_part
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.record.reporter import Reporter
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
@@ -142,7 +143,8 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.program_bytes = _status_bytes("VmRSS")
-        self._device = device
+        self.device = device
+        self._code_bytes = _status_bytes("RssFile")
         self._activations = SavedTensors()
         self._is_first = True
 
@@ -155,24 +157,64 @@ class MemoryMeter:
         self._is_first = False
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak (Linux)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         with self._activations:
             yield
+
+    @property
+    def beside_tensors_bytes(self) -> int:
+        """Return the memory that the rank takes on its device beside tensors: the program, with
+        the code of libraries that was read since. On a GPU it takes none."""
+        if self.device.type == "cuda":
+            return 0
+        return self.program_bytes + _status_bytes("RssFile") - self._code_bytes
 
     def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
         tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
         found: dict[str, Any] = {
             "peak": _status_bytes("VmHWM"), "program": self.program_bytes
         }  # fmt: skip
-        if self._device.type == "cuda":
-            found["gpu_peak"] = torch.cuda.max_memory_allocated(self._device)
+        if self.device.type == "cuda":
+            found["gpu_peak"] = torch.cuda.max_memory_allocated(self.device)
         return found | {
             "parameters": bytes_of(tensors),
             "gradients": bytes_of(t.grad for t in tensors if t.grad is not None),
             "optimizer": optimizer_bytes,
             "activations": self._activations.peak_bytes,
         }
+
+
+class WorkSpace:
+    """The most memory that tensors take at once in an update, beyond what there was before it and
+    the activations that are kept: matrices made dense, results on their way to the next operator.
+
+    num_bytes: known after `end`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device = device
+        self._activations = SavedTensors()
+        self._made = PeakBytes()
+        self._before = 0
+
+    def begin(self) -> None:
+        self._activations.__enter__()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            self._made.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        self._activations.__exit__(None, None, None)
+        if self._device.type == "cuda":
+            grown = torch.cuda.max_memory_allocated(self._device) - self._before
+        else:
+            self._made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            grown = self._made.peak
+        self.num_bytes = max(0, grown - self._activations.peak_bytes)
 
 
 class MemoryReport(Hook):
@@ -267,9 +309,9 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    """Return the resident memory of this process: VmRSS now, VmHWM at most. Linux: since the last
-    reset; and not getrusage's, which a process inherits from the one that started it. Elsewhere
-    the peak stands for both."""
+    """Return the resident memory of this process: VmRSS now, RssFile as far as it is of files,
+    VmHWM at most. Linux: since the last reset; and not getrusage's, which a process inherits from
+    the one that started it. Elsewhere the peak stands for all."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -333,7 +333,8 @@ class Profile:
     fetch_s: seconds of fetching the samples of a micro-batch.
     lines: "a-b", or "*" for all, to what joins two clouds; they come before the layout's own.
     tokens_per_sample: tokens that are computed, for costs per token.
-    program_bytes: memory that a rank takes before it has a model; 0 = not known.
+    other_bytes: memory that a rank takes beside what is counted, on the device that it computes
+        on: program and work space; 0 = not known.
     around_gradients_s, around_changes_s: seconds that an exchange of all trained values takes
         beside its codec, of gradients and after local updates.
     train_samples: samples of an epoch; 0 = not known.
@@ -348,7 +349,7 @@ class Profile:
     lines: Mapping[str, LinkProfile] = field(default_factory=dict)
     control_bytes: NotNegative = 128
     tokens_per_sample: NotNegativeFloat = 0.0
-    program_bytes: NotNegative = 0
+    other_bytes: NotNegative = 0
     around_gradients_s: Seconds = 0.0
     around_changes_s: Seconds = 0.0
     train_samples: NotNegative = 0

@@ -333,9 +333,10 @@ class Pricer:
             if stage not in silent:
                 returned = round(back.num_bytes)
             messages[stage] = round(out.num_bytes), returned
-        return memory_of(
+        counted = memory_of(
             plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes
         )
+        return {cloud: found + self.profile.other_bytes for cloud, found in counted.items()}
 
     def _work_of(self, start: int, end: int, b: float) -> PieceWork:
         before = self._before(b)

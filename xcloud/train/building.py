@@ -117,7 +117,7 @@ def build_training(
         wiring=wiring,
         data=data,
         stages=stages,
-        program_bytes=memory.program_bytes,
+        memory=memory,
     )
     pipeline = _pipeline(built, features=features, clock=clock)
     bases = _compare(built)

@@ -62,9 +62,7 @@ class AutopilotAtRank(FeatureAtRank):
     """The autopilot of one rank: it switches compression and schedule."""
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
-        return pilot_of(
-            built.context, trainer=trainer, wiring=built.wiring, program_bytes=built.program_bytes
-        )
+        return pilot_of(built.context, trainer=trainer, wiring=built.wiring, memory=built.memory)
 
 
 def check_choices(job: PipelineJob) -> None:

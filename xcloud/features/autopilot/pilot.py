@@ -35,7 +35,13 @@ from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.one_forward_one_backward import can_wait
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
-from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
+from xcloud.rank.reports import (
+    MemoryMeter,
+    SavedTensors,
+    WorkSpace,
+    bytes_of,
+    timeline_events,
+)
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 from xcloud.simulator.codec_timer import time_codec
@@ -50,18 +56,13 @@ _CHOSEN = ("the autopilot's choice uint8",)
 
 
 def pilot_of(
-    context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring, program_bytes: int
+    context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring, memory: MemoryMeter
 ) -> Switching:
-    """Return what changes the rank's compression and schedule while it trains.
-
-    program_bytes: memory that the rank took before it had a model.
-    """
+    """Return what changes the rank's compression and schedule while it trains."""
     job = context.job
     if isinstance(job.autopilot, Tour):
         file = context.run_dir / FACTS_FILE.format(context.rank)
-        return TourPilot(
-            job=job, wiring=wiring, trainer=trainer, file=file, program_bytes=program_bytes
-        )
+        return TourPilot(job=job, wiring=wiring, trainer=trainer, file=file, memory=memory)
     forecast = None
     if context.rank == 0:
         forecast = forecast_of(job, device=context.device)
@@ -377,7 +378,8 @@ def codec_costs(
 class TourPilot(Switching):
     """The hook of a rank that changes schedule and compression between updates as a Tour says.
 
-    It measures nothing that a run does not.
+    The first turn warms caches up. The update after it, which is one with the job's own schedule
+    and compression, tells how much memory is taken beside what is kept. Later ones are recorded.
     """
 
     def __init__(
@@ -387,20 +389,28 @@ class TourPilot(Switching):
         trainer: Trainer,
         *,
         file: Path,
-        program_bytes: int,
+        memory: MemoryMeter,
     ) -> None:
         super().__init__(job, wiring, trainer)
         assert isinstance(job.autopilot, Tour)
         self._tour = job.autopilot
         self._file = file
         self._clock = trainer.pipeline.clock
-        self._program_bytes = program_bytes
+        self._memory = memory
+        self._work_space = WorkSpace(memory.device)
+        self._weighed = 1 + len(self._tour.legs)
         self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
         self._messages = self._clock.messages
-        self._messages.from_step = 1 + len(self._tour.legs)  # the first turn warms caches up
+        self._messages.from_step = self._weighed + 1
+
+    def before_update(self, step: int) -> None:
+        if step == self._weighed:
+            self._work_space.begin()
 
     def after_update(self, step: int, report: StepReport) -> None:
+        if step == self._weighed:
+            self._work_space.end()
         self.switch(step, choice=self._tour.leg(step + 1))
 
     def finish(self) -> None:
@@ -418,7 +428,7 @@ class TourPilot(Switching):
                         for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
             "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
-            "program_bytes": self._program_bytes,
+            "other_bytes": self._memory.beside_tensors_bytes + self._work_space.num_bytes,
         }  # fmt: skip
         self._file.write_text(json.dumps(facts), encoding="utf-8")
 

@@ -1,9 +1,10 @@
-"""How many bytes of tensors there are at once, counted where they are made: always the same."""
+"""How many bytes of tensors operators make at once, counted where they are made: always the same
+for the same work."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """peak: most bytes at once of the storages that operators gave out within the block."""
+    """peak: most bytes at once of the storages that operators have made within the block, in the
+    thread that entered it. A view of what was there before makes none."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._held = 0
         self._known = weakref.WeakSet[torch.UntypedStorage]()
 
@@ -27,12 +29,10 @@ class PeakBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self._known.update(_storages((args, kwargs)))
         given = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(given):
-            if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
-                continue  # a DTensor says how large the whole is, and has no memory itself
-            if not tensor.is_meta:
-                self._note(tensor.untyped_storage())
+        for storage in _storages(given):
+            self._note(storage)
         return given
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -45,3 +45,15 @@ class PeakBytes(TorchDispatchMode):
 
     def _gone(self, num_bytes: int) -> None:
         self._held -= num_bytes
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the memory of all tensors in nested containers."""
+    for tensor in tree_leaves(values):
+        # A DTensor says how large the whole is, and has no memory itself.
+        if isinstance(tensor, Tensor) and not _is_wrapper(tensor) and not tensor.is_meta:
+            yield tensor.untyped_storage()
+
+
+def _is_wrapper(tensor: Any) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
