@@ -11,7 +11,7 @@ without compression; its speed is that of one thread, in one process with a rank
 memory, in tokens a second of CPU time, which other work on the machine hardly changes. Products
 are computed in FP32. A run writes its loss to 0.0001, which is 0.01 %.
 
-Each kind has a run of two updates, a pass forward and backward, and a trial for plan=show; then
+Each kind has a run of four updates, a pass forward and backward, and a trial for plan=show; then
 come runs of the demo, of each seed and kind (--seeds 0: none). A figure is printed, and written to
 FILE, as soon as it is known. The drawn checkpoint and the trials of a command that was cut off are
 used again by the next one with the same --keep. Figures: docs/causal-language-models.md.
@@ -85,12 +85,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 MB = 1e6
 
 
-def run(folder: Path, file: str, *overrides: str, **environment: str) -> dict[str, Any]:
+def run(folder: Path, file: str, *overrides: str) -> dict[str, Any]:
     """Return what a run leaves in this file of its folder."""
     words = [sys.executable, "run.py", *COMMON, f"hydra.run.dir={folder}", *overrides]
-    done = subprocess.run(
-        words, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads((folder / file).read_text())
@@ -155,12 +153,10 @@ def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
 
 
 def measured_memory(kind: Kind, folder: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """Return what each rank held in a run of two updates, in bytes; the second has moments."""
-    # Freed memory goes back at once, so that a peak is what was held. That makes a step slow.
+    """Return what each rank held in a run of four updates, in bytes."""
     summary = run(
-        folder, "summary.json", *settings_of(kind, checkpoint=checkpoint), "training.max_steps=2",
-        MALLOC_MMAP_THRESHOLD_="262144",
-    )  # fmt: skip
+        folder, "summary.json", *settings_of(kind, checkpoint=checkpoint), "training.max_steps=4"
+    )
     ranks: list[dict[str, Any]] = summary["memory"]
     return ranks
 

@@ -3,6 +3,8 @@ is what is kept, and a model beside them is cut, scored and trained as any other
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from tests.causal_models import (
 )
 from tests.nightly import first_daily
 from xcloud.base.errors import ConfigError
+from xcloud.comm import devices
+from xcloud.comm.devices import scratch, scratch_bytes
 from xcloud.models import causal_network, frozen_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
@@ -227,3 +231,31 @@ def test_another_kind_than_the_checkpoint_was_made_with_is_noticed(tmp_path: Pat
     scales.data[0] *= 2
     digests.add(bytes(digest(p for p in stage.parameters() if not p.requires_grad).tolist()))
     assert len(digests) == 4
+
+
+def test_scratch_memory_is_used_again_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's own, for each use; matrices that are made dense in turn share one."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(devices, "_rooms", threading.local())
+    first = scratch("dense", (10, 10), torch.float32, device=cpu)
+    again = scratch("dense", (5,), torch.bfloat16, device=cpu)
+    other = scratch("codes", (5,), torch.int8, device=cpu)
+    assert again.data_ptr() == first.data_ptr() != other.data_ptr()
+    assert (again.shape, again.dtype) == ((5,), torch.bfloat16)
+    assert scratch_bytes() == 405
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(scratch_bytes).result() == 0
+    scratch("dense", (20, 10), torch.float32, device=cpu)
+    assert scratch_bytes() == 805
+
+    for kind in ("bfloat16", "int8", "nf4"):
+        made = [FrozenMatrix(nn.Linear(size, 8), kind=kind) for size in (64, 128)]
+        matrices = [matrix.to_empty(device="cpu") for matrix in made]
+        for matrix in matrices:
+            matrix.fill(torch.randn(8, matrix.shape[1]))
+        places = [matrix.dense(torch.float32).data_ptr() for matrix in matrices[::-1] * 2]
+        assert len({*places}) == 1, kind
+        assert matrices[0].stored().data_ptr() not in places, "what is merged is kept"
+        before = scratch_bytes()
+        matrices[0](torch.randn(3, 64, requires_grad=True)).sum().backward()
+        assert scratch_bytes() == before

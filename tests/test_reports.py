@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from xcloud.comm.devices import scratch_bytes
 from xcloud.comm.step_clock import Place, RecordedStep, Span
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link import LinkName, MessageLog, ReceivedMessage, SentMessage
@@ -90,7 +91,8 @@ def test_work_space_is_what_tensors_take_beside_what_was_there_and_what_is_kept(
     kept.sum().backward()
     space.end()
     torch.ones(10**6)
-    assert space.num_bytes == 256 * KB, "the result takes as much as is kept of x"
+    rooms_bytes = scratch_bytes()  # of other tests in this thread
+    assert space.num_bytes - rooms_bytes == 256 * KB, "the result takes as much as is kept of x"
     del short
 
 

@@ -1,9 +1,36 @@
-"""Tensors on their way from the host to a device."""
+"""Where tensors lie: on their way from the host to a device, and large ones for a moment."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
+
+_rooms = threading.local()
+
+
+def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor that holds until this thread asks for one of the same use.
+
+    Large tensors that come and go leave holes in the heap, in which small ones settle that are
+    kept: the next large one takes new memory, in each block of a model.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    rooms = vars(_rooms)
+    key = f"{use} {device}"
+    if key not in rooms or rooms[key].numel() < num_bytes:
+        rooms[key] = None  # its memory goes before the larger one comes
+        rooms[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    room: Tensor = rooms[key]
+    return room[:num_bytes].view(dtype).view(*shape)
+
+
+def scratch_bytes() -> int:
+    """Return the memory that this thread's scratch tensors take."""
+    return sum(room.numel() for room in vars(_rooms).values())
 
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:

@@ -51,6 +51,7 @@ from xcloud.models.causal_network import (
 from xcloud.models.document_attention import Documents
 from xcloud.models.encoder import Packing, check_heads
 from xcloud.models.experts import RouterLoss
+from xcloud.models.frozen_weights import cast_to
 from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
@@ -313,7 +314,7 @@ def chunked_cross_entropy(
 
 def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
     """float32 [R, C]."""
-    logits_RC = (rows_RH @ words_CH.to(rows_RH.dtype).T).float()
+    logits_RC = (rows_RH @ cast_to(rows_RH.dtype, words_CH).T).float()
     if softcap is None:
         return logits_RC
     return softcap * torch.tanh(logits_RC / softcap)
@@ -377,7 +378,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
             slope_RC = slope_RC.to(rows_RH.dtype)
             if to_rows is not None:
-                to_rows += slope_RC @ words_CH.to(rows_RH.dtype)
+                to_rows += slope_RC @ cast_to(rows_RH.dtype, words_CH)
             if to_words is not None:
                 to_words[piece] = slope_RC.T @ rows_RH
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None

@@ -17,12 +17,14 @@ are frozen parameters, so memory, digests and checkpoints count them as weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from xcloud.comm.devices import scratch
 
 Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 PACKED = ("int8", "nf4")
@@ -86,24 +88,27 @@ class FrozenMatrix(nn.Module):
         cast(Tensor, self.scales).copy_(scales)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return W [O, I]."""
+        """Return W [O, I], which holds until this thread makes another matrix dense."""
         if self.scales is None:
-            return self.weight.to(dtype)
+            return cast_to(dtype, self.weight)
+        room = partial(scratch, device=self.weight.device)
         if self.kind == "nf4":
-            device = self.weight.device
-            values = torch.empty(len(self.weight), NF4_BLOCK, dtype=dtype, device=device)
+            values = room("dense", (len(self.weight), NF4_BLOCK), dtype)
             parts = (
                 torch.split(one, NF4_BLOCKS_AT_ONCE) for one in (self.weight, self.scales, values)
             )
             for codes, scales, filled in zip(*parts, strict=True):
-                pairs = F.embedding(codes.int(), _pairs(device))
-                torch.mul(pairs.flatten(1), scales[:, None], out=filled)
+                places = room("codes", (codes.numel(),), torch.int32).copy_(codes.flatten())
+                pairs = room("pairs", (codes.numel(), 2), torch.float32)
+                torch.index_select(_pairs(codes.device), 0, places, out=pairs)
+                torch.mul(pairs.view(len(codes), -1), scales[:, None], out=filled)
             return values.flatten()[: self.shape.numel()].view(self.shape)
-        return self.weight.float().mul_((self.scales / 127)[:, None]).to(dtype)
+        wide = room("int8", self.shape, torch.float32).copy_(self.weight)
+        return cast_to(dtype, wide.mul_((self.scales / 127)[:, None]))
 
     def stored(self) -> Tensor:
         """Return float32 W in the shape that a checkpoint has it in."""
-        dense = self.dense(torch.float32)
+        dense = self.dense(torch.float32).clone()
         return dense.T if self.is_transposed else dense
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -141,6 +146,13 @@ class FrozenEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight).float() * self._scale
+
+
+def cast_to(dtype: torch.dtype, weights: Tensor) -> Tensor:
+    """Return weights in this dtype, which hold until this thread makes others dense."""
+    if weights.dtype == dtype:
+        return weights
+    return scratch("dense", weights.shape, dtype, device=weights.device).copy_(weights)
 
 
 def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:

@@ -5,6 +5,7 @@ record/timeline.py merges what the ranks report. Also the clock of steps on a GP
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcloud.comm.devices import scratch_bytes
 from xcloud.comm.step_clock import RecordedStep, Span, StepClock
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link import MessageLog
@@ -187,7 +189,8 @@ class MemoryMeter:
 
 class WorkSpace:
     """The most memory that tensors take at once in an update, beyond what there was before it and
-    the activations that are kept: matrices made dense, results on their way to the next operator.
+    the activations that are kept: results on their way to the next operator, and the scratch
+    tensors in which matrices are made dense.
 
     num_bytes: known after `end`.
     """
@@ -214,7 +217,7 @@ class WorkSpace:
         else:
             self._made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             grown = self._made.peak
-        self.num_bytes = max(0, grown - self._activations.peak_bytes)
+        self.num_bytes = max(0, grown - self._activations.peak_bytes) + scratch_bytes()
 
 
 class MemoryReport(Hook):
@@ -306,6 +309,13 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the bytes that optimizers keep of each parameter."""
     kept = (value for o in optimizers for state in o.state.values() for value in state.values())
     return bytes_of(value for value in kept if isinstance(value, Tensor))
+
+
+def give_freed_memory_back() -> None:
+    """Give the system back what has been freed, such as what a model was read from: the heap of a
+    launched rank keeps it otherwise (LIBRARY_SETTINGS of launch/processes.py). Only glibc can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(name: str) -> int:

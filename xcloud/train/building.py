@@ -30,7 +30,13 @@ from xcloud.pipeline.wiring import Wiring, wire
 from xcloud.rank.agreement import agree_on, agree_where_shared
 from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.rank.feature import BuiltRank, FeatureAtRank
-from xcloud.rank.reports import GpuClock, MemoryMeter, MemoryReport, TypicalStep
+from xcloud.rank.reports import (
+    GpuClock,
+    MemoryMeter,
+    MemoryReport,
+    TypicalStep,
+    give_freed_memory_back,
+)
 from xcloud.rank.restarts import enter_late, parameters_fact
 from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
@@ -158,6 +164,7 @@ def build_training(
         _resume(built, features=features, trainer=trainer)
     meter.forget()
     wiring.start_failure_detection()
+    give_freed_memory_back()
     context.reporter.event("phase", now=True, name="training")
     if job.roster.is_elastic:  # the run may have begun without this cloud
         enter_late(
