@@ -15,10 +15,10 @@ import time
 import torch
 
 from benchmarks.machine import say_where
-from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import NO_LABEL, Batch
 from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
+from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.reports import SavedTensors
 
 WORDS = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
 from math import prod
@@ -23,7 +24,10 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     key = f"{use} {device}"
     if key not in rooms or rooms[key].numel() < num_bytes:
         rooms[key] = None  # its memory goes before the larger one comes
-        rooms[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":  # pages of its own, which leave no hole when it grows
+            rooms[key] = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        else:
+            rooms[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     room: Tensor = rooms[key]
     return room[:num_bytes].view(dtype).view(*shape)
 
