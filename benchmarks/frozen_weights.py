@@ -148,7 +148,7 @@ def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
         "compression=none", "task.max_length=32", "task.num_train=64", "task.num_dev=1",
         "task.num_test=1", "training.eval_batch_size=1", "training.batch_size=1",
         "schedule.num_micro_batches=1", "model.lora.targets=[q_proj,v_proj]",
-        f"cache_dir={checkpoint}/cache",
+        f"cache_dir={checkpoint}.cache",
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.split_point import Split
 from xcloud.net.transport import Rendezvous
-from xcloud.pretrained import kept_digest
+from xcloud.pretrained import contents_of, kept_digest
 from xcloud.rank.agreement import agree_where_shared
 from xcloud.rank.task_data import shown_digest
 from xcloud.tasks.classification import FolderClassification
@@ -450,3 +450,15 @@ def test_a_record_knows_data_by_their_contents_unless_a_rule_keeps_them(
         job: Any = SimpleNamespace(security=SimpleNamespace(holders=holders))
         digests.append(shown_digest(job, task.load(frozenset(task.fields), 1)))
     assert (digests[0] == digests[1]) == bool(holders)
+
+
+def test_the_contents_of_a_folder_are_those_beside_the_cache(tmp_path: Path) -> None:
+    """The digests that are kept would be digested themselves, more of them each time."""
+    (tmp_path / "weights").write_text("a")
+    cache = tmp_path / "cache"
+    first = contents_of(tmp_path, cache_dir=cache)
+    num_files = len([*cache.rglob("*")])
+    assert contents_of(tmp_path, cache_dir=cache) == first
+    assert len([*cache.rglob("*")]) == num_files
+    (tmp_path / "more").write_text("b")
+    assert contents_of(tmp_path, cache_dir=cache) != first

@@ -292,13 +292,18 @@ def kept_digest(path: Path, cache_dir: Path) -> str:
 
 
 def contents_of(place: Path, cache_dir: Path) -> str | None:
-    """Return a digest of a file, or of the names and contents of all files below a folder; None
-    where nothing is there."""
+    """Return a digest of a file, or of the names and contents of all files below a folder, the
+    cache aside if it lies there; None where nothing is there."""
     if place.is_file():
         return kept_digest(place, cache_dir=cache_dir)
     if not place.is_dir():
         return None
-    files = sorted(path for path in place.rglob("[!.]*") if path.is_file())
+    cache = cache_dir.resolve()
+    files = sorted(
+        path
+        for path in place.rglob("[!.]*")
+        if path.is_file() and not path.resolve().is_relative_to(cache)
+    )
     named = ((str(f.relative_to(place)), kept_digest(f, cache_dir=cache_dir)) for f in files)
     return key_of({"files": list(named)})
 
