@@ -16,19 +16,19 @@ _rooms = threading.local()
 def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor that holds until this thread asks for one of the same use.
 
-    Large tensors that come and go leave holes in the heap, in which small ones settle that are
-    kept: the next large one takes new memory, in each block of a model.
+    On the CPU it always lies in the same place. Large tensors that come and go leave holes in the
+    heap, in which small ones settle that are kept: the next large one takes new memory, in each
+    block of a model. A GPU's memory is handed out in another way.
     """
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = prod(shape) * dtype.itemsize
     rooms = vars(_rooms)
-    key = f"{use} {device}"
-    if key not in rooms or rooms[key].numel() < num_bytes:
-        rooms[key] = None  # its memory goes before the larger one comes
-        if device.type == "cpu":  # pages of its own, which leave no hole when it grows
-            rooms[key] = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-        else:
-            rooms[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    room: Tensor = rooms[key]
+    if use not in rooms or rooms[use].numel() < num_bytes:
+        rooms[use] = None  # its memory goes before the larger one comes
+        pages = mmap.mmap(-1, num_bytes)  # which leave no hole themselves when they go
+        rooms[use] = torch.frombuffer(pages, dtype=torch.uint8)
+    room: Tensor = rooms[use]
     return room[:num_bytes].view(dtype).view(*shape)
 
 
