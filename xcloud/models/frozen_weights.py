@@ -103,7 +103,8 @@ class FrozenMatrix(nn.Module):
                 torch.index_select(_pairs(codes.device), 0, places, out=pairs)
                 torch.mul(pairs.view(len(codes), -1), scales[:, None], out=filled)
             return values.flatten()[: self.shape.numel()].view(self.shape)
-        wide = room("int8", self.shape, torch.float32).copy_(self.weight)
+        use = "dense" if dtype == torch.float32 else "wide"
+        wide = room(use, self.shape, torch.float32).copy_(self.weight)
         return cast_to(dtype, wide.mul_((self.scales / 127)[:, None]))
 
     def stored(self) -> Tensor:

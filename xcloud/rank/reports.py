@@ -146,7 +146,6 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.program_bytes = _status_bytes("VmRSS")
         self.device = device
-        self._code_bytes = _status_bytes("RssFile")
         self._activations = SavedTensors()
         self._is_first = True
 
@@ -164,13 +163,13 @@ class MemoryMeter:
         with self._activations:
             yield
 
-    @property
-    def beside_tensors_bytes(self) -> int:
-        """Return the memory that the rank takes on its device beside tensors: the program, with
-        the code of libraries that was read since. On a GPU it takes none."""
+    def bytes_beside(self, tensor_bytes: int) -> int:
+        """Return the memory that the rank takes on its device now beside so much of tensors: the
+        program, with what was imported since it began. On a GPU it takes none."""
         if self.device.type == "cuda":
             return 0
-        return self.program_bytes + _status_bytes("RssFile") - self._code_bytes
+        give_freed_memory_back()
+        return max(0, _status_bytes("VmRSS") - tensor_bytes)
 
     def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
         tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
@@ -319,9 +318,9 @@ def give_freed_memory_back() -> None:
 
 
 def _status_bytes(name: str) -> int:
-    """Return the resident memory of this process: VmRSS now, RssFile as far as it is of files,
-    VmHWM at most. Linux: since the last reset; and not getrusage's, which a process inherits from
-    the one that started it. Elsewhere the peak stands for all."""
+    """Return the resident memory of this process: VmRSS now, VmHWM at most. Linux: since the last
+    reset; and not getrusage's, which a process inherits from the one that started it. Elsewhere
+    the peak stands for both."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

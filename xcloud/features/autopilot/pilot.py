@@ -22,6 +22,7 @@ from xcloud.base.errors import FrameError
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
+from xcloud.comm.devices import scratch_bytes
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
 from xcloud.contracts.model import Stage
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
@@ -40,6 +41,7 @@ from xcloud.rank.reports import (
     SavedTensors,
     WorkSpace,
     bytes_of,
+    optimizer_bytes,
     timeline_events,
 )
 from xcloud.rank.role import RankContext
@@ -428,9 +430,16 @@ class TourPilot(Switching):
                         for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
             "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
-            "other_bytes": self._memory.beside_tensors_bytes + self._work_space.num_bytes,
+            "other_bytes": self._other_bytes(),
         }  # fmt: skip
         self._file.write_text(json.dumps(facts), encoding="utf-8")
+
+    def _other_bytes(self) -> int:
+        """Return the memory that the rank takes beside what is planned by kind."""
+        moments = optimizer_bytes(self._trainer.optimizers)
+        held = self._memory.describe(self._trainer.pipeline.stages.values(), moments)
+        tensors = held["parameters"] + held["gradients"] + held["optimizer"] + scratch_bytes()
+        return self._memory.bytes_beside(tensors) + self._work_space.num_bytes
 
 
 class StageMeter:
