@@ -131,8 +131,9 @@ def measure(job: dict[str, Any], hosts: Sequence[str] | None, mbit: float) -> di
         for prefix, side in zip(prefixes, KEYS, strict=True)
     ]  # fmt: skip
     try:
-        for process in processes:
-            process.wait(timeout=600)
+        for process, side in zip(processes, KEYS, strict=True):
+            if process.wait(timeout=600):
+                sys.exit(f"the {side} ended with {process.returncode}: {job}")
         answers = [json.loads(answer_file(job, side).read_text()) for side in KEYS]
     finally:
         for process in processes:

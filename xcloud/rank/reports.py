@@ -199,22 +199,22 @@ class WorkSpace:
         self._device = device
         self._activations = SavedTensors()
         self._made = PeakBytes()
+        self._open = ExitStack()
         self._before = 0
 
     def begin(self) -> None:
-        self._activations.__enter__()
+        self._open.enter_context(self._activations)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            self._made.__enter__()  # type: ignore[no-untyped-call]
+            self._open.enter_context(self._made)
 
     def end(self) -> None:
-        self._activations.__exit__(None, None, None)
+        self._open.close()
         if self._device.type == "cuda":
             grown = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
-            self._made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             grown = self._made.peak
         self.num_bytes = max(0, grown - self._activations.peak_bytes) + scratch_bytes()
 
