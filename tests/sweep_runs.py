@@ -94,7 +94,14 @@ class FakeRuns:
 
 def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any) -> int:
     asked = [tuple(one.split()) for one in grid]
-    return Sweep(folder.name, folder, LauncherSettings(**settings), runs).run(asked, compose)
+    sweep = Sweep(
+        folder.name,
+        folder,
+        LauncherSettings(**settings),
+        runs,
+        again=f"xcloud run sweep={folder.name}",
+    )
+    return sweep.run(asked, compose)
 
 
 @cache

@@ -15,6 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import xcloud
 from xcloud.job.given import grid
+from xcloud.study import runner
+from xcloud.study.runner import Sweep
+
+SHOWN = "import os; print(os.environ.get('FORCE_COLOR'))"
 
 TINY = (
     "model=transformer", "tracker=none",
@@ -45,6 +49,33 @@ def test_no_room_of_the_package_hides_a_function_of_its_face() -> None:
     """`import xcloud.sweep` would put a module where the function was."""
     for name in xcloud.__all__:
         assert importlib.util.find_spec(f"xcloud.{name}") is None, name
+
+
+def test_a_sweep_from_python_is_continued_by_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    told: list[str] = []
+    monkeypatch.setattr(Sweep, "run", lambda sweep, *_: told.append(sweep.again))
+    also = {"compression": "none"}
+    with pytest.raises(xcloud.RunFailed):  # a sweep that says nothing has not finished
+        xcloud.sweep("abnet_iwslt", "seed=1,2", name="two", also=also, parallel=2)
+
+    assert told == [
+        'xcloud.sweep("abnet_iwslt", "seed=1,2", name="two", also={\'compression\': \'none\'}, '
+        "parallel=2)"
+    ]
+
+
+def test_a_point_of_a_sweep_writes_a_log_without_colors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(runner, "python_command", lambda *_: [sys.executable, "-c", SHOWN, "x"])
+    with runner.start_point(tmp_path, threads="1") as process:
+        said, _ = process.communicate()
+    assert said.strip() == "None"
 
 
 @pytest.mark.slow

@@ -140,6 +140,23 @@ def test_a_terminal_that_cannot_rewrite_gets_lines_as_a_file_does(
     assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["step 1", "step 3"]
 
 
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
+def test_a_file_gets_lines_whatever_the_environment_says_of_colors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook sets FORCE_COLOR for what it starts, as many CI services do."""
+    monkeypatch.setenv(name, "1")
+    stream, clock = io.StringIO(), Clock()
+    progress = ProgressLine(10, stream=stream, clock=clock)
+    for step in (1, 2, 3):
+        progress.update(totals(step))
+        clock.now_s += 5
+    progress.close()
+
+    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["step 1", "step 3"]
+    assert "\x1b" not in stream.getvalue()
+
+
 def test_the_last_step_is_printed_before_the_evaluation() -> None:
     stream = io.StringIO()
     progress = ProgressLine(2, stream=stream, clock=Clock())

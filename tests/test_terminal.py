@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.nightly import first_daily
 from tests.runs import ROOT
-from xcloud.base.terminal import printable, say, signals_to_stop
+from xcloud.base.terminal import can_rewrite, is_terminal, printable, say, signals_to_stop
 from xcloud.show.display import ProgressLine
 from xcloud.show.status import describe
 from xcloud.show.tables import (
@@ -50,6 +50,32 @@ def test_everything_is_printed_by_one_function() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTERS
     ]
     assert found == []
+
+
+def test_whether_a_stream_is_a_terminal_is_asked_in_one_place() -> None:
+    """rich and others take FORCE_COLOR for an answer, and would rewrite lines of a file."""
+    own = "xcloud/base/terminal.py"
+    asks = {"isatty", "is_terminal", "is_dumb_terminal", "is_interactive"}
+    found = {
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in [*ROOT.glob("xcloud/**/*.py"), ROOT / "run.py"]
+        if path.relative_to(ROOT).as_posix() != own
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in asks
+    }
+    assert found == set()
+
+
+def test_a_terminal_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
+        assert is_terminal(terminal) and can_rewrite(terminal)
+        monkeypatch.setenv("TERM", "dumb")
+        assert is_terminal(terminal) and not can_rewrite(terminal)
+    assert not is_terminal(terminal), "it has been closed"
+    assert not is_terminal(io.StringIO()) and not is_terminal(None)
 
 
 def shown_by_status(folder: Path) -> str:

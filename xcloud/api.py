@@ -15,6 +15,7 @@ takes is in its class; a wrong one raises ConfigError, which names the key and w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -142,7 +143,19 @@ def sweep(
     chosen = LauncherSettings(parallel=parallel, also=also)
     folder = Path("multirun", name or f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}").absolute()
     points = with_also(grid([f"+exp={experiment}", *settings]), also=also or {})
-    one = Sweep(name=folder.name, folder=folder, settings=chosen, processes=Processes(parallel))
+    words = [json.dumps(word, ensure_ascii=False) for word in (experiment, *settings)]
+    words.append(f'name="{folder.name}"')
+    if also is not None:
+        words.append(f"also={dict(also)!r}")
+    if parallel > 1:
+        words.append(f"parallel={parallel}")
+    one = Sweep(
+        name=folder.name,
+        folder=folder,
+        settings=chosen,
+        processes=Processes(parallel),
+        again=f"xcloud.sweep({', '.join(words)})",
+    )
     code = one.run(points, lambda overrides: composed(overrides, conf_dir()))
     if code == REFUSED:
         raise ConfigError("the sweep is refused; the reasons stand above")

@@ -31,6 +31,17 @@ def say(text: object, error: bool = False, end: str = "\n") -> None:
     print(printable(text) + end, end="", file=stream, flush=True)
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal. FORCE_COLOR, which notebooks and many CI services
+    set, asks for colors and makes no terminal of a file."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def can_rewrite(stream: TextIO | None) -> bool:
+    """Return whether a line that is shown on a stream can be replaced by the next one."""
+    return is_terminal(stream) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 def prepare_process() -> None:
     """Prepare a command, before it imports or writes anything else.
 

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import PACKAGED
-from xcloud.base.terminal import say
+from xcloud.base.terminal import is_terminal, say
 from xcloud.job.config import Settings, policy_file, this_clouds_keys, this_clouds_policy
 from xcloud.job.given import read_to_approve
 from xcloud.job.strict_policy import places_of
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _agrees(where: Path, policy: Policy) -> bool:
-    if not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         say(f"not approved: nobody can be asked here; --yes puts it into {where}")
         return False
     if policy.approved is None:

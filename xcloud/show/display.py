@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from xcloud.base.project import MODEL_DIR
-from xcloud.base.terminal import printable
+from xcloud.base.terminal import can_rewrite, printable
 from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.feature_list import FIGURES
 from xcloud.job.job import Job
@@ -67,8 +67,9 @@ class ProgressLine:
         if isinstance(stream, io.TextIOWrapper):
             # A corpus sample must not fail the run on an ASCII terminal.
             stream.reconfigure(errors="replace")
-        self._console = Console(file=stream)
-        self._rewrites = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._rewrites = can_rewrite(stream)
+        # By itself rich takes FORCE_COLOR for a terminal, and rewrites lines of a file.
+        self._console = Console(file=stream, force_terminal=self._rewrites, force_jupyter=False)
         self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
         self._sums: dict[str, tuple[float, float]] = {}  # of what is smoothed: value, weight

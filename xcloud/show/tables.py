@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xcloud.base.terminal import printable
+from xcloud.base.terminal import is_terminal, printable
 from xcloud.base.units import (
     UNKNOWN,
     human_bytes,
@@ -54,7 +54,7 @@ def console_of() -> Console:
     """Return a console as wide as the terminal; in a file or a pipe no line is wrapped."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    return Console(width=None if is_terminal(sys.stdout) else WIDTH_OF_A_FILE)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

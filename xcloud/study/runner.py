@@ -248,12 +248,17 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
 @dataclass
 class Sweep:
-    """One sweep; `run` runs it. causes: why points failed."""
+    """One sweep; `run` runs it.
+
+    again: what a user gives to continue it, a command or a call.
+    causes: why points failed.
+    """
 
     name: str
     folder: Path
     settings: LauncherSettings
     processes: Processes
+    again: str
     causes: Mapping[Overrides, str] = field(default_factory=dict)
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
@@ -296,7 +301,7 @@ class Sweep:
         except (KeyboardInterrupt, SystemExit):
             left = runner.num_left + len(self.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
-            say(f"continue it:    {self.command}")
+            say(f"continue it:    {self.again}")
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
         close_sweep(self.folder, tracker=tracker)
@@ -307,17 +312,8 @@ class Sweep:
         if runner.num_left:
             failed += f", {runner.num_left} not tried (stop_on_failure)"
             which = "all of these"
-        say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
+        say(f"{failed}; to run {which} again, and nothing else:\n{self.again}")
         return SOME_FAILED
-
-    @property
-    def command(self) -> str:
-        """The command that continues this sweep."""
-        words = [word for word in sys.argv if not word.startswith("sweep=")]
-        program = run_command()
-        if Path(words[0]).name == "run.py":
-            program = f"python {shlex.quote(os.path.relpath(words[0]))}"
-        return f"{program} {shlex.join([*words[1:], f'sweep={self.name}'])}"
 
     def _announce(
         self, decisions: Sequence[Decision], todo: Sequence[Decision], num_others: int
@@ -330,7 +326,7 @@ class Sweep:
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
-            say(f"  to continue it later: {self.command}")
+            say(f"  to continue it later: {self.again}")
         if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             say("  points of a sweep run no follow_up; what they leave is in their run folders")
 
@@ -341,6 +337,15 @@ class Sweep:
             for name in by_hydra:
                 (self.folder / name).unlink(missing_ok=True)
             self.folder.rmdir()
+
+
+def command_again(name: str) -> str:
+    """Return the command line of this process as one that continues the sweep of this name."""
+    words = [word for word in sys.argv if not word.startswith("sweep=")]
+    program = run_command()
+    if Path(words[0]).name == "run.py":
+        program = f"python {shlex.quote(os.path.relpath(words[0]))}"
+    return f"{program} {shlex.join([*words[1:], f'sweep={name}'])}"
 
 
 def refuse(*reasons: str) -> int:
@@ -406,6 +411,7 @@ def start_point(run_dir: Path, threads: str) -> subprocess.Popen[str]:
     command = python_command("xcloud.study.runner", str(run_dir))
     own = {**os.environ, **module_paths(), "OMP_NUM_THREADS": threads}
     own["PYTHONIOENCODING"] = "utf-8"
+    own.pop("FORCE_COLOR", None)  # a notebook sets it; a log takes no colors
     # In a session of its own: Ctrl+C reaches the sweep alone.
     return subprocess.Popen(
         [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,

@@ -67,7 +67,7 @@ class SweepLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         from xcloud.study.points import with_also
-        from xcloud.study.runner import Processes, Sweep, signals_as_ctrl_c
+        from xcloud.study.runner import Processes, Sweep, command_again, signals_as_ctrl_c
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -80,6 +80,7 @@ class SweepLauncher(Launcher):
             folder=folder,
             settings=self.settings,
             processes=Processes(self.settings.parallel),
+            again=command_again(name),
         )
         with signals_as_ctrl_c():
             code = sweep.run(asked, self._compose)
