@@ -156,16 +156,21 @@ def test_reports_are_bounded_in_bytes_a_second_for_each_sender(desk: Desk) -> No
 def test_a_step_has_figures_by_names_of_the_job_alone(field: str, tmp_path: Path) -> None:
     """Each name is a column in the memory of whoever follows the run."""
     desk = Desk(tmp_path)
-    own = ReportIntake(desk.file, "aabb".__getitem__, MAX_STEPS, SCORERS, clouds=("a", "b"))
+    own = ReportIntake(
+        desk.file, "aabb".__getitem__, MAX_STEPS, SCORERS, clouds=("a", "b"), num_boundaries=2
+    )
     desk.intake = own
     for name in ("forward", "other", "averaging", "b"):
         desk.take(1, {**STEP, field: {name: 1}})
     for name in ("x", "Forward", "", "c"):
         desk.take(1, {**STEP, field: {"forward": 1, name: 1}})
+    for name in ("forward", "2 forward", "01 forward", "0 averaging"):
+        desk.take(1, {**STEP, "boundaries": {name: 1}})
     for busy in ({"forward": {"x": 1.0}}, {"x": {"a": 1.0}}):
         desk.take(1, {**STEP, "line_busy_s": busy})
     desk.take(1, {**STEP, "line_busy_s": {"forward": {"a": 1.0}}})
-    assert len(desk.written("step")) == 5 and desk.num_refused == {1: 6}
+    desk.take(1, {**STEP, "boundaries": {"1 forward": 3, "0 backward": 1}})
+    assert len(desk.written("step")) == 6 and desk.num_refused == {1: 10}
     desk.file.close()
 
 

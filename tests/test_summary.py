@@ -10,9 +10,11 @@ import pytest
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
+from xcloud.study.archive import figures_of
 from xcloud.tracking import mlflow_store
 
 REQUIRED = {
+    "bytes_per_token",
     *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),
     *("compute_s", "codec_s", "waiting_s", "bubble_ratio", "wan_bytes_per_step"),
     *("compression_ratio", "samples_per_s", "tokens_per_s"),
@@ -76,6 +78,42 @@ def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors
     ratios = {"forward": 4.0, "backward": 8.0, "averaging": 8.0, "total": 5.778}
     assert summary["compression_ratio"] == ratios
     assert summary["link_utilisation"].keys() == {"forward", "backward", "averaging"}
+
+
+def test_bytes_per_token_are_counted_by_direction_and_of_each_boundary() -> None:
+    statistics = RunStatistics(2)
+    boundaries = {"0 forward": 60, "2 forward": 40, "10 forward": 0, "0 backward": 0}
+    feed_step(statistics, 1, boundaries=boundaries)
+    feed_step(statistics, 2, boundaries={**boundaries, "0 backward": 20})
+    per_token = summarise(statistics)["bytes_per_token"]
+
+    sums = {"forward": 1.0, "backward": 0.5, "total": 1.5}  # 200 tokens
+    each = {"0 forward": 0.6, "0 backward": 0.1, "2 forward": 0.4, "10 forward": 0.0}
+    assert per_token == {**sums, "boundaries": each}
+    assert [*per_token["boundaries"]] == [*each]
+
+    one = RunStatistics(2)
+    feed_step(one, 1, boundaries={"1 forward": 100}, raw={"averaging": 9}, sent={"averaging": 30})
+    per_token = summarise(one)["bytes_per_token"]
+    assert per_token == {"forward": None, "backward": 0.5, "averaging": 0.3, "total": 0.8}
+    assert summarise(RunStatistics(2))["bytes_per_token"]["total"] is None
+
+
+def test_bytes_per_token_stand_in_the_table_and_the_tracker_and_are_no_must() -> None:
+    statistics = RunStatistics(2)
+    feed_step(statistics, 1, boundaries={"0 forward": 60, "1 forward": 40})
+    summary = summarise(statistics)
+    shown = "| sent per token | 1.5 B | forward 1.0, backward 0.5, boundary 0 forward 0.6"
+    assert shown in tables.markdown_of(summary)
+    metrics = mlflow_store.final_metrics(summary)
+    assert metrics["bytes_per_token"] == 1.5 and metrics["bytes_per_token_backward"] == 0.5
+    assert metrics["bytes_per_token_boundary_1 forward"] == 0.4
+    assert figures_of({**summary, "quality": {}})["bytes_per_token"] == 1.5
+
+    del summary["bytes_per_token"]  # as in an archived run of 0.2.0
+    assert "per token" not in tables.markdown_of(summary)
+    assert not [name for name in mlflow_store.final_metrics(summary) if "per_token" in name]
+    assert "bytes_per_token" not in figures_of({**summary, "quality": {}})
 
 
 def test_figures_of_two_equal_steps() -> None:

@@ -138,6 +138,7 @@ def run_rank(
             max_steps=job.max_steps,
             may_report=job.roster.may_report,
             clouds=tuple(layout.clouds),
+            num_boundaries=layout.num_ranks,  # a stage has a rank or more
         )
     # The role is there before anything is reported.
     reporter = Reporter(

@@ -119,6 +119,7 @@ class StepTotals:
     a kind of job. numbers: everything that is added up over the ranks, under these keys:
         ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
         ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
+        ("boundaries", "NUMBER DIRECTION") bytes on the WAN link of one boundary,
         ("line_busy_s", traffic, line) of each emulated line, in seconds,
         (kind of FEED, producer) of a one-way job, ("samples",), ("tokens",) that were computed,
         ("learned",): what the loss counts, tokens or samples.
@@ -160,7 +161,7 @@ class StepTotals:
         found = dict[Key, float]()
         found["num_ranks", cloud] = 1
         found |= {(kind, cloud): report.get(kind, 0.0) for kind in (*TIMES, OWN)}
-        for name in ("sent", "raw", *(FEED & report.keys())):
+        for name in ("sent", "raw", "boundaries", *(FEED & report.keys())):
             found |= {(name, part): value for part, value in report.get(name, {}).items()}
         for kind, busy_s in report.get("line_busy_s", {}).items():
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind

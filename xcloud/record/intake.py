@@ -25,7 +25,7 @@ from pydantic import (
 
 from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame
-from xcloud.record.events import AVERAGING, HEAD, MEMORY, TIMES, TRAFFIC, Event
+from xcloud.record.events import AVERAGING, HEAD, MEMORY, TENSORS, TIMES, TRAFFIC, Event
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
@@ -70,8 +70,9 @@ _TABLE = {
     "phase": "name:text",
     "cut": "field:text split:text num:whole of:whole",
     "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:whole learned:number "
-    "sent:numbers raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
-    "values:figures taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
+    "sent:numbers raw:numbers boundaries:numbers line_busy_s:lines loss:figure "
+    "learning_rate:number grad_norm:number values:figures taken:numbers skipped:numbers "
+    "fed_bytes:numbers line_s:numbers",
     "skipped_update": "step:whole",
     "lost_file": "name:text",
     "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),
@@ -141,6 +142,7 @@ class ReportIntake:
     may report the kinds that are not named there.
     clouds: by whose names, beside those of traffic, a step may have figures: each name is a column
     in the memory of whoever follows the run.
+    num_boundaries: how many boundaries a step may have figures of, at most.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class ReportIntake:
         may_report: Mapping[str, frozenset[int]],
         clock: Callable[[], float] = time.monotonic,
         clouds: Collection[str] = (),
+        num_boundaries: int = 0,
     ) -> None:
         self._events = events
         self._cloud_of = cloud_of
@@ -158,6 +161,7 @@ class ReportIntake:
         self._may_report = may_report
         self._clock = clock
         self._names = {*TRAFFIC, AVERAGING, *clouds}
+        self._boundaries = {f"{n} {kind}" for n in range(num_boundaries) for kind in TENSORS}
         self._chosen: set[str] = set()  # names in "values"
         self._lock = threading.Lock()
         self._room: dict[int, tuple[float, float]] = {}  # bytes left of a rank, and when
@@ -224,9 +228,11 @@ class ReportIntake:
         fields: list[tuple[str, Iterable[str]]] = [("line_busy_s", busy)]
         fields += [("line_busy_s", of_kind) for of_kind in busy.values()]
         fields += [(field, step.get(field) or ()) for field in _BY_NAME_OF_JOB]
+        fields.append(("boundaries", step.get("boundaries") or ()))
         for field, names in fields:
+            allowed = self._boundaries if field == "boundaries" else self._names
             for name in names:
-                if name not in self._names:
+                if name not in allowed:
                     raise Refused(f"step with {field}.{name!r:.60}, which is no name of this job")
         with self._lock:
             chosen = self._chosen | (step.get("values") or {}).keys()

@@ -205,8 +205,22 @@ class RunStatistics:
         carried = [kind for kind in kinds if raw.get(kind)]
         total_raw, total_sent = (sum(b.get(k, 0) for k in carried) for b in (raw, sent))
         lines = {kind: self.steps.sums("line_busy_s", kind, first=first) for kind in kinds}
+        tokens = self.steps.sum("tokens")
+        per_token: dict[str, Any] = {
+            kind: ratio(sent.get(kind) or None, below=tokens, digits=2) for kind in kinds
+        }
+        per_token["total"] = ratio(
+            sum(sent.get(kind, 0) for kind in kinds) or None, below=tokens, digits=2
+        )
+        boundaries = self.steps.sums("boundaries")
+        if len({name.partition(" ")[0] for name in boundaries}) > 1:
+            per_token["boundaries"] = {
+                name: ratio(boundaries[name], below=tokens, digits=2)
+                for name in sorted(boundaries, key=_boundary_order)
+            }
         return {
             "wan_bytes_per_step": per_step,
+            "bytes_per_token": per_token,
             "compression_ratio": {
                 **{kind: ratio(raw.get(kind) or None, below=sent.get(kind, 0)) for kind in kinds},
                 "total": ratio(total_raw or None, below=total_sent),
@@ -339,6 +353,11 @@ def drop_unfinished(run_dir: Path) -> None:
     """Remove the summary of an earlier attempt, but for that of a run here that has finished."""
     if not (has_events(run_dir) and read_summary(run_dir).get("status") == "finished"):
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+
+
+def _boundary_order(name: str) -> tuple[int, str]:
+    number, _, direction = name.partition(" ")
+    return int(number), direction.replace("forward", "")
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:

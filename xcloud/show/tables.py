@@ -248,6 +248,12 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
+    per_token = summary.get("bytes_per_token") or {}  # runs of 0.2.0 have none
+    if per_token.get("total") is not None:
+        parts = {kind: n for kind, n in per_token.items() if kind not in ("total", "boundaries")}
+        at = {f"boundary {name}": n for name, n in per_token.get("boundaries", {}).items()}
+        remark = ", ".join(f"{kind} {n:,.1f}" for kind, n in (parts | at).items() if n is not None)
+        yield "sent per token", f"{per_token['total']:,.1f} B", remark
     known = summary["compression_ratio"]
     ratios = {kind: UNKNOWN if r is None else f"{r:.2f}x" for kind, r in known.items()}
     total = ratios.pop("total")

@@ -74,6 +74,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a summary that rules speak of, by flat names."""
     sent = summary["wan_bytes_per_step"]
     ratio = summary["compression_ratio"]
+    per_token = summary.get("bytes_per_token") or {}  # runs of 0.2.0 have none
     return {
         **summary["quality"],
         **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
@@ -83,6 +84,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "bytes_backward": sent["backward"],
         "bytes": sum(value or 0 for value in sent.values()),
         "ratio": ratio["total"],
+        **({"bytes_per_token": per_token["total"]} if per_token.get("total") else {}),
         "wall_s": summary["wall_s"],
         **{name: value for name, value in summary.items() if name in LEAKS},
     }

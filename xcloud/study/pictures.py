@@ -43,6 +43,9 @@ SCATTERS = {  # cost -> file, title, axis
     "compression_ratio": (
         "quality_and_ratio.png", "compression", "compression ratio (FP32 bytes / bytes sent)"
     ),
+    "bytes_per_token": (
+        "quality_and_bytes.png", "bytes a token", "bytes sent between clouds, a token"
+    ),
 }  # fmt: skip
 
 MAX_CURVES = 8  # of losses; more cannot be told apart
@@ -79,7 +82,7 @@ def front(costs: pd.Series, qualities: pd.Series) -> pd.DataFrame:
 def marks_of(results: Results, cost: str) -> pd.DataFrame:
     """The rows that have the main score and the cost, with label, colour and shape: in the colour
     of their sweep; of a single sweep each in its own."""
-    if not results.scores or results.rows.empty:
+    if not results.scores or results.rows.empty or cost not in results.rows:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
     places = np.arange(len(marks))

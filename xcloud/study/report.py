@@ -201,6 +201,9 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
     ratios = [known(row, name="compression_ratio") for row in rows]
     yield "ratio", [UNKNOWN if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
     yield f"{PAPER}ratio", paper["ratio"]
+    per_token = [known(row, name="bytes_per_token") for row in rows]
+    if any(value is not None for value in per_token):
+        yield "B/token", [UNKNOWN if v is None else f"{v:,.1f}" for v in per_token]
 
 
 def _compares(results: Results) -> bool:

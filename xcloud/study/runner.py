@@ -396,6 +396,7 @@ def _figures(run_dir: Path) -> str:
         score: lambda value: f"{score_name(score)} {score_text(score, value=value)}",
         "step_time_s": lambda value: f"{human_seconds(value)} a step",
         "compression_ratio": lambda value: f"ratio {value:.2f}x",
+        "bytes_per_token": lambda value: f"{value:,.1f} B a token",
     }
     return "".join(f", {text(known[name])}" for name, text in texts.items() if name in known)
 

@@ -85,6 +85,8 @@ def final_metrics(
     """
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
+    per_token = dict(summary.get("bytes_per_token") or {})
+    at_boundaries = per_token.pop("boundaries", {})
     of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
     names = AS_THEY_ARE + (of_resumed if summary.get("num_resumes") else ())
     metrics = {
@@ -95,6 +97,9 @@ def final_metrics(
         "wan_bytes_per_step": sum(n or 0 for n in summary.get("wan_bytes_per_step", {}).values()),
         "compression_ratio": ratio.get("total"),
         **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
+        "bytes_per_token": per_token.pop("total", None),
+        **{f"bytes_per_token_{kind}": value for kind, value in per_token.items()},
+        **{f"bytes_per_token_boundary_{n}": value for n, value in at_boundaries.items()},
         **{name: summary.get(name) for name in names},
         "num_skipped_updates": summary.get("num_skipped_updates") or None,
     }

@@ -37,7 +37,7 @@ class WanMeter(Hook):
     def describe(self, report: StepReport) -> dict[str, Any]:
         """Return the step's event: seconds, bytes on the wire with headers, FP32 bytes meant."""
         now = self._read()
-        sent, raw, line_s = (
+        sent, raw, line_s, boundaries = (
             {name: value - before[name] for name, value in after.items()}
             for before, after in zip(self._last, now, strict=True)
         )
@@ -48,6 +48,7 @@ class WanMeter(Hook):
             **{name: round(seconds, 6) for name, seconds in report.clock.seconds.items()},
             "sent": sent,
             "raw": raw,
+            "boundaries": boundaries,
             "samples": report.num_samples,
             "tokens": report.num_tokens,
             "learned": report.num_learned,
@@ -64,22 +65,29 @@ class WanMeter(Hook):
                 event["grad_norm"] = report.grad_norm
         return event
 
-    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
-        """Return bytes sent and FP32 bytes of the tensors in them, by the name of the traffic,
-        which for a boundary's tensors is the direction of their channel; and seconds on the
-        emulated line to each cloud, by (name, cloud)."""
+    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any], Counter[Any]]:
+        """Return what has been sent to other clouds since the run began.
+
+        First come the bytes sent and the FP32 bytes of the tensors in them, by the name of the
+        traffic, which for a boundary's tensors is the direction of their channel; then the seconds
+        on the emulated line to each cloud, by (name, cloud); last the bytes of each boundary, by
+        "NUMBER DIRECTION".
+        """
         averaging = self._wiring.averaging
         more = (AVERAGING,) if averaging else ()
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
         line_s: Counter[tuple[str, str]] = Counter()
+        boundaries: Counter[str] = Counter()
         for record in self._wiring.ends.records:
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
                     sent[name] += record.num_bytes[kind]
                     line_s[name, str(record.to)] += record.line_s[kind]
+                    if name in TENSORS and record.num_bytes[kind]:
+                        boundaries[f"{record.link.boundary} {name}"] += record.num_bytes[kind]
         for channel in self._wiring.boundaries.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for links in averaging:
             raw[AVERAGING] += links.raw_bytes
-        return sent, raw, line_s
+        return sent, raw, line_s, boundaries
