@@ -140,7 +140,7 @@ def test_summary_counts_what_crossed(tmp_path: Path) -> None:
     steps = [event for event in read_events(tmp_path) if event["event"] == "step"]
     tokens = sum(event["tokens"] for event in steps)
     sent = sum(event["boundaries"].get("0 forward", 0) for event in steps)
-    assert forward == pytest.approx(sent / tokens, abs=0.006) and forward > hidden
+    assert forward == pytest.approx(sent / tokens, abs=0.006)
     assert set(summary["compute_s"]) == {"cloud_a", "cloud_b"}
     assert summary["quality"].keys() == {"bleu"}
 
