@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
 from xcloud.base.errors import DataError
-from xcloud.pretrained import WeightFiles, check_tokenizer_files, on_hub, raw_config
+from xcloud.pretrained import (
+    WeightFiles,
+    check_tokenizer_files,
+    generation_config,
+    on_hub,
+    raw_config,
+)
 from xcloud.tasks.language_modelling import FolderLanguageModelling, HubLanguageModelling
+from xcloud.tasks.language_modelling import read_chats as to_answer
 from xcloud.tasks.sources import list_files, read_lines
 from xcloud.tasks.text_reader import TextReader
 from xcloud.tasks.tokenizer import Tokenizer as OurTokenizer
@@ -37,11 +45,20 @@ def read_squad(path: Path) -> object:
     return list(file.rows(("context",), "task.path"))
 
 
+def read_generation_config(path: Path) -> object:
+    return generation_config(str(path.parent))
+
+
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "corpus of objects": ("train.jsonl", read_chats),
     "corpus of one value": ("train.json", read_squad),
     "our tokenizer": ("tokenizer.json", OurTokenizer.load),
     "their tokenizer": ("tokenizer.json", lambda path: check_tokenizer_files(path.parent)),
+    "chats to answer": ("chats.jsonl", to_answer),
+    "generation config": (
+        "generation_config.json",
+        lambda path: generation_config(str(path.parent)),
+    ),
     "config": ("config.json", lambda path: raw_config(str(path.parent))),
     "index": ("model.safetensors.index.json", lambda path: WeightFiles(str(path.parent))),
 }
@@ -54,6 +71,26 @@ def test_json_too_deep_is_an_error_that_names_the_file(
     (tmp_path / name).write_text('{"a": ' + DEEP)
     with pytest.raises(DataError, match=name):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_a_key_that_stands_twice_in_an_object_is_an_error_that_names_the_file(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """Python's own reader keeps the last of two values: every label was the other one."""
+    (tmp_path / name).write_text('{"a": {"label": 0, "label": 1}}')
+    with pytest.raises(DataError, match=f"(?s){name}.*'label' stands twice"):
+        read(tmp_path / name)
+
+
+def test_every_json_is_read_by_the_reader_that_refuses_keys_that_stand_twice() -> None:
+    root = Path(bounded.__file__).parents[1]
+    found = [
+        str(path.relative_to(root))
+        for path in sorted(root.rglob("*.py"))
+        if re.search(r"\bjson\.loads?\(|import loads?\b", path.read_text())
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("name", [key for key in READERS if "corpus" not in key])

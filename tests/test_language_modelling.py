@@ -414,9 +414,9 @@ def test_a_prompt_takes_a_system_message_or_is_plain(folder: Path, tmp_path: Pat
     ("lines", "said"),
     [
         ([" "], "there is no chat in it"),
-        (["no json"], r"chats.jsonl, line 1: expected"),
-        (['{"messages": []}'], r"chats.jsonl, line 1: expected"),
-        (['{"messages": [{"role": "user", "content": "a"}]}', "[1]"], "line 2: expected"),
+        (["no json"], r"chats.jsonl, line 1: not JSON"),
+        (['{"messages": []}'], r"chats.jsonl, chat 1: neither"),
+        (['{"messages": [{"role": "user", "content": "a"}]}', "[1]"], "line 2: .*no object"),
     ],
 )
 def test_what_is_no_chat_is_named(lines: list[str], said: str, tmp_path: Path) -> None:

@@ -217,9 +217,13 @@ def generation_config(name_or_path: str) -> dict[str, Any]:
     name = "generation_config.json"
     try:
         path = _fetch(name_or_path, load=lambda at, **where: str(cached_file(at, name, **where)))
-        return dict(read_json(Path(path)))
-    except (DataError, OSError, ValueError, TypeError):
+    except (DataError, OSError):
         return {}
+    check_is_json(Path(path))
+    found = read_json(Path(path))
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no settings")
+    return found
 
 
 def on_hub(name: str) -> tuple[str, dict[str, str]]:

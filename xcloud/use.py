@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_safetensors
 from xcloud.base.project import MODEL_DIR, project_root
@@ -86,7 +86,7 @@ class TrainedRun:
                 )
             check_is_safetensors(path)
             with safe_open(path, "pt") as file:
-                yield json.loads(file.metadata()["architecture"]), load_file(path)
+                yield parsed_json(file.metadata()["architecture"]), load_file(path)
 
     @cached_property
     def stages(self) -> list[Any]:

@@ -21,11 +21,27 @@ MAX_UNPACKED = 200
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raises ValueError, for values too deep in each other too."""
+    """Return what a JSON text holds. Raises ValueError, also for values too deep in each other and
+    for a key that stands twice in one object: of two values Python's own reader drops the first
+    without a word."""
+    if not isinstance(text, str):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("too many values in each other") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def read_json(path: Path) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.locks import POLL_S, LockTaken, locked
 
@@ -54,7 +55,7 @@ def check_is_folder(folder: Path) -> None:
 def owner(run_dir: Path) -> dict[str, object]:
     """Return what the folder's owner, or its last one, wrote of itself; empty if nobody did."""
     try:
-        found = json.loads((run_dir / LOCK_FILE).read_text("utf-8"))
+        found = parsed_json((run_dir / LOCK_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -83,7 +84,7 @@ def _this_process() -> dict[str, object]:
 def _named(text: str) -> str:
     """Name the owner by what it has written."""
     try:
-        found = json.loads(text)
+        found = parsed_json(text)
         who = f"process {found['pid']} on {found['host']} since {found['since']}"
         return f"{who} ({found['command']})"
     except (ValueError, LookupError, TypeError):  # it has only just taken the lock

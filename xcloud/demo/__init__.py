@@ -7,12 +7,12 @@ test holds that it still makes the same bytes. A shorter list is the beginning o
 from __future__ import annotations
 
 import bz2
-import json
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 
 STORY_QUESTIONS = 3  # that each story has
@@ -95,4 +95,4 @@ def _rows(name: str, num: int) -> Sequence[Any]:
 def _all_rows(name: str) -> Sequence[Any]:
     """Read one file of texts: a JSON array on each line. It takes some 0.1 s."""
     file = resources.files("xcloud.demo").joinpath("texts", f"{name}.jsonl.bz2")
-    return [json.loads(line) for line in bz2.decompress(file.read_bytes()).splitlines()]
+    return [parsed_json(line) for line in bz2.decompress(file.read_bytes()).splitlines()]

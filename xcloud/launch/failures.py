@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
 from xcloud.net.rendezvous import Ending
@@ -197,6 +198,6 @@ def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
 
 def _phase_of(run_dir: Path, rank: int) -> str:
     try:
-        return str(json.loads(state_file(run_dir, rank=rank).read_text())["phase"])
+        return str(parsed_json(state_file(run_dir, rank=rank).read_text())["phase"])
     except (OSError, ValueError, KeyError):
         return ""

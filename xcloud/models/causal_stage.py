@@ -10,7 +10,6 @@ V token ids, C of them in a piece of the loss.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Positive, PositiveFloat, settings
 from xcloud.comm.channel import Message
@@ -88,7 +88,7 @@ class CausalStage(Stage):
         router_loss: RouterLoss | None = None,
         document_loss: DocumentLoss | None = None,
     ) -> None:
-        config = {"config": json.loads(network.config.to_json_string())}
+        config = {"config": parsed_json(network.config.to_json_string())}
         super().__init__({**architecture, **config}, handed_over, frozen)
         self.network = network
         self._part = part

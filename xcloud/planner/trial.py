@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from xcloud import __version__
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.settings import as_settings
 from xcloud.base.terminal import say
@@ -120,7 +121,7 @@ class TrialRun:
             with contextlib.redirect_stdout(io.StringIO()):
                 run(self.trial_settings, run_dir=folder, more_follows=True)
             files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
-            return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            return [parsed_json(file.read_text(encoding="utf-8")) for file in files]
         except RunFailed as error:
             is_kept = True
             raise RunFailed(

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.record.files import (
     AGREED_FILE,
@@ -193,7 +194,7 @@ class CheckpointFolder(CheckpointSteps):
     def _head(self, step: int, rank: int) -> dict[str, Any]:
         path = _json_file(self.step_dir(step), rank=rank)
         try:
-            head = json.loads(path.read_text("utf-8"))
+            head = parsed_json(path.read_text("utf-8"))
             written = head.pop("own_sha256")
         except FileNotFoundError as error:
             raise DataError(f"there is no {_name(path)}") from error

@@ -10,7 +10,6 @@ ones no longer counts.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from array import array
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from xcloud.base.bounded import parsed_json
 from xcloud.record import files
 from xcloud.record.files import EVENTS_FILE as EVENTS_FILE
 
@@ -101,7 +101,7 @@ class EventReader:
 
     def _parse(self, line: bytes) -> Event | None:
         try:
-            event = json.loads(line)
+            event = parsed_json(line)
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict) or "event" not in event:

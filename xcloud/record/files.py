@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from xcloud.base.bounded import parsed_json
+
 EVENTS_FILE = "events.jsonl"
 LAUNCHER_FILE = "launcher.state.json"
 SAMPLES_FILE = "samples.txt"
@@ -88,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object that one of these files holds; empty if it is missing or holds none."""
     try:
         with open(path, encoding="utf-8", opener=no_link) as file:
-            found = json.load(file)
+            found = parsed_json(file.read())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

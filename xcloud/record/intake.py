@@ -23,6 +23,7 @@ from pydantic import (
     create_model,
 )
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame
 from xcloud.record.events import AVERAGING, HEAD, MEMORY, TENSORS, TIMES, TRAFFIC, Event
@@ -205,7 +206,7 @@ class ReportIntake:
 
     def _checked(self, peer: int, line: bytes) -> bytes:
         """The line as it is written down. Raises Refused."""
-        event = json.loads(line)
+        event = parsed_json(line)
         if not isinstance(event, dict) or "event" not in event:
             raise Refused("no event")
         check(event, max_steps=self._max_steps)

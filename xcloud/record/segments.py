@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
+from xcloud.base.bounded import parsed_json
 from xcloud.record.files import no_link, numbers, segment
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class LostLines:
             self.num += 1
             if b'"event":"finish"' in line:
                 with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
-                    self._finished_ranks.append(int(json.loads(line)["rank"]))
+                    self._finished_ranks.append(int(parsed_json(line)["rank"]))
 
     def write(self, path: Path) -> None:
         lost = {"lines": self.num, "finished_ranks": self._finished_ranks}

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from xcloud.base.bounded import parsed_json
 from xcloud.record.events import Event, update_s
 
 PLAN_FILE = "plan.json"
@@ -338,7 +339,7 @@ def read_predicted(run_dir: Path) -> Timeline | None:
     """None for a run without a predicted step."""
     if not (path := run_dir / PREDICTED_FILE).exists():
         return None
-    about = json.loads(path.read_text(encoding="utf-8"))["otherData"]
+    about = parsed_json(path.read_text(encoding="utf-8"))["otherData"]
     lanes = (
         Lane(**lane | {"boxes": tuple(Box(*box) for box in lane["boxes"])})
         for lane in about["timeline"]["lanes"]
@@ -356,7 +357,7 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
     """For the summary of a run: what its plan predicted; empty for a run without one."""
     path = run_dir / PLAN_FILE
     if path.exists():
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = parsed_json(path.read_text(encoding="utf-8"))
     else:
         table = {}
     if not table.get("chosen"):

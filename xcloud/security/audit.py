@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.layout import Layout
 from xcloud.net.frame import Kind
@@ -180,7 +181,7 @@ def _counted(
 
 def join_audit(run_dir: Path) -> dict[str, Any]:
     """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
-    ranks = [json.loads(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
+    ranks = [parsed_json(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
     if not ranks:
         raise DataError(
             f"there is no rank*.wire.json in {run_dir}; every rank of a run writes one at its end"

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import run_command
 from xcloud.base.terminal import printable, say
@@ -108,7 +109,7 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
     ranks = []
     for path in run_dir.glob("rank*.state.json"):
         try:
-            state = json.loads(path.read_text("utf-8"))
+            state = parsed_json(path.read_text("utf-8"))
             ranks.append(RankStatus(state=state, now=time.time() if now is None else now))
         except (OSError, ValueError, LookupError, TypeError) as error:
             say(f"{path} cannot be read: {error!r}", error=True)

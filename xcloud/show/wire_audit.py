@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError, SealError
 from xcloud.base.run_folder import check_is_folder, owned
 from xcloud.base.terminal import say
@@ -196,7 +197,7 @@ def _read(path: Path) -> tuple[bytes, _Record]:
     if len(data) > MAX_BYTES:
         raise DataError(f"{path} is longer than {MAX_BYTES:,} bytes, too long for such a record")
     try:
-        return data, _Record.model_validate(json.loads(data))
+        return data, _Record.model_validate(parsed_json(data))
     except (ValidationError, ValueError, RecursionError) as error:
         line = str(error).splitlines()[0]
         raise DataError(f"{path} is no record of what crossed: {line:.200}") from None

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import (
     NotNegative,
@@ -400,7 +401,7 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         return from_table(
-            "profile", kind=Profile, table=json.loads(path.read_text(encoding="utf-8"))
+            "profile", kind=Profile, table=parsed_json(path.read_text(encoding="utf-8"))
         )
     except OSError as error:
         raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None

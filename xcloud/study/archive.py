@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import re
 import tarfile
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.study.claims import REPEATS, ResultRow
 
@@ -104,7 +104,7 @@ def mismatches(claim: str, rows: Sequence[ResultRow], note: str, folder: Path) -
         if files is None:
             num_without += 1
             continue
-        summary = json.loads(files["summary.json"])
+        summary = parsed_json(files["summary.json"])
         own = OF_THE_STUDY.get(claim, set())
         for key, value in _came_to(summary, row=row).items():
             if key in row and key not in own and row[key] != value:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.base.wording import worded
@@ -301,7 +302,7 @@ def _each(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             text = json.dumps({key: value for key, value in entry.items() if key != "for"})
             for name, value in zip(names, values, strict=True):
                 text = text.replace(f"{{{name}}}", str(value))
-            made.append(json.loads(text))
+            made.append(parsed_json(text))
     return made
 
 

@@ -29,6 +29,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.overrides import as_override
 from xcloud.base.project import code_digests, commit
@@ -373,7 +374,7 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["points"])
+        return dict(parsed_json(path.read_text(encoding="utf-8"))["points"])
     except (ValueError, KeyError, TypeError) as error:
         why = f"{path} is damaged ({error}); move it away and its points count as new"
         raise ConfigError(f"{why}, or choose another name or folder") from error

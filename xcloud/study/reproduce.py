@@ -31,6 +31,7 @@ from typing import Any
 
 import pandas as pd
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.overrides import readable
 from xcloud.base.project import (
@@ -200,7 +201,7 @@ class StudyRows:
         text = ""
         if self._file.exists():
             text = self._file.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return [parsed_json(line) for line in text.splitlines()]
 
     def write(self, row: ResultRow) -> None:
         self._out.mkdir(parents=True, exist_ok=True)
@@ -318,7 +319,7 @@ class Record:
         if not path.exists():
             return None
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**parsed_json(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path} is no record: {error}") from None
 

@@ -20,6 +20,7 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.project import module_paths, python_command
 from xcloud.base.terminal import say
 
@@ -69,7 +70,7 @@ class TemplateProcess:
             raise TemplateError(
                 f"it takes more than {self._processor_s} s of the processor, or too much memory"
             )
-        found = json.loads(answer)
+        found = parsed_json(answer)
         if "error" in found:
             raise TemplateError(found["error"])
         return str(found["text"])
@@ -126,7 +127,7 @@ def main() -> None:
         limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + processor_s)
         answer = {}
         try:
-            text = render_jinja_template(**json.loads(line))[0][0]
+            text = render_jinja_template(**parsed_json(line))[0][0]
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters; at most {MAX_CHARACTERS:,}")
             answer["text"] = text

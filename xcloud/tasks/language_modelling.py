@@ -602,16 +602,10 @@ def _check_cell(column: str, cell: object, where: str) -> None:
 def read_chats(path: Path) -> list[Chat]:
     """Return the chats of a file, one {"messages": […]} a line. Raises DataError."""
     chats = []
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.strip():
-            try:
-                messages = json.loads(line)["messages"]
-            except (ValueError, LookupError, TypeError):
-                messages = None
-            if not is_chat(messages):
-                said = 'expected {"messages": [{"role": …, "content": …}]}'
-                raise DataError(f"{path.name}, line {number}: {said}")
-            chats.append(messages)
+    file = TextFile(name=path.name, kind="json", paths={"": path})
+    for number, (messages,) in enumerate(file.rows((MESSAGES,), keys="--chats"), start=1):
+        _check_cell(MESSAGES, cell=messages, where=f"{path.name}, chat {number}")
+        chats.append(messages)
     if not chats:
         raise DataError(f"{path}: there is no chat in it")
     return chats

@@ -24,6 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.base.terminal import say
@@ -138,7 +139,7 @@ class MultilingualText:
         table.digest = key_of(
             {"files": [kept_digest(f, cache_dir=cache_dir) for f in (tokens, offsets)]}
         )
-        found = json.loads(counts.read_text())
+        found = parsed_json(counts.read_text())
         table.num_texts = found["num_texts"]
         table.num_cut = found["num_cut"]
         table.num_left_out = found["num_left_out"]

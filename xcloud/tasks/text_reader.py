@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 
 MAX_GROWTH = 1000
@@ -30,7 +31,7 @@ class TextReader:
     def __init__(self, backend: Any, special: Collection[int]) -> None:
         from tokenizers import AddedToken
 
-        content = json.loads(backend.to_str())
+        content = parsed_json(backend.to_str())
         check_growth(content)
         added = content["added_tokens"]
         own = {token["id"] for token in added if token["special"]}

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from xcloud.base.bounded import read_json
+from xcloud.base.bounded import parsed_json, read_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import HubName, SharedTokenizerPath, settings
@@ -142,7 +142,7 @@ class Tokenizer:
             "special": sorted(self.special),
             "rejoin": self.rejoin,
             "num_separators": self.num_separators,
-            "tokenizer": json.loads(self.backend.to_str()),
+            "tokenizer": parsed_json(self.backend.to_str()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -233,7 +233,7 @@ class TrainedTokenizer(TokenizerChoice):
             special += self._pieces(map(backend.normalizer.normalize_str, texts))
         trainer = trainers.BpeTrainer if self.kind == "bpe" else trainers.WordPieceTrainer
         backend.train_from_iterator(texts, trainer(special_tokens=special, **how))
-        content = json.loads(backend.to_str())
+        content = parsed_json(backend.to_str())
         content["added_tokens"] = []  # pieces of the vocabulary, which TextReader guards
         backend = backend.from_str(json.dumps(content))
         ids = range(len(SPECIAL_TOKENS))

@@ -6,7 +6,6 @@ else that they compare before the start (rank/agreement.py), and common_step.py 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from xcloud import __version__
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.features.checkpoints.common_step import newest_common
@@ -369,7 +369,7 @@ class RankCheckpoints:
             raise DataError("; ".join(changed.refused))
         if changed.moves and len({about["attempt"] for about in abouts.values()}) > 1:
             raise DataError("its parts are of different attempts at this step")
-        if too_short := self.done_beyond(json.loads(self.settings.get(MAX_STEPS, "null"))):
+        if too_short := self.done_beyond(parsed_json(self.settings.get(MAX_STEPS, "null"))):
             raise DataError(too_short)
         needed = self._needed(step)
         for rank in needed if is_thorough else ():

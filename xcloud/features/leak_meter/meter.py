@@ -34,6 +34,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.base.run_folder import check_is_folder, owned
 from xcloud.base.settings import Positive, settings
@@ -179,7 +180,7 @@ def read_observations(run_dir: Path) -> Observations:
     num_ranks = 0
     for path in files:
         with safe_open(path, "pt") as file:
-            about = json.loads(file.metadata()["about"])
+            about = parsed_json(file.metadata()["about"])
             ranks.add(about["rank"])
             num_ranks = about["num_ranks"]
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
@@ -429,7 +430,7 @@ def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None)
         leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
         summary_path = run_dir / SUMMARY_FILE
         if summary_path.is_file():
-            summary = json.loads(summary_path.read_text("utf-8"))
+            summary = parsed_json(summary_path.read_text("utf-8"))
             text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
             summary_path.write_text(text + "\n", encoding="utf-8")
     say(json.dumps(leakage, indent=2, ensure_ascii=False))

@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.state import State as Saved
@@ -405,4 +406,4 @@ def unpacked(own: Saved, name: str) -> Any:
     """Return what was `packed`. Raises ValueError if there is none."""
     if not isinstance(value := own.get(name), Tensor):
         raise ValueError(f"a state needs {name!r}, got {sorted(own)}; other settings saved it")
-    return json.loads(value.numpy().tobytes())
+    return parsed_json(value.numpy().tobytes())
