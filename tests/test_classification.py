@@ -197,7 +197,7 @@ def test_labels_by_name_or_by_number(tmp_path: Path) -> None:
     assert set(by_index.batch("train", torch.arange(16))["label"].tolist()) == {0, 1}
     assert "train labels (no 9, yes 7, by number)" in by_index.describe()
     write(tmp_path, [("a", "no"), ("b", "maybe")] * 10)
-    with pytest.raises(DataError, match=r"unknown labels: 'maybe'; the classes are no"):
+    with pytest.raises(DataError, match=r"unknown labels: 'maybe'; the classes are 'no', 'yes'"):
         own(tmp_path, classes=["no", "yes"])
     write(tmp_path, [("a", "same")] * 10)
     with pytest.raises(DataError, match="1 different labels"):
@@ -225,6 +225,56 @@ def test_a_mixture_is_refused_where_each_split_alone_would_do(tmp_path: Path) ->
     write(tmp_path, [("a", "0"), ("b", "1")], "test")
     with pytest.raises(DataError, match="some labels are names of classes"):
         own(tmp_path, classes=["no", "yes"])
+
+
+LOOK_ALIKE = {
+    "an unseen character": ("yes", "yes\u200b", r"U\+200B"),
+    "a mark of direction": ("yes", "\u200eyes", r"U\+200E"),
+    "a byte order mark": ("yes", "\ufeffyes", r"U\+FEFF"),
+    "a soft hyphen": ("cooperate", "co\u00adoperate", r"U\+00AD"),
+    "composed and decomposed": ("sch\u00f6n", "scho\u0308n", r"U\+0308.* \(U\+00F6\)"),
+    "full width": ("yes", "\uff59\uff45\uff53", r"U\+FF59"),
+    "a ligature": ("file", "\ufb01le", r"U\+FB01"),
+    "case": ("yes", "Yes", "'Yes' and 'yes'"),
+    "case that grows": ("strasse", "Stra\u00dfe", r"U\+00DF"),
+    "a hard blank": ("very good", "very\u00a0good", r"U\+00A0"),
+    "two blanks": ("very good", "very  good", "'very  good' and 'very good'"),
+    "zeros in front": ("1", "01", "'01' and '1'"),
+    "zeros behind": ("1", "1.0", "'1' and '1.0'"),
+    "other digits": ("1", "\u0661", r"U\+0661"),
+}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("case", LOOK_ALIKE)
+def test_labels_that_look_alike_are_no_two_classes(case: str, split: str, tmp_path: Path) -> None:
+    first, second, said = LOOK_ALIKE[case]
+    labels = {"train": [first, "no"], "test": [first, "no"]}
+    labels[split].append(second)
+    for name, of in labels.items():
+        write(tmp_path, [("a", label) for label in of] * 8, name)
+    with pytest.raises(DataError, match=f"{said}.*look alike"):
+        own(tmp_path)
+    named = sorted({*labels["train"], *labels["test"]})
+    assert own(tmp_path, classes=named).head == Head("classes", 3)  # somebody wants them
+
+
+@pytest.mark.parametrize(
+    "labels", [["01", "02"], ["007", "7a"], ["\u0661", "\u0662"], ["1.10", "1.1"]]
+)
+def test_codes_are_names_of_classes_and_no_numbers(labels: list[str], tmp_path: Path) -> None:
+    write(tmp_path, [("a", label) for label in labels] * 10)
+    assert own(tmp_path).head == Head("classes", 2)
+    assert all(label in own(tmp_path).describe() for label in labels)
+
+
+def test_of_many_classes_those_are_told_that_have_samples(tmp_path: Path) -> None:
+    write(tmp_path, [("a", "3"), ("b", "900")] * 10)
+    assert "train labels (3 9, 900 7, none of 0, 1, 2, 4, 5 and 894 more classes" in (
+        own(tmp_path).describe()
+    )
+    write(tmp_path, [("a", str(n)) for n in range(100)])
+    assert " and 66 more classes, none of " in own(tmp_path).describe()
 
 
 @pytest.mark.parametrize("cell", ["", "-", "-1", "nan", "NaN", "null", "<NA>"])

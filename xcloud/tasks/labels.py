@@ -7,7 +7,9 @@ as in most papers. XNLI: Conneau et al., arXiv:1809.05053. PAWS-X: Yang et al., 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,13 +25,16 @@ from xcloud.tasks.scores import Kind
 MISSING = frozenset({"", "-", "-1", "nan", "null", "<na>"})
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MAX_CLASSES = 1000
+MAX_SHOWN = 30  # classes of which the first lines of a run tell the number of samples
+MAX_DIGITS = 9  # of a label that is a number
+UNSEEN = ("Cf", "Cc")  # categories of characters: format and control
 ASKED = ". Is task.label_column right?"
 
 
 def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
     """Raise DataError if a label is missing. where: of these cells, in the order of the set."""
     named = {*(known.classes or ()), *(["-1"] if known.kind == "value" else [])}
-    missing = [n for n, cell in enumerate(cells) if cell.lower() in MISSING and cell not in named]
+    missing = [n for n, cell in enumerate(cells) if plain(cell) in MISSING and cell not in named]
     if not missing:
         return
     cell = cells[missing[0]]
@@ -73,13 +78,17 @@ class LabelSet:
             names = tuple(known.classes)
         by_name = {name: number for number, name in enumerate(names)}
         by_index = {str(number): number for number in range(len(names))}
+        for other, name in known.synonyms.items():
+            by_name[other] = by_name[name]
         found = {split: set(of) for split, of in cells.items()}
+        check_differ({*names}.union(*found.values()), meant=known.classes or (), where=where)
+        the_classes = _some(names, most=MAX_SHOWN)
         for numbers in (by_name, by_index):
             if all(of <= numbers.keys() for of in found.values()):
                 return LabelSet(names=names, numbers=numbers)
         for split, of in found.items():
             if unknown := sorted(of - by_name.keys() - by_index.keys()):
-                said = f"unknown labels: {_some(unknown)}; the classes are {listed(names)}"
+                said = f"unknown labels: {_some(unknown)}; the classes are {the_classes}"
                 if known.classes is None:
                     said += ", as in the training set; task.classes may name more"
                 raise DataError(f"{where}, {split}: {said}{ASKED}")
@@ -87,7 +96,7 @@ class LabelSet:
         only_names = sorted(either - by_index.keys())
         only_indices = sorted(either - by_name.keys())
         said = f"some labels are names of classes ({_some(only_names)}), others their numbers "
-        said += f"({_some(only_indices)}); the classes are {listed(names)}. Write one of the two"
+        said += f"({_some(only_indices)}); the classes are {the_classes}. Write one of the two"
         raise DataError(f"{where}: {said}, or set task.classes to the labels that there are")
 
     @property
@@ -118,8 +127,15 @@ class LabelSet:
             low, high = torch.aminmax(labels)
             return f"values {float(low):.3g} to {float(high):.3g}"
         counts = torch.bincount(labels, minlength=len(self.names)).tolist()
-        text = listed(f"{n} {count:,}" for n, count in zip(self.names, counts, strict=True))
-        if self.numbers.keys() == {*self.names}:
+        seen = [f"{n} {count:,}" for n, count in zip(self.names, counts, strict=True) if count]
+        text = listed(seen[:MAX_SHOWN])
+        if len(seen) > MAX_SHOWN:
+            text += f" and {len(seen) - MAX_SHOWN:,} more classes"
+        if without := [n for n, count in zip(self.names, counts, strict=True) if not count]:
+            text += f", none of {', '.join(without[:5])}"
+            if len(without) > 5:
+                text += f" and {len(without) - 5:,} more classes"
+        if self.numbers.keys() >= {*self.names}:
             return text
         return f"{text}, by number"
 
@@ -135,19 +151,57 @@ class LabelSet:
         return f"{label} (no class)"
 
 
+def plain(label: str) -> str:
+    """Return a label as a reader sees it, by which two that look alike are equal: without case,
+    characters that are not seen, other forms of the same letters, and zeros before or behind a
+    whole number."""
+    composed = unicodedata.normalize("NFKC", label)
+    seen = "".join(one for one in composed if unicodedata.category(one) not in UNSEEN)
+    text = " ".join(unicodedata.normalize("NFKC", seen.casefold()).split())
+    whole = re.fullmatch(r"(\d+)(\.0+)?", text)
+    return str(int(whole[1][:MAX_DIGITS])) if whole and len(whole[1]) <= MAX_DIGITS else text
+
+
+def check_differ(labels: Iterable[str], meant: Collection[str], where: str) -> None:
+    """Raise DataError if two labels look alike, which are two classes by a slip.
+
+    meant: the labels that somebody has named, which may look alike.
+    """
+    held: dict[str, str] = {}
+    for label in sorted(labels):
+        other = held.setdefault(plain(label), label)
+        if other != label and not {label, other} <= {*meant}:
+            said = (
+                f"the labels {_by_code(other)} and {_by_code(label)} look alike, and would be two"
+            )
+            said += (
+                " classes. Write one of them in every file and cloud; if both are meant, name all"
+            )
+            raise DataError(f"{where}: {said} classes in task.classes")
+
+
+def _by_code(label: str) -> str:
+    """Return a label with the code points of what is not ASCII in it."""
+    odd = " ".join(f"U+{ord(one):04X}" for one in label if not " " <= one <= "~")
+    return quoted(label) + (f" ({odd})" if odd else "")
+
+
 def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
     names = sorted(set(cells))
     if not 2 <= len(names) <= MAX_CLASSES:
         said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MAX_CLASSES}"
         raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
     most = MAX_CLASSES
-    if all(map(str.isdecimal, names)):
+    if all(name.isdecimal() and len(name) <= MAX_DIGITS for name in names) and all(
+        str(int(name)) == name for name in names
+    ):  # else 01 is a code, and a name
         most = max(map(int, names))
     return tuple(map(str, range(most + 1)) if most < MAX_CLASSES else names)
 
 
-def _some(cells: Sequence[str]) -> str:
-    return listed(map(quoted, cells[:5])) + (", …" if len(cells) > 5 else "")
+def _some(cells: Sequence[str], most: int = 5) -> str:
+    more = f", … ({len(cells):,} in all)" if len(cells) > most else ""
+    return listed(map(quoted, cells[:most])) + more
 
 
 @dataclass(frozen=True)
@@ -155,13 +209,15 @@ class Benchmark:
     """A kind of labelled texts, as far as it is known. classes: in label order; None for values,
     and where only the training labels show them. metrics: None: the defaults of the kind
     (metrics_of). num_texts: that a sample may have. files, hub_splits: the sets that make up a
-    split, with their part names. hub, languages: of one tested in several languages."""
+    split, with their part names. synonyms: other words for a class that its files have. hub,
+    languages: of one tested in several languages."""
 
     classes: Sequence[str] | None
     metrics: Sequence[str] | None
     num_texts: tuple[int, ...]
     files: OwnNames = field(default_factory=dict)
     hub_splits: OwnNames = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     hub: str = "nyu-mll/glue"
     languages: tuple[str, ...] = ()
     kind: Kind = "classes"
@@ -171,6 +227,8 @@ class Benchmark:
         given, or with usual names."""
         there = table.columns()
         described = f"{table.where} has the columns {listed(there)}"
+        if table.where.endswith((".tsv", ".tsv.gz")):
+            described += " by its first line, which names them"
         usual = (*PAIRS, *((name,) for name in SINGLES))
         if not texts:
             fitting = (t for t in usual if set(t) <= set(there) and len(t) in self.num_texts)
@@ -228,6 +286,7 @@ CROSS_LINGUAL: Mapping[str, Benchmark] = {
         classes=RELATIONS,
         metrics=("accuracy",),
         num_texts=(2,),
+        synonyms={"contradictory": "contradiction"},
         hub="facebook/xnli",
         languages=(
             "en",
@@ -259,7 +318,7 @@ CROSS_LINGUAL: Mapping[str, Benchmark] = {
 KEYS = "task.text_columns and task.label_column"
 PAIRS = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
-    ("premise", "hypothesis"), ("#1 String", "#2 String"), ("text1", "text2"),
+    ("premise", "hypothesis"), ("premise", "hypo"), ("#1 String", "#2 String"), ("text1", "text2"),
     ("text_a", "text_b"),
 )  # fmt: skip
 SINGLES = ("sentence", "text", "question", "review", "comment", "content")

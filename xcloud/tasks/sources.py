@@ -151,7 +151,7 @@ class TextFile:
             if line.lstrip().startswith("["):
                 said = "a JSON array is no object; expected one per line: jq -c '.[]' OLD > NEW"
                 raise DataError(f"{where}: {said}")
-            row = _parsed(line, what=f"{where}: not JSON", expected="expected one object per line")
+            row = _parsed(line, where, what="not JSON", expected="expected one object per line")
             if not isinstance(row, dict):
                 raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
             inside = row.get("translation")
@@ -181,26 +181,38 @@ class TextFile:
             yield where, dict(zip(header, cells, strict=True))
 
 
-def _parsed(text: str, what: str, expected: str) -> Any:
-    """Return a value of JSON. Half of a surrogate pair, which no tokenizer takes, is refused like
-    bad syntax."""
+def _parsed(text: str, where: str, what: str, expected: str) -> Any:
+    """Return a value of JSON. Raises DataError, also for half of a surrogate pair, which no
+    tokenizer takes.
+
+    where: the place of the text, for messages.
+    what: the words for a text that is no JSON.
+    """
     try:
         value = parsed_json(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: {what} ({error.msg}); {expected}") from error
     except ValueError as error:
-        raise DataError(f"{what} ({getattr(error, 'msg', error)}); {expected}") from error
+        raise DataError(f"{where}: {error}; {expected}") from error
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            said = f"{half} is one half of a character, and the other is missing"
+            raise DataError(f"{where}: {said}: a text was cut there; take it out") from error
     return value
 
 
 def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
-    what = f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}}'
+    what = 'not of the form {"data": [{"paragraphs": [...]}]}'
     expected = "one paragraph per line must be named .jsonl"
-    whole = _parsed("\n".join(read_lines(path, max_line=MAX_WHOLE)), what=what, expected=expected)
+    text = "\n".join(read_lines(path, max_line=MAX_WHOLE))
+    whole = _parsed(text, where=str(path), what=what, expected=expected)
     try:
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{what} ({quoted(error)}); {expected}") from error
+        raise DataError(f"{path}: {what} ({quoted(error)}); {expected}") from error
 
 
 @settings("task", kw_only=True)
