@@ -164,7 +164,7 @@ def test_a_text_longer_than_the_positions_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden": "many"}, "hidden must be a whole number >= 1, got 'many'"),
+        ({"hidden": "many"}, "hidden must be 1..131072, got 'many'"),
         ({"num_layers": 0}, "num_layers must be"),
         ({"num_heads": 3}, "num_heads must divide the hidden size 16, got 3"),
         (

@@ -29,6 +29,7 @@ from xcloud.base.settings import NotNegativeFloat, Positive, Rate
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.comm.channel import Message
+from xcloud.contracts.architecture import checked_architecture
 from xcloud.contracts.model import Batch, BuildContext
 from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
@@ -86,7 +87,12 @@ class TrainedRun:
                 )
             check_is_safetensors(path)
             with safe_open(path, "pt") as file:
-                yield parsed_json(file.metadata()["architecture"]), load_file(path)
+                try:
+                    written = parsed_json((file.metadata() or {}).get("architecture", "null"))
+                    architecture = checked_architecture(written)
+                except (DataError, ValueError, RecursionError) as error:
+                    raise DataError(f"{path}: {error}") from None
+                yield architecture, load_file(path)
 
     @cached_property
     def stages(self) -> list[Any]:

@@ -12,6 +12,7 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,13 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import HubName, NotNegative, NotNegativeFloat, Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
+from xcloud.contracts.architecture import OWN_FOLDER
 from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
     Lora,
     Part,
-    config_of,
+    config_of_stage,
     laid_out,
     load_weights,
     merged_weights,
@@ -50,7 +52,7 @@ from xcloud.models.frozen_weights import DTYPES, Kind
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
-from xcloud.pretrained import INDEX, WeightFiles
+from xcloud.pretrained import INDEX, WEIGHTS, WeightFiles
 
 DROPOUTS = (  # and other chance
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
@@ -203,7 +205,7 @@ class CausalLM(TextModel):
         if (about := context.architecture) is not None:
             context = replace(context, max_length=int(about["max_length"]))
             if self.lora is None:
-                config = config_of(about["config"])
+                config = config_of_stage(about["config"])
                 part = self._parts(config, num_stages=num_stages)[stage]
                 network = network_of(config, part=part)
                 return self._stage(
@@ -241,23 +243,49 @@ class CausalLM(TextModel):
         if about is None:
             return str(self.checkpoint if self.own is None else self.own.folder(context))
         name = str(self.checkpoint)
+        needed = {"base model: config.json", "base model: list of weights"}
         if self.own is not None:
-            folder = context.cache_dir / about[OWN_BASE]
-            if not folder.is_dir():
-                raise DataError(
-                    f"the base model that this run trained adapters beside is not here: there is "
-                    f"no {folder}. Copy that folder from a cloud that ran it; a base that is made "
-                    "anew on another processor is another one"
-                )
+            folder = self._own_folder(about.get(OWN_BASE), context.cache_dir)
             name = str(folder)
         now = self._digests(name, context=context)
-        differing = [f for f in now.keys() & about[BASES].keys() if now[f] != about[BASES][f]]
+        if self.own is not None:
+            needed |= now.keys()
+        meant = about.get(BASES, {})
+        differing = [
+            file
+            for file in sorted(now.keys() | needed)
+            if (file in needed or file in meant) and now.get(file) != meant.get(file)
+        ]
         if differing:
             raise DataError(
-                f"{name} is not what this run trained adapters beside: {sorted(differing)[0]} "
+                f"{name} is not what this run trained adapters beside: {differing[0]} "
                 "differs. Put that checkpoint back; adapters of one network are noise in another"
             )
         return name
+
+    def _own_folder(self, given: object, cache_dir: Path) -> Path:
+        """Return the folder of the base that the run has made, as its architecture names it.
+
+        Another owner may have written the architecture, so the name leads nowhere but into the
+        cache's folder of such bases."""
+        assert self.own is not None
+        if not isinstance(given, str) or not re.fullmatch(OWN_FOLDER, given):
+            raise DataError(
+                f"the stage says that its base lies in {given!r:.200}; a base that a run has made "
+                f"lies in {OWN_FOLDER} of the cache"
+            )
+        folder = cache_dir / given
+        if not folder.is_dir():
+            raise DataError(
+                f"the base model that this run trained adapters beside is not here: there is "
+                f"no {folder}. Copy that folder from a cloud that ran it; a base that is made "
+                "anew on another processor is another one"
+            )
+        if folder.resolve().parent != (cache_dir / "causal").resolve():
+            raise DataError(
+                f"{folder} is a link that leads out of the cache; put the folder there"
+            )
+        return folder
 
     def _digests(self, name: str, context: BuildContext) -> dict[str, str]:
         digests = WeightFiles(name).digests(context.cache_dir)
@@ -287,7 +315,7 @@ class CausalLM(TextModel):
         self._check_has_no_split()
         if self.lora is not None:
             return "adapter_model.safetensors", dict(tensors)
-        network = self._whole(config_of(architecture["config"]))
+        network = self._whole(config_of_stage(architecture["config"]))
         kind = KINDS[network.config.model_type]
         names = [name for name, _ in network.named_parameters()]  # of a tied pair one
         if missing := set(names) - set(tensors):
@@ -301,7 +329,7 @@ class CausalLM(TextModel):
         tokenizer, too."""
         self._check_has_no_split()
         out.mkdir(parents=True, exist_ok=True)
-        config = config_of(architecture["config"])
+        config = config_of_stage(architecture["config"])
         if self.lora is None:
             dtype = config.dtype
             network = self._whole(config)
@@ -313,7 +341,9 @@ class CausalLM(TextModel):
         folders = [out]
         if self.own is not None:
             folders.append((out / "base").resolve())
-            shutil.copytree(base, folders[-1], dirs_exist_ok=True)
+            folders[-1].mkdir(exist_ok=True)
+            for file in ("config.json", WEIGHTS):  # what write_checkpoint writes, nothing else
+                shutil.copyfile(Path(base, file), folders[-1] / file, follow_symlinks=False)
             base = str(folders[-1])
         elif Path(base).expanduser().is_dir():  # peft may be started in another folder
             base = str(Path(base).expanduser().resolve())

@@ -11,6 +11,7 @@ Shapes: B samples, S positions, H features.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
+from xcloud.contracts.architecture import check_sizes
 from xcloud.models.document_attention import ATTENTION, Documents, attend
 from xcloud.models.experts import ExpertAdapters, Experts, experts_in, separate_experts
 from xcloud.models.frozen_weights import (
@@ -108,11 +110,44 @@ def read_config(name_or_path: str) -> Any:
     return config_of(raw)
 
 
+_LOADS_MORE = ("auto_map", "custom_pipelines", "quantization_config", "implementation", "kernel")
+"""In keys of a config: what has transformers load code or kernels, or read weights otherwise."""
+
+
 def config_of(described: Mapping[str, Any]) -> Any:
-    """transformers' own, of what a config.json says."""
+    """Build transformers' own config of what a config.json says. Raises DataError."""
     from transformers import AutoConfig
 
+    check_sizes(described, "config.json")
     return AutoConfig.for_model(**described)
+
+
+def config_of_stage(described: Mapping[str, Any]) -> Any:
+    """Build the config that an exported stage describes, which another owner may have written.
+
+    What is made of it is served, so it names no code. Raises DataError.
+    """
+    from transformers import AutoConfig
+
+    if described.get("model_type") not in KINDS:
+        raise DataError(
+            f"config.model_type of the stage is {described.get('model_type')!r:.100}; it can be "
+            f"{', '.join(KINDS)}"
+        )
+    plain = AutoConfig.for_model(described["model_type"])
+    known = plain.to_dict().keys() | {"model_type", "transformers_version"}
+    for key in described.keys() - known:
+        of_class = inspect.getattr_static(type(plain), key, None)
+        is_code = callable(of_class) or isinstance(of_class, property | classmethod | staticmethod)
+        if is_code or any(word in key for word in _LOADS_MORE):
+            raise DataError(
+                f"config.{key:.100} of the stage is nothing that a config file may set"
+            )
+    try:
+        return config_of(described)
+    except Exception as error:  # of whatever kind transformers and its checks raise
+        said = " ".join(str(error).split())
+        raise DataError(f"config of the stage: {said:.300}") from None
 
 
 def network_of(config: Any, part: Part) -> Any:

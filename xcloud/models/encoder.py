@@ -13,15 +13,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.comm.devices import bring
+from xcloud.contracts.architecture import MAX_LAYERS
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # under the names of transformers
     "gelu": F.gelu,
@@ -225,17 +227,17 @@ class EncoderConfig:
     """The architecture of an Encoder (Devlin et al., arXiv:1810.04805: post-LN, learned positions,
     which begin at 0 in RoBERTa, too)."""
 
-    vocab_size: Positive
-    hidden: Positive
-    num_layers: Positive
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    hidden: Annotated[int, Field(ge=1, le=2**17)]
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     num_heads: Positive
-    feed_forward: Positive
-    max_positions: Positive  # longest text, special ids included
+    feed_forward: Annotated[int, Field(ge=1, le=2**20)]
+    max_positions: Annotated[int, Field(ge=1, le=2**24)]  # longest text, special ids included
     dropout: Fraction = 0.1  # after the embeddings and each sub-layer
     attention_dropout: Fraction = 0.0  # 0 keeps attention on the fused kernel
     activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "gelu"
     layer_norm_eps: NotNegativeFloat = 1e-12
-    type_vocab_size: Positive = 1
+    type_vocab_size: Annotated[int, Field(ge=1, le=2**16)] = 1
 
     def __post_init__(self) -> None:
         check_heads("EncoderConfig.num_heads", num_heads=self.num_heads, whole=self.hidden)

@@ -195,8 +195,8 @@ class FollowedFolder:
     def update(self, follower: Follower, news: News, context: BuildContext) -> None:
         """Bring the folder to the follower's weights. The file of weights is replaced as a whole,
         so whoever opens it has the weights of one step; what stands beside it is written once."""
-        architecture = {**follower.architecture}
-        architecture["config"] = {**architecture["config"], "dtype": "bfloat16"}
+        config = {**follower.architecture["config"], "dtype": "bfloat16"}
+        architecture = {**follower.architecture, "config": config}
         file, tensors = self._model.joined(follower.tensors(), architecture)
         if not self._is_made:
             self._write_beside(architecture, follower.files, context)

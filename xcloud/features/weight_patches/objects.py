@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcloud.base.errors import DataError
+from xcloud.contracts.architecture import checked_architecture
 from xcloud.features.weight_patches.codec import (
     Bits,
     ValueChanges,
@@ -34,6 +35,8 @@ from xcloud.features.weight_patches.codec import (
 _MAGIC = b"XCW1"
 _LENGTH = struct.Struct("<I")
 _MAX_HEAD_BYTES = 64 << 20
+_MAX_TENSORS = 1_000_000  # a mixture of 128 experts in 94 blocks has some 36,000
+_MAX_FILES = 1_000  # tokenizers have ten
 _FILE_NAME = re.compile(r"(?:\w[\w.-]*/){0,3}\w[\w.-]*")
 """A file, or one in folders: nothing that leads out of where it is written."""
 
@@ -76,9 +79,9 @@ class ObjectHead(BaseModel):
     base: _Whole | None
     is_last: bool
     digest: Annotated[str, Field(max_length=64)]
-    tensors: list[TensorHead]
+    tensors: Annotated[list[TensorHead], Field(max_length=_MAX_TENSORS)]
     architecture: dict[str, Any]
-    files: dict[_Text, _Whole]
+    files: Annotated[dict[_Text, _Whole], Field(max_length=_MAX_FILES)]
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,10 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
     """
     head, begin = _read_head(data)
     rest = memoryview(data)[begin:]
+    architecture: Mapping[str, Any] = {}
     if head.base is None:
         before = None
+        architecture = checked_architecture(head.architecture)
     elif before is None or before.head.step != head.base:
         have = "none" if before is None else f"step {before.head.step}"
         raise DataError(f"it changes the weights of step {head.base}, and here is {have}")
@@ -176,7 +181,7 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
         rest = rest[size:]
     if before is not None:
         return StageWeights(head, tensors, before.architecture, files=before.files)
-    return StageWeights(head, tensors, head.architecture, files=files)
+    return StageWeights(head, tensors, architecture, files=files)
 
 
 def _decoded(one: TensorHead, before: Bits | None, gaps: memoryview, values: memoryview) -> Bits:
