@@ -90,7 +90,7 @@ class TrainedRun:
                 try:
                     written = parsed_json((file.metadata() or {}).get("architecture", "null"))
                     architecture = checked_architecture(written)
-                except (DataError, ValueError, RecursionError) as error:
+                except (DataError, ValueError) as error:
                     raise DataError(f"{path}: {error}") from None
                 yield architecture, load_file(path)
 
