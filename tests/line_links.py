@@ -28,6 +28,10 @@ class Proxy:
 
     change: may alter what goes to the port: is given (bytes so far, the next ones).
     cut_after: returns after how many bytes all connections are reset next.
+
+    held_to: "port" or "dialler": what goes there waits, until it is reset.
+    bytes_per_s: of each direction of the line; None: as many as come.
+    longest_bytes: what follows so many of a connection and direction is dropped; None: nothing is.
     """
 
     def __init__(
@@ -39,7 +43,11 @@ class Proxy:
         self._cut_after = cut_after
         self._left_bytes = cut_after() if cut_after else 0
         self.num_cuts = 0
-        self._target = port
+        self.target = port
+        self.held_to: str | None = None
+        self.bytes_per_s: float | None = None
+        self.longest_bytes: int | None = None
+        self._carrying = {"port": threading.Lock(), "dialler": threading.Lock()}
         self._change = change
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -89,30 +97,38 @@ class Proxy:
                 near.close()
                 continue
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:  # nobody listens there yet, or any more
                 near.close()
                 continue
             with self._lock:
                 self._pairs.append((near, far))
-            for source, target, change in ((near, far, self._change), (far, near, None)):
+            ways = ((near, far, "port", self._change), (far, near, "dialler", None))
+            for source, target, to, change in ways:
                 threading.Thread(
-                    target=self._pass, args=(source, target, change), daemon=True
+                    target=self._pass, args=(source, target, to, change), daemon=True
                 ).start()
 
     def _pass(
         self,
         source: socket.socket,
         target: socket.socket,
+        to: str,
         change: Callable[[int, bytes], Sequence[bytes]] | None,
     ) -> None:
         num_bytes = 0
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                while self.is_silent:
+                while self.is_silent or self.held_to == to:
                     time.sleep(0.01)
+                    source.getpeername()  # OSError once it has been reset
+                if (bytes_per_s := self.bytes_per_s) is not None:
+                    with self._carrying[to]:
+                        time.sleep(len(data) / bytes_per_s)
                 pieces = [data] if change is None else change(num_bytes, data)
                 num_bytes += len(data)
+                if self.longest_bytes is not None and num_bytes > self.longest_bytes:
+                    continue
                 self._count(len(data))
                 if len(self.seen) < 1 << 20:
                     self.seen += data

@@ -6,6 +6,7 @@ from xcloud.net.frame import (
     Kind,
     MessageKey,
     TensorSpec,
+    bytes_of_frame,
     decode_frame,
     encode_frame,
     frame_bytes,
@@ -99,3 +100,17 @@ def test_another_version_is_named() -> None:
 def test_a_dtype_that_no_frame_knows_is_refused_at_the_sender() -> None:
     with pytest.raises(FrameError, match="complex64"):
         encode_frame(KEY, (torch.zeros(2, dtype=torch.complex64),), 0)
+
+
+def test_the_beginning_of_a_frame_says_its_length_or_is_refused() -> None:
+    parts = (torch.zeros(3, 1000), torch.zeros(()), torch.zeros(0, 4, dtype=torch.int8))
+    frame = encode_frame(MessageKey(Kind.AVERAGING, 3), parts, sequence=7)
+    assert bytes_of_frame(frame[:200], sender="b") == frame.numel()
+    for num_bytes in range(40 + 2 + 8 + 2):  # the parts' descriptions are longer
+        with pytest.raises(FrameError, match=r"too few|damaged|promises"):
+            bytes_of_frame(frame[:num_bytes], sender="b")
+    for byte in range(5):
+        damaged = frame[:200].clone()
+        damaged[byte] ^= 1
+        with pytest.raises(FrameError, match=r"begin|version"):
+            bytes_of_frame(damaged, sender="b")

@@ -22,7 +22,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import averager_for
 from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.net.frame import LONG_BYTES, Kind, MessageKey, frame_bytes
-from xcloud.net.gloo_link import GlooInLink, GlooOutLink
+from xcloud.net.gloo_link import FRAGMENT_BYTES, GlooInLink, GlooOutLink
 from xcloud.net.link_end import InSettings, OutSettings
 
 
@@ -74,14 +74,16 @@ def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
         key = MessageKey(Kind.AVERAGING, 1, number)
         out.send(key, (part,))
         incoming.recv(key, 20)
-    for _ in range(3 + 5):  # receives are posted again once a message's buffer is done with
+    for _ in range(3 + 5 * 9):  # receives are posted again once a message's buffer is done with
         assert pair.taken.acquire(timeout=20)
     out.close(20)
     incoming.close(20)
 
     assert len(pair.filled) >= 5 and len(pair.frames) >= 5
     assert not any(ref() is not None and ref().numel() > 4096 for ref in pair.frames)  # type: ignore[union-attr]
-    assert not any(ref() is not None for ref in pair.filled[:5])
+    held = {id(buffer): buffer.numel() for ref in pair.filled if (buffer := ref()) is not None}
+    assert all(num_bytes <= FRAGMENT_BYTES for num_bytes in held.values())
+    assert len(held) <= 1 + incoming._settings.window.num_posted
 
 
 HELD = """

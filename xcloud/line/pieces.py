@@ -136,9 +136,13 @@ class Outbox:
         with self._lock:
             self._sent[number].append(Piece(0, 0, 0, asked_at_s=time.monotonic()))
 
-    def acknowledge(self, number: int, num_pieces: int) -> None:
-        """Note how many pieces have arrived over a connection. Raises FrameError for fewer than
-        before, or for more than were sent."""
+    def acknowledge(self, number: int, num_pieces: int) -> bool:
+        """Note how many pieces have arrived over a connection. Return whether a piece of a frame
+        of several is among them that are new.
+
+        Raises FrameError for fewer than before, or for more than were sent.
+        """
+        is_moving = False
         with self._lock:
             sent = self._sent[number]
             before = self._num_acknowledged[number]
@@ -156,8 +160,10 @@ class Outbox:
                 elif (kept := self._kept.get(piece.frame)) is not None:
                     kept.num_acknowledged += piece.num_bytes
                     self._busy_bytes += piece.num_bytes
+                    is_moving = is_moving or kept.num_pieces > 1
             self._release()
             self._measure(now_s)
+        return is_moving
 
     def _begin_frame(self) -> _Kept | None:
         if self._kept:

@@ -20,7 +20,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkError
 from xcloud.line.connection import SPEAK_EVERY_S, Connection, Connections, LineState
 from xcloud.line.hello import Hello, StreamName
-from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, Assembly, Outbox
+from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, PIECE_BYTES, Assembly, Outbox
 from xcloud.line.pinned_tls import LineDown
 from xcloud.line.ways import ONE_STREAM_BYTES, Way
 from xcloud.net.frame import Kind, seal_frame
@@ -216,7 +216,8 @@ class StreamOutLink(SendingEnd):
             self._idle.discard(number)
 
     def _acknowledged(self, number: int, num_pieces: int) -> None:
-        self._outbox.acknowledge(number, num_pieces)
+        if self._outbox.acknowledge(number, num_pieces):
+            self._settings.note_moving()
         self._settings.peer.hear()
         if not self._is_needed(number):
             self._wake_one()  # there may be room now, which this connection does not use
@@ -369,6 +370,8 @@ class StreamInLink(ReceivingEnd):
                 )
                 receiving.read(place)
                 self._assembly.arrived(frame, number=number_in_frame)
+                if frame_bytes > PIECE_BYTES:
+                    self._settings.note_moving()
             elif number_in_frame:
                 gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
                 return self._fail(gone)  # nobody looks where it has closed it

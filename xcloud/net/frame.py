@@ -54,6 +54,7 @@ VERSION = 1
 _MAX_AXIS = 2**32 - 1  # of one axis, by the layout above
 _HEADER = struct.Struct("<4sBBBBIIIIQd")
 _CRC_OFFSET = 20
+_PAYLOAD_OFFSET = 24
 _DELIVER_OFFSET = 32
 
 _DTYPES = (
@@ -202,6 +203,24 @@ def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
     struct.pack_into("<d", view, _DELIVER_OFFSET, deliver_at_s)
     struct.pack_into("<I", view, _CRC_OFFSET, 0)
     struct.pack_into("<I", view, _CRC_OFFSET, zlib.crc32(view))
+
+
+def bytes_of_frame(start: Tensor, sender: str) -> int:
+    """Return how many bytes a frame has whose first ones these are: at least its header.
+
+    Raises FrameError naming `sender` where they are no beginning of a frame.
+    """
+    view = _bytes_of(start)
+    if len(view) < _HEADER.size or view[:5] != MAGIC + bytes([VERSION]):
+        return decode_frame(start, sender=sender).num_bytes  # which says what is wrong
+    num_parts = view[6]
+    payload = struct.unpack_from("<Q", view, _PAYLOAD_OFFSET)[0]
+    offset = _HEADER.size
+    for _ in range(num_parts):
+        if offset + 2 > len(view):
+            raise FrameError(f"the header of a frame from {sender} is damaged: it has no end")
+        offset += 2 + 4 * view[offset + 1]
+    return int(offset + payload)
 
 
 def decode_frame(buffer: Tensor, sender: str) -> Frame:

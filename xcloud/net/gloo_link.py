@@ -3,9 +3,10 @@
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
 message, so one buffer size serves all; a process group for each direction keeps a link full
-duplex. A buffer takes memory only as far as a message has ever filled it; a long one goes back to
-the system after each message (`message_buffer`), so that averaging links, which are idle for most
-of a step, hold none.
+duplex. A long frame is sent in fragments: gloo says nothing of a transfer before its end, and a
+message that moves for longer than `overdue_after_s` is not overdue. The long message itself goes
+back to the system once it is read (`message_buffer`), so that averaging links, which are idle for
+most of a step, hold their posted fragments alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from xcloud.base.errors import LinkClosed, LinkError
-from xcloud.net.frame import LONG_BYTES, Kind, message_buffer, seal_frame
+from xcloud.base.errors import FrameError, LinkClosed, LinkError
+from xcloud.net.frame import Kind, bytes_of_frame, message_buffer, seal_frame
 from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.net.gloo_pair import Pair, Transfer, first_line
 from xcloud.net.link import PostedReceives, Reservation
@@ -39,6 +40,8 @@ from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
 _TAGS = 1 << 30
+FRAGMENT_BYTES = 1 << 22
+"""The most bytes of one transfer. It takes 34 s at 1 Mbit/s, far less than `overdue_after_s`."""
 
 
 class GlooOutLink(SendingEnd):
@@ -77,6 +80,7 @@ class GlooOutLink(SendingEnd):
 
     def _run(self) -> None:
         settings = self._settings
+        tags = count()
         try:
             self._pair.join()
             while (item := self._queue.get()) is not None:
@@ -95,14 +99,16 @@ class GlooOutLink(SendingEnd):
                 )
                 if slot is not None:
                     settings.note_progress(key.kind, at_s=slot.deliver_at_s)
-                self._pair.isend(frame, sequence % _TAGS).wait()
-                if slot is None:
-                    settings.note_progress(key.kind)
-                # Our heartbeats would hide a dead line back.
-                if key.kind is not Kind.ALIVE and not settings.peer.silence_is_loss:
-                    taken_at_s = slot.deliver_at_s if slot is not None else time.monotonic()
-                    settings.peer.note_taken(taken_at_s)
-                del item, frame  # not held until the next message
+                for start in range(0, frame.numel(), FRAGMENT_BYTES):
+                    fragment = frame[start : start + FRAGMENT_BYTES]
+                    self._pair.isend(fragment, next(tags) % _TAGS).wait()
+                    if slot is None:
+                        settings.note_progress(key.kind)
+                    # Our heartbeats would hide a dead line back.
+                    if key.kind is not Kind.ALIVE and not settings.peer.silence_is_loss:
+                        taken_at_s = slot.deliver_at_s if slot is not None else time.monotonic()
+                        settings.peer.note_taken(taken_at_s)
+                del item, frame, fragment  # not held until the next message
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
         except Exception as error:  # a thread that dies in silence loses what is sent
@@ -136,22 +142,11 @@ class GlooInLink(ReceivingEnd):
 
     def _run(self) -> None:
         posted: deque[tuple[Tensor, Transfer]] = deque()
-        sequence = count()
-        spare = list[Tensor]()
         try:
             self._pair.join()
+            fragments = self._fragments(posted)
             while True:
-                while len(posted) < self._settings.window.num_posted:
-                    size = self._settings.capacity_bytes
-                    buffer = spare.pop() if spare else message_buffer(size)
-                    work = self._pair.irecv(buffer, tag=next(sequence) % _TAGS)
-                    posted.append((buffer, work))
-                buffer, work = posted.popleft()
-                work.wait()
-                frame = self._open(buffer)
-                if buffer.numel() < LONG_BYTES:
-                    spare.append(buffer)
-                del buffer, work
+                frame = self._open(self._next_frame(fragments))
                 if frame.key.kind is Kind.CLOSE:
                     for _, rest in posted:  # as many closes are sent as receives are posted
                         rest.wait()
@@ -166,6 +161,44 @@ class GlooInLink(ReceivingEnd):
             self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+    def _fragments(self, posted: deque[tuple[Tensor, Transfer]]) -> Iterator[Tensor]:
+        """Yield one fragment after the other. Each is good until the next one is asked for.
+
+        posted: the receives that are under way.
+        """
+        settings = self._settings
+        size = min(FRAGMENT_BYTES, settings.capacity_bytes)
+        tags = count()
+        spare = list[Tensor]()
+        while True:
+            while len(posted) < settings.window.num_posted:
+                buffer = spare.pop() if spare else message_buffer(size)
+                posted.append((buffer, self._pair.irecv(buffer, tag=next(tags) % _TAGS)))
+            buffer, work = posted.popleft()
+            work.wait()
+            yield buffer
+            spare.append(buffer)
+
+    def _next_frame(self, fragments: Iterator[Tensor]) -> Tensor:
+        """Return the bytes of the next frame, with whatever follows them in its buffer."""
+        first = next(fragments)
+        num_bytes = bytes_of_frame(first, sender=self.peer_name)
+        if num_bytes <= len(first):
+            return first
+        settings = self._settings
+        if num_bytes > settings.capacity_bytes:
+            raise FrameError(
+                f"a frame from {self.peer_name} has {num_bytes:,} bytes; at most "
+                f"{settings.capacity_bytes:,} were promised"
+            )
+        whole = message_buffer(num_bytes)
+        whole[: len(first)] = first
+        for start in range(len(first), num_bytes, FRAGMENT_BYTES):
+            settings.note_moving()
+            rest = whole[start : start + FRAGMENT_BYTES]
+            rest.copy_(next(fragments)[: len(rest)])
+        return whole
 
 
 def heartbeat_link(

@@ -152,6 +152,12 @@ class EndSettings:
         if self.progress is not None and kind in OF_A_STEP:
             self.progress.note(at_s)
 
+    def note_moving(self) -> None:
+        """Note that a part of a long message has moved: no message of that size is a heartbeat."""
+        self.peer.hear()
+        if self.progress is not None:
+            self.progress.note()
+
 
 @dataclass(frozen=True)
 class OutSettings(EndSettings):
