@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError, SealError
 from xcloud.job.config import this_clouds_keys, this_clouds_policy
 from xcloud.line.keys import Certificate, make_key, read_certificate, read_key, read_line_keys
-from xcloud.line.sealing import open_sealed, seal, sealed_bytes, sign, verify
+from xcloud.line.sealing import open_sealed, seal, seal_parts, sealed_bytes, sign, verify
 
 
 def test_a_key_is_made_once_for_its_user_alone(
@@ -195,6 +196,34 @@ def test_no_byte_of_a_sealed_message_can_be_changed_left_out_or_added() -> None:
     for one in damaged:
         with pytest.raises(SealError):
             open_sealed(one, b_key, b, sender=a, context=b"")
+
+
+def test_sealing_and_opening_copy_a_message_once_each() -> None:
+    a, b = pair()
+    a_key, b_key = (read_key(folder_of_keys() / f"cloud_{name}.key") for name in ("a", "b"))
+    num_bytes = 8_000_000
+    data = memoryview(bytearray(num_bytes))
+    tracemalloc.start()
+    try:
+        head, body = seal_parts(data, b, a_key, context=b"")
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < 1.1 * num_bytes
+        sealed = head + body
+        del body
+        tracemalloc.reset_peak()
+        opened = open_sealed(sealed, b_key, b, sender=a, context=b"")
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < 2.1 * num_bytes, "the sealed message, and the opened one"
+    finally:
+        tracemalloc.stop()
+    assert opened == data
+
+
+def test_a_message_that_an_earlier_release_has_sealed_is_named_as_such() -> None:
+    a, b = pair()
+    b_key = read_key(folder_of_keys() / "cloud_b.key")
+    with pytest.raises(SealError, match="by an earlier release of xcloud: run one release in all"):
+        open_sealed(b"XCS1" + bytes(300), b_key, b, sender=a, context=b"")
 
 
 def test_a_signature_is_of_one_key_and_one_purpose() -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.combinations import experiment, interrupted, losses, run, state
 from tests.owners import CLOUDS, TwoOwners, keys_of
@@ -25,8 +26,16 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, L
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
 from xcloud.line import mailbox
-from xcloud.line.mailbox import Arrivals, MailboxInLink, MailboxOutLink, ObjectStore, pause_after
-from xcloud.line.mailbox_lines import MailboxLines
+from xcloud.line.mailbox import (
+    Arrivals,
+    LinkBox,
+    MailboxInLink,
+    MailboxOutLink,
+    ObjectStore,
+    pause_after,
+    take,
+)
+from xcloud.line.mailbox_lines import MailboxLines, NoteKind
 from xcloud.line.transport import SealedPlace
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
@@ -43,7 +52,13 @@ _MAKING_KEYS = threading.Lock()  # they are made once, by whoever comes first
 LOST: list[LinkError] = []
 
 
-def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> MailboxLines:
+def lines(
+    url: str | Path,
+    rank: int,
+    num_ranks: int = 2,
+    run: bytes = RUN,
+    within_s: float | None = None,
+) -> MailboxLines:
     with _MAKING_KEYS:
         me = BOX_CLOUDS[rank]
         keys = keys_of(me, [cloud for cloud in BOX_CLOUDS if cloud != me])
@@ -56,7 +71,7 @@ def lines(url: str | Path, rank: int, num_ranks: int = 2, run: bytes = RUN) -> M
         address_of=lambda rank: None,
         listener_of=lambda here, there: here,
         listens_at=None,
-        first_within_s=WITHIN_S,
+        first_within_s=within_s or WITHIN_S,
         reconnect_s=WITHIN_S,
     )
     return MailboxLines(str(url), place, keys, on_lost=LOST.append)
@@ -331,6 +346,155 @@ def test_what_other_attempts_left_is_deleted_and_what_has_come_for_this_one_stay
 
 def test_who_waits_long_looks_seldom() -> None:
     assert [pause_after(quiet_s) for quiet_s in (0.0, 10.0, 1000.0)] == [0.02, 0.5, 5.0]
+
+
+class OddStore(LocalFileSystem):  # type: ignore[misc]
+    """A store of fsspec that orders and names arguments in its own way, as s3fs does."""
+
+    def cat_file(self, path: str, version: Any = None, start: Any = None, end: Any = None) -> Any:
+        assert version is None, "a number of bytes was given as a version"
+        return super().cat_file(path, start=start, end=end)
+
+    def pipe_file(self, path: str, data: bytes, chunksize: Any = None) -> None:
+        Path(path).parent.mkdir(exist_ok=True)
+        super().pipe_file(path, data)
+
+
+def test_a_store_that_orders_its_arguments_otherwise_serves_as_well(tmp_path: Path) -> None:
+    store = ObjectStore(str(tmp_path))
+    store._fs = OddStore()
+    store._is_local = False
+    store.put("folder/one", (b"da", b"ta"))
+    assert store.get("folder/one", max_bytes=2) == b"dat"
+    assert store.sizes("folder") == {"one": 4}
+    store.delete("folder/one")
+    assert store.get("folder/one", max_bytes=2) is None
+
+
+def test_an_object_that_cannot_be_read_is_told_from_a_store_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(str(tmp_path), patience_s=0.0)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/one").mkdir()
+    with pytest.raises(LinkClosed, match="can be listed, but reading folder/one fails: IsADirec"):
+        store.get("folder/one", 10)
+    monkeypatch.setattr(ObjectStore, "_list", lambda self, folder: 1 / 0)
+    with pytest.raises(LinkClosed, match="cannot be reached: IsADirectoryError"):
+        store.get("folder/one", 10)
+
+
+def test_a_full_disk_is_not_made_fuller_by_what_was_written_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(str(tmp_path), patience_s=0.0)
+
+    def full(old: str, new: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(LinkClosed, match=r"writing folder/one fails: OSError.*No space left"):
+        store.put("folder/one", b"data")
+    assert not files_in(tmp_path)
+
+
+def test_a_message_that_was_written_twice_leaves_nothing_and_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store writes each message, loses the confirmation, and is asked again once the message
+    has been taken. The window holds four messages, of which each would take one for ever."""
+    real = ObjectStore._put
+    put: list[str] = []
+
+    def unconfirmed(self: ObjectStore, name: str, data: Any) -> None:
+        real(self, name, data)
+        if "-0" in name and name not in put:
+            put.append(name)
+            wait_for(lambda: not (tmp_path / name).exists())  # until it has been taken
+            raise TimeoutError("it was written, and the answer is lost")
+
+    monkeypatch.setattr(ObjectStore, "_put", unconfirmed)
+    monkeypatch.setattr(mailbox, "_LONGEST_PAUSE_S", 0.1)
+    with linked(tmp_path, window=LinkWindow(max_queued_bytes=4 * 2000)) as ends:
+        sending = threading.Thread(target=send, args=(ends.out, *range(9)), daemon=True)
+        sending.start()
+        assert [taken(ends, number) for number in range(9)] == [*range(9)]
+        sending.join(20.0)
+        closing = threading.Thread(target=ends.out.close, args=(20.0,), daemon=True)
+        closing.start()
+        ends.incoming.close(20.0)
+        closing.join(20.0)
+        assert len(put) == 10
+        wait_for(lambda: not files_in(tmp_path))
+
+
+def test_what_is_listed_and_not_there_is_read_once_a_listing_and_named_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(str(tmp_path))
+    box = LinkBox(store, bytes(16), 32 * "0", "control", ("cloud_a", 0), ("cloud_b", 1))
+    num = {"listed": 0, "read": 0}
+
+    def sizes(folder: str) -> dict[str, int]:
+        num["listed"] += 1
+        return {box.name(0): 100}
+
+    def get(name: str, max_bytes: int) -> None:
+        num["read"] += 1
+
+    monkeypatch.setattr(store, "sizes", sizes)
+    monkeypatch.setattr(store, "get", get)
+    monkeypatch.setattr(mailbox, "MISSING_S", 0.5)
+    arrivals = Arrivals(store, box.folder)
+    keys: Any = None
+    with pytest.raises(
+        LinkClosed, match=r"object 0 of cloud_a is listed in the mailbox .* not th"
+    ):
+        take(arrivals, box, 0, keys, max_bytes=1000)
+    assert 1 < num["read"] <= num["listed"]
+    arrivals.close()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_was_killed_after_all_had_met_is_missed_when_it_comes_again(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could say nothing. The other one hears of it, begins again too, and both meet."""
+    monkeypatch.setattr(mailbox, "_CHECK_EVERY_S", 0.1)
+    of = both(tmp_path)
+    waits = of[1 - killed].incoming("words", killed, InSettings("peer", 1 << 20))
+    of[killed].stop()
+    with ThreadPoolExecutor(2) as threads:
+        again = threads.submit(lines, tmp_path, killed)
+        with pytest.raises(LinkClosed, match=f"rank {killed} of cloud_. has begun the run again"):
+            waits.recv(key(0), 20.0)
+        of[1 - killed].stop()
+        other = threads.submit(lines, tmp_path, 1 - killed)
+        assert again.result()._attempt == other.result()._attempt
+        again.result().stop()
+        other.result().stop()
+
+
+def test_a_rank_that_comes_again_before_all_have_met_is_met(tmp_path: Path) -> None:
+    """Its first answer is of no use to rank 0, which still waits for another cloud."""
+    with ThreadPoolExecutor(4) as threads:
+        meeting = [threads.submit(lines, tmp_path, 0, num_ranks=3)]
+        with pytest.raises(LinkTimeout, match="not all clouds have come"):
+            lines(tmp_path, 1, num_ranks=3, within_s=0.5)
+        (answer,) = (file for file in tmp_path.rglob("note-*") if is_answer(file))
+        said = answer.read_bytes()
+        meeting.append(threads.submit(lines, tmp_path, 1, num_ranks=3))
+        wait_for(lambda: answer.read_bytes() != said)
+        meeting.append(threads.submit(lines, tmp_path, 2, num_ranks=3))
+        found = [one.result() for one in meeting]
+    assert len({one._attempt for one in found}) == 1
+    for one in found:
+        one.stop()
+
+
+def is_answer(note: Path) -> bool:
+    data = note.read_bytes()
+    return data[1 + data[0]] == NoteKind.ANSWER
 
 
 def test_a_bucket_is_as_good_as_a_folder() -> None:

@@ -9,8 +9,12 @@ object that is moved, swapped or of an earlier attempt does not open. Where it l
 
 All but the number are digests, so names of clouds and links are not seen. The receiver deletes an
 object once its frame has been handed on, and before its first one whatever is left of earlier
-attempts. A rank that is started again begins another attempt with all others (mailbox_meeting.py):
-its state has gone back to a checkpoint, and so have the numbers.
+attempts. A store that has written an object may fail to say so; the sender then writes it again,
+perhaps after it was taken, and the receiver deletes it again. A rank that is started again begins
+another attempt with all others (mailbox_lines.py): its state has gone back to a checkpoint, and so
+have the numbers.
+
+fsspec's stores do not order their arguments alike: what follows the path is given by name.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import torch
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, SealError
 from xcloud.base.settings import Address, settings
 from xcloud.line.keys import Certificate, PrivateKey
-from xcloud.line.sealing import open_sealed, seal, sealed_bytes
+from xcloud.line.sealing import Data, open_sealed, seal_parts, sealed_bytes
 from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     ByteQueue,
@@ -54,9 +58,15 @@ _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 5.0
 _PAUSE_SHARE = 0.05
 """A pause lasts this share of the time for which nothing has come: waiting costs few requests."""
+_CHECK_EVERY_S = 5.0
+MISSING_S = 60.0
+"""How long an object may be listed and not there when it is read."""
 _ENDED = b""
 """What an object holds whose sender has ended before its time."""
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[0-9]{10}(\.[0-9a-f]{16})?")
+_NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{16})-([0-9]{10})(\.[0-9a-f]{16})?")
+
+Parts = bytes | tuple[bytes, ...]
+"""What an object is to hold: its bytes, or parts of them that are written one after the other."""
 
 
 @settings("cluster.wan")
@@ -117,11 +127,11 @@ class ObjectStore:
                 f"{can} it: {_words(error)}"
             ) from error
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: Parts) -> None:
         """Write an object. Nobody sees a part of it."""
-        self._patiently(lambda: self._put(name, data))
+        self._patiently(lambda: self._put(name, data), doing=f"writing {name}")
 
-    def try_put(self, name: str, data: bytes) -> None:
+    def try_put(self, name: str, data: Parts) -> None:
         """Write an object, unless that fails."""
         with contextlib.suppress(Exception):
             self._put(name, data)
@@ -131,23 +141,16 @@ class ObjectStore:
 
         def read() -> bytes | None:
             try:
-                data: bytes = self._fs.cat_file(f"{self._root}/{name}", 0, max_bytes + 1)
+                data: bytes = self._fs.cat_file(f"{self._root}/{name}", start=0, end=max_bytes + 1)
                 return data
             except FileNotFoundError:
                 return None
 
-        return self._patiently(read)
+        return self._patiently(read, doing=f"reading {name}")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each object in a folder. Raises FrameError if there are too many."""
-
-        def look() -> list[dict[str, object]]:
-            try:
-                return list(self._fs.ls(f"{self._root}/{folder}", detail=True))
-            except FileNotFoundError:
-                return []
-
-        listed = self._patiently(look)
+        listed = self._patiently(lambda: self._list(folder), doing=f"listing {folder}")
         if len(listed) > _MAX_LISTED:
             raise FrameError(f"the mailbox {self.url} holds {len(listed):,} objects for one rank")
         return {
@@ -161,39 +164,72 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{name}")
 
-        self._patiently(remove)
+        self._patiently(remove, doing=f"deleting {name}")
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _list(self, folder: str) -> list[dict[str, object]]:
+        try:
+            return list(self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True))
+        except FileNotFoundError:
+            return []
+
+    def _put(self, name: str, data: Parts) -> None:
         path = f"{self._root}/{name}"
+        parts = (data,) if isinstance(data, bytes) else data
         if not self._is_local:
-            return self._fs.pipe_file(path, data)  # type: ignore[no-any-return]
+            # By position: the stores have several names for what is written.
+            self._fs.pipe_file(path, parts[0] if len(parts) == 1 else b"".join(parts))
+            return
         os.makedirs(os.path.dirname(path), exist_ok=True)
         unfinished = f"{path}.{secrets.token_hex(8)}"
-        with open(unfinished, "xb") as file:  # "x" follows no link that somebody else has left
-            file.write(data)
-        os.replace(unfinished, path)
+        try:
+            with open(unfinished, "xb") as file:  # "x" follows no link that somebody has left
+                for part in parts:
+                    file.write(part)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what a full disk holds of it makes it fuller
+                os.unlink(unfinished)
+            raise
 
-    def _patiently(self, call: Callable[[], T]) -> T:
+    def _patiently(self, call: Callable[[], T], doing: str) -> T:
         since_s = time.monotonic()
         pause_s = 0.1
         while True:
             try:
                 return call()
             except Exception as error:
-                if time.monotonic() - since_s > self._patience_s or self.over.wait(pause_s):
-                    raise LinkClosed(
-                        f"the mailbox {self.url} cannot be reached: {_words(error)}"
-                    ) from error
+                if self.over.wait(pause_s):
+                    raise LinkClosed("this rank has ended") from error
+                if time.monotonic() - since_s > self._patience_s:
+                    raise LinkClosed(self._failing(doing, error=error)) from error
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _failing(self, doing: str, error: Exception) -> str:
+        """Return what is wrong, in words: one object, or the whole mailbox."""
+        unreached = f"the mailbox {self.url} cannot be reached: {_words(error)}"
+        if isinstance(error, ConnectionError | TimeoutError):
+            return unreached
+        try:
+            self._list("")
+        except Exception:
+            return unreached
+        return f"the mailbox {self.url} can be listed, but {doing} fails: {_words(error)}"
 
 
 class Arrivals:
-    """The objects that lie in the mailbox for one rank. A thread lists them for all its links."""
+    """The objects that lie in the mailbox for one rank. A thread lists them for all its links.
 
-    def __init__(self, store: ObjectStore, folder: str) -> None:
+    check: called now and then in that thread; it raises LinkError once nothing more can come.
+    """
+
+    def __init__(
+        self, store: ObjectStore, folder: str, check: Callable[[], object] = ignore
+    ) -> None:
         self.store = store
         self._folder = folder
+        self._check = check
         self._sizes = dict[str, int]()
+        self._num_taken = dict[str, int]()  # by the name of a link's objects without the number
         self._failure: LinkError | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="mailbox", daemon=True).start()
@@ -209,10 +245,23 @@ class Arrivals:
                 raise self._failure
             return self._sizes.get(name)
 
-    def clean(self, attempt: str) -> None:
-        """Delete what is left of other attempts than this one."""
+    def miss(self, name: str) -> None:
+        """Note that an object was listed and not there: `wait` waits for the next listing."""
+        with self._changed:
+            self._sizes.pop(name, None)
+
+    def delete(self, name: str) -> None:
+        """Delete an object of which nothing more is wanted, nor of those before it."""
+        match = _NAME.fullmatch(name)
+        assert match is not None, "it has the name of an object"
+        with self._changed:
+            self._num_taken[match[1]] = int(match[2]) + 1
+        self.store.delete(f"{self._folder}/{name}")
+
+    def clean(self, attempt: str | None) -> None:
+        """Delete what is left of other attempts than this one; None: of all."""
         for name in self.store.sizes(self._folder):
-            if _NAME.fullmatch(name) and not name.startswith(attempt):
+            if _NAME.fullmatch(name) and not (attempt and name.startswith(attempt)):
                 self.store.delete(f"{self._folder}/{name}")
 
     def close(self) -> None:
@@ -220,15 +269,27 @@ class Arrivals:
 
     def _run(self) -> None:
         news_at_s = time.monotonic()
+        check_at_s = news_at_s
         pause_s = 0.0
+        seen = set[str]()
         try:
             while not self.store.over.wait(pause_s):
+                if time.monotonic() >= check_at_s:
+                    self._check()
+                    check_at_s = time.monotonic() + _CHECK_EVERY_S
+                with self._changed:
+                    num_taken = dict(self._num_taken)
                 sizes = self.store.sizes(self._folder)
-                if sizes.keys() - self._sizes.keys():
+                if sizes.keys() - seen:
                     news_at_s = time.monotonic()
+                seen = {*sizes}
                 with self._changed:
                     self._sizes = sizes
                     self._changed.notify_all()
+                for name in sizes:
+                    match = _NAME.fullmatch(name)
+                    if match and int(match[2]) < num_taken.get(match[1], 0):  # written again
+                        self.store.delete(f"{self._folder}/{name}")
                 pause_s = pause_after(time.monotonic() - news_at_s)
             raise LinkClosed("this rank has ended")
         except LinkError as error:
@@ -274,16 +335,10 @@ class LinkBox:
     def path(self, number: int) -> str:
         return f"{self.folder}/{self.name(number)}"
 
-    def put(self, number: int, data: bytes, keys: BoxKeys) -> int:
-        """Seal and write an object. Return its bytes."""
-        sealed = seal(data, receiver=keys.peer, sender=keys.key, context=self._context(number))
-        self.store.put(self.path(number), data=sealed)
-        return len(sealed)
-
-    def try_put(self, number: int, data: bytes, keys: BoxKeys) -> None:
-        """Seal and write an object, unless that fails."""
-        sealed = seal(data, receiver=keys.peer, sender=keys.key, context=self._context(number))
-        self.store.try_put(self.path(number), data=sealed)
+    def seal(self, number: int, data: Data, keys: BoxKeys) -> tuple[bytes, ...]:
+        """Return what an object holds that carries this data, in parts."""
+        context = self._context(number)
+        return seal_parts(data, receiver=keys.peer, sender=keys.key, context=context)
 
     def open(self, number: int, sealed: bytes, keys: BoxKeys, max_bytes: int) -> bytes:
         """Return what an object holds, at most max_bytes.
@@ -347,7 +402,8 @@ class MailboxOutLink(SendingEnd):
         the two objects one comes after a frame that may be on its way.
         """
         for number in (self._num_put, self._num_put + 1):
-            self._box.try_put(number, data=_ENDED, keys=self._keys)
+            sealed = self._box.seal(number, data=_ENDED, keys=self._keys)
+            self._box.store.try_put(self._box.path(number), data=sealed)
 
     @property
     def _is_idle(self) -> bool:
@@ -367,13 +423,15 @@ class MailboxOutLink(SendingEnd):
                 self.record.sending(
                     key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
                 )
-                data = frame.numpy().tobytes()
-                self._untaken[sequence] = box.put(sequence, data=data, keys=keys)
+                sealed = box.seal(sequence, data=frame.numpy().data, keys=keys)
+                del frame  # a message is held twice at most: here, or where a store copies it
+                box.store.put(box.path(sequence), data=sealed)
+                self._untaken[sequence] = sum(map(len, sealed))
                 self._num_put = sequence + 1
                 self._settings.note_progress(key.kind)
                 if key.kind is Kind.CLOSE:
                     return
-                del frame, data  # not held until the next message
+                del sealed  # not held until the next message
         except LinkError as error:
             self._failure = error
         except Exception as error:  # a thread that dies in silence loses what is sent
@@ -427,13 +485,15 @@ class MailboxInLink(ReceivingEnd):
         max_bytes = self._settings.capacity_bytes
         try:
             for number in count():
-                data = take(self._arrivals, box=box, number=number, keys=keys, max_bytes=max_bytes)
+                data = bytearray(
+                    take(self._arrivals, box=box, number=number, keys=keys, max_bytes=max_bytes)
+                )
                 if data == _ENDED:
                     raise LinkClosed(f"{self.peer_name} has ended without closing its link")
-                frame = self._open(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                frame = self._open(torch.frombuffer(data, dtype=torch.uint8))
                 if frame.key.kind is not Kind.CLOSE:
                     self._deliver(frame)
-                box.store.delete(box.path(number))
+                self._arrivals.delete(box.name(number))
                 if frame.key.kind is Kind.CLOSE:
                     return self._leave()
                 del data, frame  # not held until the next message
@@ -452,13 +512,23 @@ def take(arrivals: Arrivals, box: LinkBox, number: int, keys: BoxKeys, max_bytes
 
     Raises FrameError for anything that the sender has not put at this place.
     """
+    name = box.name(number)
+    missing_since_s: float | None = None
     while True:
-        size = arrivals.wait(box.name(number))
+        size = arrivals.wait(name)
         assert size is not None, "it waits for ever"
         box.check_size(number, num_bytes=size, max_bytes=max_bytes)
         sealed = box.store.get(box.path(number), max_bytes=sealed_bytes(max_bytes))
         if sealed is not None:
             return box.open(number, sealed, keys, max_bytes)
+        now_s = time.monotonic()
+        missing_since_s = missing_since_s or now_s
+        if now_s - missing_since_s > MISSING_S:
+            raise LinkClosed(
+                f"object {number} of {box.sender[0]} is listed in the mailbox {box.store.url}, "
+                f"and for {MISSING_S:.0f} s was not there when it was read"
+            )
+        arrivals.miss(name)
 
 
 def folder_of(run: bytes, receiver: tuple[str, int]) -> str:

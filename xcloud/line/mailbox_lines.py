@@ -7,6 +7,10 @@ Rank 0 and every other rank exchange three signed notes, which are overwritten i
 So each side knows that the other has begun now, whatever old notes lie there, and the attempt is
 the digest of all these numbers: no object of an earlier one belongs to it.
 
+A rank that is started again answers a "begin" of which it is no part, too. Rank 0 goes on reading
+the answers, and the others what rank 0 says: who finds another number there than in its own
+attempt knows that a rank has begun the run again, also one that was killed and could say nothing.
+
 A note: length of the signature u8 | signature | kind u8 | A (16 bytes) | for each rank that it
 speaks of: its number (16 bytes) and the SHA-256 of its certificate (32).
 """
@@ -17,10 +21,11 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from xcloud.base.errors import ConfigError, FrameError, LinkError, SealError
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, SealError
 from xcloud.line.keys import Certificate, LineKeys, PrivateKey, read_key
 from xcloud.line.mailbox import (
     Arrivals,
@@ -100,6 +105,7 @@ class MailboxRendezvous:
         self._place = place
         self._keys = keys
         self._key = key
+        self._begin: Note | None = None
 
     def hold(self, say: Callable[[str], None]) -> tuple[str, list[Certificate]]:
         """Wait for all other ranks. Return the attempt, and the certificate of each rank.
@@ -116,6 +122,7 @@ class MailboxRendezvous:
             begin = self._gather(mine, waiting=waiting)
         else:
             begin = self._answer(mine, waiting)
+        self._begin = begin
         attempt = hashlib.sha256(encode_note(begin)).hexdigest()[:32]
         found = [
             self._certificate(rank, fingerprint=entry.fingerprint)
@@ -123,21 +130,35 @@ class MailboxRendezvous:
         ]
         return attempt, found
 
+    def check(self) -> None:
+        """Raise LinkClosed if a rank has begun the run again since `hold` returned."""
+        begin = self._begin
+        assert begin is not None, "the ranks have met"
+        if self._place.rank == 0:
+            for rank in range(1, self._place.num_ranks):
+                answer = self._answer_of(rank)
+                if answer is not None and answer.entries[0] != begin.entries[rank]:
+                    raise LinkClosed(f"{self._name(rank)} has begun the run again")
+        else:
+            note = self._read(0, max_entries=self._place.num_ranks)
+            if note is not None and note.offer != begin.offer:
+                raise LinkClosed(f"{self._name(0)} has begun the run again")
+
     def _gather(self, mine: Entry, waiting: Waiting) -> Note:
         others = range(1, self._place.num_ranks)
         offer = Note(NoteKind.OFFER, mine.number)
         for rank in others:
             self._leave(rank, note=offer)
         entries = {0: mine}
-        while missing := [rank for rank in others if rank not in entries]:
-            for rank in missing:
-                note = self._read(rank, max_entries=1)
-                is_answer = note is not None and note.kind is NoteKind.ANSWER and note.entries
-                if note is not None and is_answer and note.offer == mine.number:
-                    entries[rank] = note.entries[0]
+        while True:
+            for rank in others:  # those that have answered too: a rank may have been restarted
+                answer = self._answer_of(rank)
+                if answer is not None and answer.offer == mine.number:
+                    entries[rank] = answer.entries[0]
             absent = ", ".join(self._name(rank) for rank in others if rank not in entries)
-            if absent:
-                waiting.go_on(f"{absent} has not come", look_every_s=self._pause(waiting))
+            if not absent:
+                break
+            waiting.go_on(f"{absent} has not come", look_every_s=self._pause(waiting))
         begin = Note(NoteKind.BEGIN, mine.number, [entries[rank] for rank in sorted(entries)])
         for rank in others:
             self._leave(rank, note=begin)
@@ -146,17 +167,26 @@ class MailboxRendezvous:
     def _answer(self, mine: Entry, waiting: Waiting) -> Note:
         place = self._place
         answered = b""
+        state = f"{self._name(0)} has not come"
         while True:
             note = self._read(0, max_entries=place.num_ranks)
-            if note is not None and note.kind is NoteKind.OFFER and note.offer != answered:
-                answered = note.offer
-                self._leave(0, note=Note(NoteKind.ANSWER, answered, [mine]))
-            has_begun = note is not None and note.kind is NoteKind.BEGIN
-            if note is not None and has_begun and len(note.entries) == place.num_ranks:
-                if note.entries[place.rank] == mine:
+            if note is not None:
+                is_whole = len(note.entries) == place.num_ranks
+                if note.kind is NoteKind.BEGIN and is_whole and note.entries[place.rank] == mine:
                     return note
-            state = "not all clouds have come" if answered else f"{self._name(0)} has not come"
+                if note.kind is NoteKind.OFFER:
+                    state = "not all clouds have come"
+                if note.offer != answered:
+                    answered = note.offer
+                    self._leave(0, note=Note(NoteKind.ANSWER, answered, [mine]))
             waiting.go_on(state, look_every_s=self._pause(waiting))
+
+    def _answer_of(self, rank: int) -> Note | None:
+        """Return the answer that a rank has left for rank 0, to whichever offer."""
+        note = self._read(rank, max_entries=1)
+        if note is None or note.kind is not NoteKind.ANSWER or not note.entries:
+            return None
+        return note
 
     def _pause(self, waiting: Waiting) -> float:
         return min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
@@ -251,7 +281,7 @@ class MailboxLines:
         rendezvous = MailboxRendezvous(store=self._store, place=place, keys=keys, key=self._key)
         self._attempt, self._certificates = rendezvous.hold(say)
         folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
-        self._arrivals = Arrivals(store=self._store, folder=folder)
+        self._arrivals = Arrivals(self._store, folder=folder, check=rendezvous.check)
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []
@@ -295,6 +325,8 @@ class MailboxLines:
         until_s = time.monotonic() + _CLOSE_S
         for incoming in self._incoming:
             incoming.wait(max(0.0, until_s - time.monotonic()))
+        with suppress(LinkError):  # what was written again after its link was closed
+            self._arrivals.clean(None)
         self.stop()
 
     def stop(self) -> None:
