@@ -177,16 +177,23 @@ def test_tied_words_at_two_ends_are_refused_where_they_would_be_trained_apart_un
     assert untied[1].architecture["config"]["tie_word_embeddings"] is False
 
 
-def test_blocks_are_computed_again_in_bf16_too(tmp_path: Path) -> None:
+def test_blocks_are_computed_again_in_bf16_to_the_same_gradients(tmp_path: Path) -> None:
     """Whose attention on CPUs is not that of float32, in the backward no more than before."""
     saved("llama", tmp_path)
-    model = trained(tmp_path, activation_checkpointing=True)
-    stages = [stage.train() for stage in build(model, 2, where(tmp_path))]
     for samples in (UNEVEN, PACKED):
-        with autocast_for("bf16", torch.device("cpu"))():
-            loss = loss_of(stages, batch_of(*samples))
-        loss.backward()
-    assert any(p.grad is not None for stage in stages for p in stage.parameters())
+        found = []
+        for again in (False, True):
+            model = trained(tmp_path, activation_checkpointing=again)
+            stages = [stage.train() for stage in build(model, 2, where(tmp_path))]
+            with autocast_for("bf16", torch.device("cpu"))():
+                loss = loss_of(stages, batch_of(*samples))
+            loss.backward()
+            gradients = [p.grad for s in stages for p in s.parameters() if p.requires_grad]
+            assert all(g is not None for g in gradients)
+            assert any(g.count_nonzero() for g in gradients)
+            found.append([loss, *gradients])
+        for kept, repeated in zip(*found, strict=True):
+            assert torch.equal(kept, repeated)
 
 
 def test_one_stage_trains_and_exports_tied_words_as_one(tmp_path: Path) -> None:
@@ -378,6 +385,58 @@ def test_a_cut_that_the_model_cannot_have_is_refused(
         trained(tmp_path, **settings).boundary(0, 2, 16)
     with pytest.raises(ConfigError, match="max_length is 33"):
         trained(tmp_path).boundary(0, 2, 33)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_held_against_one_block_of_the_model(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laying out all blocks took a tenth of a second for 48 of them, at each boundary."""
+    network = saved(kind, tmp_path)
+    whole, sizes = causal_network.laid_out, []
+
+    def counted(config: Any, part: Any) -> Any:
+        sizes.append(config.num_hidden_layers)
+        return whole(config, part=part)
+
+    monkeypatch.setattr(causal_network, "laid_out", counted)
+    trained(tmp_path).boundary(0, 2, 16)
+    assert sizes == [1]
+    config = causal_network.read_config(str(tmp_path))
+    assert config.num_hidden_layers == network.config.num_hidden_layers == BLOCKS
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path, kind: str) -> None:
+    saved(kind, tmp_path, use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="see later ones, so it is no causal language model"):
+        trained(tmp_path).boundary(0, 2, 16)
+
+
+def test_rows_of_longrope_depend_on_no_longer_document_beside_them(tmp_path: Path) -> None:
+    """So it is trained and asked up to the length at which its other table would begin."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [3.0, 5.0],
+            "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}  # fmt: skip
+    network = saved("llama", tmp_path, rope_parameters=rope)
+    assert causal_network.positions_of(network.config) == 8
+    trained(tmp_path).boundary(0, 2, 8)
+    with pytest.raises(ConfigError, match=r"max_length is 9, .* has 8 positions for short texts"):
+        trained(tmp_path).boundary(0, 2, 9)
+
+    documents = [words(8, 1), words(4, 2), words(5, 3)]
+    stages = build(trained(tmp_path), 2, where(tmp_path, max_length=8))
+    with torch.no_grad():
+        alone = sum(float(loss_of(stages, batch_of([one]))) for one in documents)
+        assert float(loss_of(stages, batch_of(documents))) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("embeddings", [None, "freeze"])
+def test_an_own_model_can_keep_its_embeddings_frozen(tmp_path: Path, embeddings: Any) -> None:
+    model = CausalLM(own=own(steps=0), embeddings=embeddings)
+    [stage, _] = build(model, 2, where(tmp_path))
+    words_in = stage.network.model.embed_tokens.weight
+    assert words_in.requires_grad == (embeddings is None)
+    assert (tmp_path / stage.architecture["own_base"]).is_dir()
 
 
 def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: Path) -> None:

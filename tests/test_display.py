@@ -22,8 +22,8 @@ class Terminal(io.StringIO):
         for line in re.sub(r"\x1b\[\?25[lh]", "", self.getvalue()).split("\n"):
             shown = ""
             for part in line.split("\r"):
-                *emptied, part = part.split("\x1b[2K")
-                shown = part + ("" if emptied else shown[len(part) :])
+                *emptied, written = part.split("\x1b[2K")
+                shown = written + ("" if emptied else shown[len(written) :])
             lines.append(shown.rstrip())
         return lines
 

@@ -99,7 +99,8 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = use.TextGenerator.__new__(use.TextGenerator)
-    last = SimpleNamespace(architecture={"config": {"max_position_embeddings": 99}})
+    config = SimpleNamespace(max_position_embeddings=99)
+    last = SimpleNamespace(network=SimpleNamespace(config=config))
     generator.text, generator.stages = _Letters(), [last]
     monkeypatch.setattr(use, "following", lambda *given, **named: iter("dé!".encode() + b"\0rest"))
 
@@ -107,6 +108,15 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     assert list(generator.pieces("a", 2, Choice())) == ["d", "\ufffd"], "cut by the limit"
     monkeypatch.setattr(use, "following", lambda *given, **named: iter(b"so\1rest"))
     assert list(generator.pieces("a", 50, Choice())) == ["s", "o", ""], "by the other end, too"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_may_be_as_long_as_the_model_has_positions(tmp_path: Path, kind: str) -> None:
+    """Whatever config.json calls them: n_positions in GPT-2."""
+    saved(kind, tmp_path)
+    generator = use.TextGenerator.__new__(use.TextGenerator)
+    generator.stages = build(CausalLM(str(tmp_path)), 1, where(tmp_path))
+    assert generator.longest == 32
 
 
 @pytest.mark.parametrize(

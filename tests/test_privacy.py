@@ -75,7 +75,7 @@ def by_hand(clip: float) -> list[Tensor]:
         loss.backward()
         for total, stage in zip(sums, stages, strict=True):
             own = torch.cat([p.grad.reshape(-1) for p in stage.parameters()])
-            total += own * min(1.0, clip / math.sqrt(2) / float(own.norm()))
+            total.add_(own * min(1.0, clip / math.sqrt(2) / float(own.norm())))
     return [total / BATCH for total in sums]
 
 

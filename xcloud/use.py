@@ -35,7 +35,7 @@ from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import check_is_run, read_settings
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Past
+from xcloud.models.causal_network import Past, positions_of
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.net.frame import TensorSpec
@@ -210,7 +210,7 @@ class TextGenerator(TrainedRun):
     @property
     def longest(self) -> int:
         """Return how many tokens the model can have before it."""
-        return int(self.stages[-1].architecture["config"]["max_position_embeddings"])
+        return positions_of(self.stages[-1].network.config)
 
     def pieces(
         self, prompt: str, max_new_tokens: int, choice: Choice, cached: bool = True

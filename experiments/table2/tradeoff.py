@@ -46,6 +46,7 @@ def draw(path: Path) -> Path:
         color = LINES[number]
         marker = MARKERS[number]
         for of_quality, of_speed in rows:
+            in_legend = label if (of_quality, of_speed) == rows[0] else "_nolegend_"
             for axes, claim, name, column in (
                 (quality, QUALITY, of_quality, "bleu"),
                 (speed, SPEED, of_speed, "step_s"),
@@ -54,9 +55,8 @@ def draw(path: Path) -> Path:
                 value = _estimate(records[claim].rows, name, column)
                 axes.errorbar(
                     num_bytes.mean / 1000, value.mean, yerr=value.error, fmt=marker,
-                    color=color, capsize=3, label=label,
+                    color=color, capsize=3, label=in_legend,
                 )  # fmt: skip
-                label = "_nolegend_" if axes is speed else label
     for number, (name, label) in enumerate(WITHOUT_A_LINK.items()):
         level = _estimate(records[QUALITY].rows, name, "bleu").mean
         quality.axhline(level, color=FAINT, linestyle=("--", ":")[number])

@@ -85,11 +85,10 @@ def _inside(annotation: Any, part: int | str) -> Any | None:
     if isinstance(part, int):
         kind = Sequence
     for member in _members(annotation):
-        if get_origin(member) is Annotated:
-            member = get_args(member)[0]
-        origin = get_origin(member)
+        bare = get_args(member)[0] if get_origin(member) is Annotated else member
+        origin = get_origin(bare)
         if isinstance(origin, type) and issubclass(origin, kind):
-            return get_args(member)[-1]
+            return get_args(bare)[-1]
     return None
 
 

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
 
@@ -321,7 +321,7 @@ class PipelineJob(Job):
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
         return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
 
-    @property
+    @cached_property
     def boundaries(self) -> dict[int, Boundary]:
         """The boundaries, by the stage before: what crosses from each stage to the next."""
         return {
@@ -331,7 +331,7 @@ class PipelineJob(Job):
             for stage in range(self.cluster.num_stages - 1)
         }
 
-    @property
+    @cached_property
     def cached_boundaries(self) -> list[int]:
         """The boundaries after which clouds keep rows of frozen parts."""
         if not self.training.activation_cache_mb:

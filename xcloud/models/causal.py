@@ -35,6 +35,7 @@ from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
+    MAX_LENGTH,
     Lora,
     Part,
     config_of_stage,
@@ -42,6 +43,7 @@ from xcloud.models.causal_network import (
     load_weights,
     merged_weights,
     network_of,
+    positions_of,
     read_config,
     tie,
     write_config,
@@ -59,7 +61,6 @@ DROPOUTS = (  # and other chance
     "router_jitter_noise",
 )  # fmt: skip
 OWN_BASE = "own_base"  # of an architecture: the folder in the cache that the run has made
-MAX_LENGTH = 2**15 - 1  # places cross as int16
 
 
 def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -436,8 +437,8 @@ class CausalLM(TextModel):
             self.lora.add_to(network, part=part)
         elif self.embeddings == "freeze":
             kind = KINDS[config.model_type]
-            for name in (kind.embeddings, *kind.first):
-                getattr(network.base_model, name).requires_grad_(False)
+            for inner in (kind.embeddings, *kind.first):
+                getattr(network.base_model, inner).requires_grad_(False)
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
@@ -480,9 +481,11 @@ class CausalLM(TextModel):
             config = self.own.config(max_length)
         else:
             config = read_config(str(self.checkpoint))
-        positions = min(MAX_LENGTH, config.max_position_embeddings)
+        positions = positions_of(config)
         if max_length > positions:
             whose = f"{self.describe()} has {positions} positions"
+            if positions < min(MAX_LENGTH, config.max_position_embeddings):
+                whose += " for short texts (rope_type longrope: its longer ones change the others)"
             raise ConfigError(f"task.max_length is {max_length}, but {whose}; lower it")
         if self.lora is not None:
             self.lora.check(config)

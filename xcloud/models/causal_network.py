@@ -11,6 +11,7 @@ Shapes: B samples, S positions, H features.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from xcloud.pretrained import WeightFiles, raw_config
 HEAD = "lm_head"
 EXPERT_PARAMETERS = ("gate_up", "down")  # and "_proj", in transformers
 ADAPTER = "default"  # what peft calls the only adapter of a network
+MAX_LENGTH = 2**15 - 1  # places cross as int16
 PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 
@@ -115,11 +117,33 @@ _LOADS_MORE = ("auto_map", "custom_pipelines", "quantization_config", "implement
 
 
 def config_of(described: Mapping[str, Any]) -> Any:
-    """Build transformers' own config of what a config.json says. Raises DataError."""
+    """Return transformers' own config of what a config.json says. Raises ConfigError for a model
+    whose tokens see later ones, which attention here does not compute."""
     from transformers import AutoConfig
 
     check_sizes(described, "config.json")
-    return AutoConfig.for_model(**described)
+    config = AutoConfig.for_model(**described)
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(
+            f"this {config.model_type} has use_bidirectional_attention in its config.json: its "
+            "tokens see later ones, so it is no causal language model; take one without"
+        )
+    return config
+
+
+def positions_of(config: Any) -> int:
+    """Return for how many tokens of a document the model computes each as if no other document
+    stood beside it.
+
+    rope_type longrope has one table of angles for short texts and one for long ones, chosen by the
+    longest document that is computed with it: there it is the length of short texts.
+    """
+    positions = min(MAX_LENGTH, int(config.max_position_embeddings))
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in (rope, *rope.values()):
+        if isinstance(of_layers, Mapping) and of_layers.get("rope_type") == "longrope":
+            positions = min(positions, int(of_layers["original_max_position_embeddings"]))
+    return positions
 
 
 def config_of_stage(described: Mapping[str, Any]) -> Any:
@@ -156,6 +180,17 @@ def network_of(config: Any, part: Part) -> Any:
     give_memory(network, module=network)
     tie(network)
     return network
+
+
+def _of_one_block(config: Any) -> Any:
+    """Return the config of a model that has the first block alone, which is laid out at once."""
+    num_blocks = config.num_hidden_layers
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    for name, value in vars(small).items():  # kinds of attention, block by block
+        if isinstance(value, list) and len(value) == num_blocks:
+            setattr(small, name, value[:1])
+    return small
 
 
 def laid_out(config: Any, part: Part) -> Any:
@@ -432,9 +467,8 @@ class Lora:
         """Raise ConfigError for a matrix or a block that the model has not."""
         from transformers.pytorch_utils import Conv1D
 
-        _, block = next(
-            blocks_of(laid_out(config, part=Part(blocks=range(1), is_first=False, is_last=False)))
-        )
+        first = Part(blocks=range(1), is_first=False, is_last=False)
+        _, block = next(blocks_of(laid_out(_of_one_block(config), part=first)))
         linears = (n for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
         # peft takes these names for experts, in blocks without experts too.
         of_experts = KINDS[config.model_type].experts

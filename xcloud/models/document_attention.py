@@ -84,13 +84,17 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: object,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
 ) -> tuple[Tensor, None]:
     """Return what `transformers` expects of an attention function, [B, S, N, F] and no weights.
+    A further argument, which would ask for another attention, is a TypeError.
 
     query: [B, N, S, F]. key, value: [B, N or fewer, T, F], of earlier tokens too.
     documents: of the rows of the only sample (B = 1); None: each sample is one document.
+    position_ids, use_cache: change nothing here.
     """
+    assert getattr(module, "is_causal", True), "config_of refuses a model that is not"
     how = partial(causal, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)
     if documents is None:
         return how(query, key, value).transpose(1, 2), None

@@ -79,9 +79,8 @@ def print_table(
 
     table = Table(box=box.SIMPLE, show_header=heads, pad_edge=False, title_justify="left")
     table.title = title or None
-    for index, column in enumerate(columns):
-        if isinstance(column, str):
-            column = Column(heading=column, right=index > 0)
+    for index, given in enumerate(columns):
+        column = Column(given, right=index > 0) if isinstance(given, str) else given
         table.add_column(
             Text(printable(column.heading)),
             justify="right" if column.right else "left",

@@ -223,7 +223,8 @@ def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Pa
         _draw_losses(panels[0], losses=curves[reference], style=pale, label=reference)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference},\nsame seed")
-    for index, (label, losses) in enumerate(others.items()):
+    for index, (setting, losses) in enumerate(others.items()):
+        label = setting
         style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
                  "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
         if reference and (differences := losses - curves[reference]).notna().any(axis=None):

@@ -152,7 +152,7 @@ def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> lis
             continue
         for total, tensor in zip(merged, contribution.tensors, strict=True):
             # Not add(alpha=): a fused multiply-add rounds once, and not all processors have one.
-            total += tensor if weight == 1.0 else tensor * weight
+            total.add_(tensor if weight == 1.0 else tensor * weight)
     return merged
 
 
