@@ -63,6 +63,22 @@ def test_what_a_file_asks_of_each_cloud_is_shown(
     assert "sends cloud_a report: " in there
 
 
+def test_a_mailbox_needs_no_port_and_a_missing_folder_is_named(
+    tmp_path: Path, policy_file: Path, approve: Approve
+) -> None:
+    box = tmp_path / "box"
+    policy_file.write_text(f"me: cloud_b\naddresses: [{box}]\n")
+    words = ["+exp=lora_clm", "strategy=local_updates", "cluster/wan=mailbox"]
+    file = tmp_path / "experiment.yaml"
+    configs.Settings.of(composed(*words, f"cluster.wan.url={box}")).write(file)
+    _, said = approve(file)
+    assert "; no port open; waits for up to 12 h until all have joined" in said
+    assert f"lacks     there is no folder {box} here: make it before you join" in said
+    box.mkdir()
+    _, said = approve(file)
+    assert "lacks" not in said
+
+
 def test_certificates_are_shown_to_be_compared_with_the_number(
     tmp_path: Path, approve: Approve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,24 +13,26 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.configs import composed
 from tests.nightly import NIGHTLY
-from tests.owners import copy_keys
+from tests.owners import TwoOwners, copy_keys
 from tests.runs import free_port
 from xcloud.__main__ import main
-from xcloud.base.errors import FrameError
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.doctor import lines, machine, talk
 from xcloud.doctor.case import Case
-from xcloud.doctor.command import examine
+from xcloud.doctor.command import examine, read_case
 from xcloud.doctor.finding import Finding, FindingState
 from xcloud.doctor.talk import DoctorMessage, Facts, follow, lead
 from xcloud.job.config import Settings
 from xcloud.launch.join import ALONE, Machine
 from xcloud.line.keys import make_key
+from xcloud.line.mailbox import ObjectStore
 from xcloud.security.policy import Policy
 
 CLOUDS = ("cloud_a", "cloud_b")
@@ -222,6 +224,75 @@ def test_a_key_that_the_other_owner_does_not_know_is_told_on_both_sides(cases: l
     for found, other in zip(both(cases, wait_s=1.0), CLOUDS[::-1], strict=True):
         assert reds(found) == [f"line to {other}"]
         assert "keys show" in found[f"line to {other}"].advice
+
+
+LOCAL = ["strategy=local_updates", "compression=int4"]
+
+
+def of_a_mailbox(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Finding]]:
+    """Return what asks the doctor of cloud_a of a job whose clouds share a folder."""
+    owners = TwoOwners(folder, LOCAL, mailbox=folder / "box")
+    monkeypatch.setenv("XCLOUD_POLICY", str(folder / "owner_cloud_a/policy.yaml"))
+
+    def found(**changed: Any) -> dict[str, Finding]:
+        case = read_case(owners.file, cloud=None, run_dir=folder / "run")
+        made = examine(replace(case, **changed), wait_s=0.0)
+        return {finding.name: finding for finding in made}
+
+    return found
+
+
+def test_a_mailbox_is_written_listed_read_and_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line is tried, and no descriptors are asked for one."""
+    (box := tmp_path / "box").mkdir()
+    found = of_a_mailbox(tmp_path, monkeypatch)()
+    assert reds(found) == []
+    assert found["mailbox"].fact.startswith(f"{box}: write ")
+    assert found["mailbox"].figures.keys() == {"write_s", "list_s", "read_s", "delete_s"}
+    assert not any("line" in name for name in found)
+    assert "with 0 in other clouds" in found["open files"].fact
+    assert not [file for file in box.rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "said"),
+    [
+        ("sizes", {}, "does not list an object that has just been written"),
+        ("get", b"written by xcloud doctor", "gives other bytes of an object than were asked for"),
+        ("delete", None, "keeps an object that has been deleted"),
+    ],
+)
+def test_a_mailbox_that_does_something_else_than_a_run_needs_is_red(
+    call: str, answer: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "box").mkdir()
+    ask = of_a_mailbox(tmp_path, monkeypatch)
+    monkeypatch.setattr(ObjectStore, call, lambda *given, **named: answer)
+    found = ask()
+    assert reds(found) == ["mailbox"] and said in found["mailbox"].fact
+
+
+def test_a_mailbox_that_is_not_there_or_not_allowed_is_named_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = of_a_mailbox(tmp_path, monkeypatch)
+    found = ask()
+    assert reds(found) == ["mailbox"] and "there is no such folder" in found["mailbox"].fact
+    assert not (tmp_path / "box").exists()
+    found = ask(refusal=ConfigError("addresses: []"))
+    assert reds(found) == ["file"] and found["mailbox"].fact == "not looked at"
+
+
+def test_a_busy_machine_is_told(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load, state in ((1.9, FindingState.OK), (50.0, FindingState.WARN)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        found = machine.check_load(cases[0])
+        assert found.state is state and found.fact.startswith(f"{load} on 2 processors")
 
 
 def test_what_a_container_may_use_counts(

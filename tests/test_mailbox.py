@@ -557,6 +557,16 @@ def test_what_waits_within_a_step_is_refused(overrides: list[str], said: str) ->
         Settings.of(toy_config("two_clouds", [*wan, *overrides]))
 
 
+def test_a_folder_that_is_missing_is_said_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = TwoOwners(tmp_path, LOCAL, mailbox=tmp_path / "box")
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "owner_cloud_a/policy.yaml"))
+    with pytest.raises(ConfigError, match=r"cluster\.wan\.url=.*there is no such folder"):
+        main([str(owners.file), "--run-dir", str(tmp_path / "run")])
+    assert not [*tmp_path.glob("run/rank*.log")]
+
+
 def test_a_file_names_no_mailbox_that_the_policy_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

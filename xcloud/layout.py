@@ -93,8 +93,8 @@ class Layout(ABC):
                 )
 
     @property
-    def is_sealed(self) -> bool:
-        """Return whether clouds have several owners, with sealed lines or a mailbox between."""
+    def between_owners(self) -> bool:
+        """Return whether clouds have several owners: sealed lines or a mailbox lie between."""
         return (_NAMED[self.wan] if isinstance(self.wan, str) else self.wan).between_owners
 
     @property
@@ -330,7 +330,7 @@ class ClusterLayout(Layout):
                         f"{where}: its ranks listen at ports {port} to {last}, of which the "
                         f"highest may be {_MAX_PORT}"
                     )
-        if not self.is_sealed:
+        if not self.between_owners:
             return
         if not self.crosses_clouds:
             raise ConfigError(

@@ -10,12 +10,14 @@ from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.join import ALONE, Machine
 from xcloud.layout import ClusterLayout
+from xcloud.line.mailbox import Mailbox
 from xcloud.security.policy import Policy
 
 
 @dataclass(frozen=True)
 class Case:
-    """The part of one cloud in an experiment file, with sealed lines to clouds of other owners.
+    """The part of one cloud in an experiment file, with sealed lines to clouds of other owners or
+    a mailbox between them.
 
     digest: SHA-256 of the file.
     refusal: why this cloud's policy would not let the file run, apart from `approved`.
@@ -40,8 +42,12 @@ class Case:
     @property
     def layout(self) -> ClusterLayout:
         layout = self.job.cluster
-        assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+        assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
         return layout
+
+    @property
+    def has_mailbox(self) -> bool:
+        return isinstance(self.layout.wan, Mailbox)
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,7 @@ from xcloud.doctor import machine as this_machine
 from xcloud.doctor.case import Case
 from xcloud.doctor.finding import Finding, FindingState
 from xcloud.doctor.lines import check_lines
+from xcloud.doctor.mailbox import check_mailbox
 from xcloud.doctor.owners import check_certificate, check_file, check_name, check_own_key
 from xcloud.job.config import policy_file, this_clouds_policy
 from xcloud.job.given import read_to_approve
@@ -25,9 +26,10 @@ from xcloud.show.tables import Column, console_of, print_table
 
 
 def main(words: Sequence[str]) -> int:
-    """Look whether this cloud can take part in a run: keys, the file, the line to other clouds,
-    this machine. Run it in all clouds at the same time: what is said of a line is measured between
-    two doctors. Nothing is changed. Exit code 1 if a finding is red."""
+    """Look whether this cloud can take part in a run: keys, the file, this machine, the line to
+    other clouds or the mailbox between them. Run it in all clouds at the same time: what is said
+    of a line is measured between two doctors. Nothing is changed, but that an object is written
+    into a mailbox and deleted again. Exit code 1 if a finding is red."""
     parser = argparse.ArgumentParser("python -m xcloud doctor", description=main.__doc__)
     parser.add_argument("experiment", type=Path, help="experiment file, the same in all clouds")
     parser.add_argument("--cloud", help="this cloud (default: `me` of its policy)")
@@ -73,21 +75,21 @@ def main(words: Sequence[str]) -> int:
 def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = ALONE) -> Case:
     """Read the file as this cloud's policy allows. cloud: as given; None: what the policy says.
 
-    Raises ConfigError for what is no experiment file, names what this cloud may not call, has no
-    sealed lines, no such cloud, or other machines of it.
+    Raises ConfigError for what is no experiment file, names what this cloud may not call, has
+    clouds of one owner, no such cloud, or other machines of it.
     """
     asked = read_to_approve(file)
-    if not asked.settings.job.cluster.is_sealed:
+    if not asked.settings.job.cluster.between_owners:
         raise ConfigError(
-            f"{file} has another cluster.wan than sealed, and the doctor is for clouds of several "
-            "owners: write it with cluster/wan=sealed"
+            f"{file} has another cluster.wan than sealed or mailbox, and the doctor is for clouds "
+            "of several owners: write it with cluster/wan=sealed, or with cluster/wan=mailbox"
         )
     policy = this_clouds_policy()
     name = cloud or policy.me
     if name is None:
         raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
     layout = asked.settings.job.cluster
-    assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
+    assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
     machine.ranks_of(layout, name)  # raises for a cloud that is not there
     return Case(
         file=file,
@@ -108,6 +110,8 @@ def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) ->
     certificates = {peer: check_certificate(case, peer=peer, own=keys) for peer in case.peers}
     findings = [check_file(case), check_name(case), own, *certificates.values()]
     findings += [check(case) for check in this_machine.CHECKS]
+    if case.has_mailbox:
+        return [*findings, check_mailbox(case)]
     usable = {
         peer: case.policy.peers[peer]
         for peer, finding in certificates.items()

@@ -63,6 +63,21 @@ def check_processors(case: Case) -> Finding:
     return ok("cores", fact=fact, num_cores=num_cores())
 
 
+def check_load(case: Case) -> Finding:
+    """Look whether other programs keep the processors busy."""
+    load, _, _ = os.getloadavg()
+    num_processors = os.cpu_count() or 1
+    fact = f"{load:.1f} on {num_processors} processors, before the run"
+    if load > num_processors:
+        return warn(
+            "load",
+            fact=fact,
+            advice="end other programs here, or each step takes as much longer",
+            load=load,
+        )
+    return ok("load", fact=fact, load=load)
+
+
 def check_memory(case: Case) -> Finding:
     """Look at the free memory. What the stages need is known only after a trial run."""
     free = min(psutil.virtual_memory().available, _container_limit())
@@ -97,7 +112,9 @@ def check_disk(case: Case) -> Finding:
 
 def check_descriptors(case: Case) -> Finding:
     """Look whether a rank may open as many files as its lines to other clouds can need."""
-    num_peers = sum(len(case.layout.ranks_in(peer)) for peer in case.peers)
+    num_peers = 0
+    if not case.has_mailbox:  # which needs none beside those of a rank's own
+        num_peers = sum(len(case.layout.ranks_in(peer)) for peer in case.peers)
     needs = _OWN_FILES + _FILES_PER_PEER * num_peers
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -167,6 +184,7 @@ def _container_limit() -> int:
 
 CHECKS = (
     check_processors,
+    check_load,
     check_memory,
     check_disk,
     check_descriptors,

@@ -23,6 +23,7 @@ from xcloud.job.given import read_to_approve
 from xcloud.job.strict_policy import places_of
 from xcloud.layout import num_ranks_in_words
 from xcloud.line.keys import describe
+from xcloud.line.mailbox import Mailbox, missing_folder
 from xcloud.record.files import replace_text
 from xcloud.security.policy import CONSTRUCTORS, Policy, plain_text, targets_of
 
@@ -45,7 +46,7 @@ def main(words: Sequence[str]) -> int:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
     say("\nto compare by phone with the other owner:")
-    if asked.settings.job.cluster.is_sealed:
+    if asked.settings.job.cluster.between_owners:
         try:
             keys = this_clouds_keys()
         except ConfigError as error:
@@ -88,10 +89,12 @@ def _described(settings: Settings) -> Iterator[str]:
     more = _names(targets_of(settings.plain) - CONSTRUCTORS)
     yield f"{'calls':<10}{more or 'nothing but xcloud'}"
     join_h = job.cluster.liveness.join_within_s / 3600
-    yield (
-        f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; ports open for up to "
-        f"{join_h:g} h until all have joined"
-    )
+    waits = f"ports open for up to {join_h:g} h until all have joined"
+    if isinstance(job.cluster.wan, Mailbox):
+        waits = f"no port open; waits for up to {join_h:g} h until all have joined"
+    yield f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; {waits}"
+    if isinstance(job.cluster.wan, Mailbox) and (missing := missing_folder(job.cluster.wan.url)):
+        yield f"{'lacks':<10}there is no folder {missing} here: make it before you join"
     for cloud, settings_of_cloud in job.cluster.clouds.items():
         ranks = num_ranks_in_words(settings_of_cloud.num_ranks)
         yield f"\n{cloud}: {ranks}, device {settings_of_cloud.device}"

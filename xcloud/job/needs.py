@@ -214,7 +214,7 @@ MAILBOX = Use(
 )
 SEALED = Use(
     setting="cluster/wan=sealed or mailbox",
-    asked=lambda job: job.cluster.is_sealed,
+    asked=lambda job: job.cluster.between_owners,
     why={all_clouds_stay: "joins clouds that stay to the end"},
     without="choose cluster/wan=real",
 )

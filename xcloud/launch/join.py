@@ -31,7 +31,7 @@ from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.launch.several_machines import check_unfinished, cloud_meant
 from xcloud.layout import ClusterLayout, check_machines, host_and_port
-from xcloud.line.mailbox import Mailbox
+from xcloud.line.mailbox import Mailbox, ObjectStore
 from xcloud.line.transport import SealedLines
 from xcloud.net.link_end import ignore
 from xcloud.record.files import forget_launcher, has_events
@@ -217,7 +217,7 @@ def join(
     settings = given.read_shared(file, run_dir=run_dir)
     job = settings.job
     layout = job.cluster
-    if not layout.is_sealed:
+    if not layout.between_owners:
         raise ConfigError(
             f"{file} has another cluster.wan than those that join the clouds of several owners: "
             "write it with cluster/wan=sealed, or with cluster/wan=mailbox"
@@ -225,6 +225,8 @@ def join(
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     ranks = machine.ranks_of(layout, cloud)
     check_peers(layout, cloud=cloud)
+    if isinstance(layout.wan, Mailbox):
+        ObjectStore(layout.wan.url)  # said here, it is said once, and before anything is loaded
     if layout.clouds[cloud].device == "cuda":
         check_gpu(cloud)
     ranks_of = partial(

@@ -129,7 +129,7 @@ def _check_job(job: Job) -> None:
     """Raise ConfigError for what cannot run here."""
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
-    if job.cluster.is_sealed:
+    if job.cluster.between_owners:
         raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
     job.check()
     for name, cloud in job.cluster.clouds.items():

@@ -63,7 +63,7 @@ class TorchrunProcess(RankProcess):
     def read(self) -> Settings:
         settings = given.read_shared(self.file, run_dir=self.run_dir)  # it comes from elsewhere
         me = this_clouds_policy().me
-        if settings.job.cluster.is_sealed:
+        if settings.job.cluster.between_owners:
             raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
         _check_cloud(settings.job, rank=self.rank, cloud=self._cloud, me=me)
         return settings

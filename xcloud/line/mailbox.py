@@ -86,6 +86,14 @@ class Mailbox(Wan):
         return "a mailbox"
 
 
+def missing_folder(url: str) -> str | None:
+    """Return the folder of this machine that a URL names, if it is not there."""
+    folder = url.removeprefix("file://").removeprefix("local://")
+    if "://" in folder or os.path.isdir(folder):
+        return None
+    return folder
+
+
 class ObjectStore:
     """The objects of a mailbox. A call that fails is made again for patience_s.
 

@@ -61,7 +61,7 @@ class OneWayLayout(Layout):
 
     def __post_init__(self) -> None:
         self._check_clouds()
-        if self.is_sealed:
+        if self.between_owners:
             raise ConfigError(
                 "cluster/wan=sealed and mailbox are for pipelines; this is a one-way job: choose "
                 "cluster/wan=real, over a VPN between clouds that trust each other"
