@@ -83,7 +83,7 @@ def measure(
 ) -> dict[str, Any]:
     module = model_of(num_parameters)
     num_parameters = sum(p.numel() for p in module.parameters())
-    optimizer = Optimizer(learning_rate=1e-6).build(module.parameters())
+    optimizer = Optimizer(learning_rate=1e-6).build(module)
     layer_s = computing_s(module[0], num_tokens)
     forward_backward_s = layer_s * num_parameters / module[0].weight.numel()
     gradient = torch.full((WIDTH, WIDTH), 1e-3, dtype=torch.bfloat16)

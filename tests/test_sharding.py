@@ -150,7 +150,7 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
         Sharder(alone, CPU).rest(stage)
     assert [is_sharded(stage) for stage in stages] == [False, True, True]
     buffers = [FlatBuffer(stage.parameters()) for stage in stages]
-    optimizers = [training.build(buffer.parameters) for buffer in buffers]
+    optimizers = [training.build(stage) for stage in stages]
 
     def updated(number: int, step: int) -> float:
         buffer = buffers[number]

@@ -31,7 +31,7 @@ def learn(part: TrainedModule) -> None:
 
 def parts() -> dict[str, Any]:
     net, memory = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), DeltaCache("bfloat16")
-    module = TrainedModule(net, Optimizer(0.1, 1).build(net.parameters()))
+    module = TrainedModule(net, Optimizer(0.1, 1).build(net))
     learn(module)
     memory.after_receive(torch.randn(7, 3), SampleRows((4, 9, 5), (2, 4, 1)))
     return {"module": module, "memory": memory}

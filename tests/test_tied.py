@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.causal_models import batch_of, build, loss_of, saved, where, words
 from tests.configs import composed
@@ -51,8 +52,9 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
     whole = ranks(LAYOUTS["one rank"], CLIPPED, toy=TiedToy)[0].trainer
     stages = whole.pipeline.stages
     stages[2].words = stages[0].words  # one parameter, as in an uncut model
-    parameters = {id(p): p for s in stages.values() for p in s.parameters()}.values()
-    optimizer = CLIPPED.optimizer.build(parameters)
+    whole_model = nn.ModuleList(stages.values())
+    parameters = list(whole_model.parameters())
+    optimizer = CLIPPED.optimizer.build(whole_model)
     norms = []
     for step in range(1, 4):
         optimizer.zero_grad()

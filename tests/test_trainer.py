@@ -19,7 +19,7 @@ from xcloud.pipeline.trainer import TrainedModule
 def trained(**changes: Any) -> TrainedModule:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return TrainedModule(module, Optimizer(0.1, 1, **changes).build(module.parameters()))
+    return TrainedModule(module, Optimizer(0.1, 1, **changes).build(module))
 
 
 def learn(part: TrainedModule, num_updates: int) -> None:
@@ -111,7 +111,7 @@ def test_a_state_without_the_moments_of_one_parameter_is_refused() -> None:
 
 def test_what_is_frozen_is_not_kept_and_another_one_is_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    part = TrainedModule(module, Optimizer(0.1, 1).build(module[1].parameters()))
+    part = TrainedModule(module, Optimizer(0.1, 1).build(module))
     state = part.state_dict()
     assert set(state) == {"frozen", "values.1.weight", "values.1.bias"}
     same, other = copy.deepcopy(module), copy.deepcopy(module)

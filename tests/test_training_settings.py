@@ -76,18 +76,20 @@ def test_linear_decay_ends_just_above_zero_at_the_last_step() -> None:
 
 
 def test_frozen_parameters_are_left_out() -> None:
-    frozen, trained = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(3))
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
 
-    built = Optimizer().build([frozen, trained])
+    built = Optimizer().build(layer)
 
-    assert [p is trained for group in built.param_groups for p in group["params"]] == [True]
+    assert [p is layer.weight for group in built.param_groups for p in group["params"]] == [True]
 
 
 def test_training_does_not_import_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would cost 2 s of every rank's start."""
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)
-    weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = Optimizer(learning_rate=0.5).build([weight])
+    layer = nn.Linear(2, 2, bias=False)
+    weight = nn.init.ones_(layer.weight)
+    optimizer = Optimizer(learning_rate=0.5).build(layer)
     for _ in range(2):
         weight.grad = torch.ones(2, 2)
         optimizer.step()
@@ -104,7 +106,7 @@ def test_weight_decay_spares_biases_and_norms_and_nothing_else() -> None:
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
 
-    Optimizer(0.1, weight_decay=0.5).build(module.parameters()).step()
+    Optimizer(0.1, weight_decay=0.5).build(module).step()
 
     values = {name: p.detach().unique().tolist() for name, p in module.named_parameters()}
     decayed = pytest.approx([1 - 0.1 * 0.5])

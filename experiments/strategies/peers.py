@@ -56,7 +56,7 @@ def main() -> None:
     model = WholeModel(job.model.build_stage(0, 1, context_of(job, data, device, print)))
     plan = job.batch_plan(data.num_samples("train"))
     settings = job.training
-    made = settings.optimizer.build(model.parameters())
+    made = settings.optimizer.build(model)
     steps, curve = settings.max_steps, list[tuple[float, float]]()
 
     with (torchft if name.startswith("torchft") else ddp)(name, rank, model, made) as wrapped:

@@ -107,7 +107,7 @@ class Descent:
         """
         network.train()
         decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
-        optimizer = decayed.build(network.parameters())
+        optimizer = decayed.build(network)
         parts: dict[str, Stateful] = {
             "network": TrainedModule(module=network, optimizer=optimizer)
         }

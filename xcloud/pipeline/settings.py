@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from inspect import unwrap
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -79,18 +79,25 @@ class Optimizer:
             return 0.0
         return self.learning_rate
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        trained = [p for p in parameters if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        betas = (float(self.betas[0]), float(self.betas[1]))
+    @property
+    def adam_betas(self) -> tuple[float, float]:
+        return float(self.betas[0]), float(self.betas[1])
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a module's trained parameters."""
+        groups = self.groups(p for p in module.parameters() if p.requires_grad)
         # On CPUs one pass over the memory instead of ten: 20 ms instead of 150 for 12.9 M weights.
         # The same formula, rounded in another order; the same bits for any number of threads.
-        fused = all(p.device.type == "cpu" for p in trained) or None
-        filled = [group for group in groups if group["params"]]
-        return AdamW(filled, self.learning_rate, betas, self.eps, fused=fused)
+        on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
+        fused = on_cpu or None
+        return AdamW(groups, self.learning_rate, self.adam_betas, self.eps, fused=fused)
+
+    def groups(self, trained: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """Return the parameter groups of AdamW: those that decay, and those that do not."""
+        every = list(trained)
+        decayed = {"params": [p for p in every if p.ndim >= 2], "weight_decay": self.weight_decay}
+        spared = {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0}
+        return [group for group in (decayed, spared) if group["params"]]
 
 
 @settings("training.checkpoint")

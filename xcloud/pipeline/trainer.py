@@ -228,7 +228,7 @@ class Trainer(StatefulTree):
             module.train()
             buffer = FlatBuffer(module.parameters())
             trained = buffer.parameters
-            optimizer = settings.optimizer.build(trained) if trained else None
+            optimizer = settings.optimizer.build(module) if trained else None
             self.stages[stage] = TrainedStage(
                 trained=TrainedModule(module=module, optimizer=optimizer),
                 buffer=buffer,

@@ -90,7 +90,7 @@ TABLE: Mapping[str, Row] = {
         EQUAL, others={"elastic": _elastic()},
     ),
     "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
-        r"training\.(max_steps|optimizer\.|on_divergence|max_skips_in_a_row|precision)|"
+        r"training\.(max_steps|optimizer\.(?!_target_)|on_divergence|max_skips_in_a_row|precision)|"
         r"security(?!\.privacy)|model\.decoding|feed\.on_(slow|dead)",
         GOES_ON, others={"elastic": _elastic()},
     ),

@@ -14,11 +14,13 @@ from xcloud.job.needs import (
     Use,
     every_update_together,
     no_privacy,
+    plain,
     sharding_clouds,
     unpacked_weights,
     untied_ends,
 )
 from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.muon import Muon
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import Schedule, rank_actions, split_backwards
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -89,6 +91,13 @@ def check_in_step(
         )
 
 
+matrices_in_parts = plain(
+    lambda job: isinstance(job.training.optimizer, Muon),
+    setting="training/optimizer=muon moves a matrix by the whole of its gradient",
+    remedy="leave training/optimizer out (AdamW)",
+)
+
+
 class Sharding(Feature):
     """A stage of which each rank keeps a part of every parameter."""
 
@@ -103,6 +112,7 @@ class Sharding(Feature):
                 equal_shards_in_step: "averages what each rank holds with ranks that hold the "
                 "same",
                 no_privacy: "shards gradients over ranks",
+                matrices_in_parts: "leaves each rank a part of every matrix",
             },
             without="leave shard out",
         ),

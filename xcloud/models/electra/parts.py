@@ -225,9 +225,8 @@ class _Learner(StatefulTree):
         self._device = self.context.device
         self._autocast = autocast_for(self.settings.precision, device=self._device)
         rule = self.settings.optimizer
-        parameters = self.network.parameters()
         if is_trained:
-            self._optimizer = rule.build(parameters)
+            self._optimizer = rule.build(self.network)
         else:
             self._optimizer = None
         self._trained = TrainedModule(module=self.network, optimizer=self._optimizer)
