@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests.configs import build
 from xcloud.base.units import human_duration
 from xcloud.record.events import Key, StepTotals
 from xcloud.show.display import ProgressLine
@@ -66,21 +67,39 @@ def test_line_shows_step_loss_times_link_use_and_time_left() -> None:
 
     # The busiest line, which carries two kinds, is busy half of the time.
     assert stream.getvalue() == (
-        "step 1000/2000  7 min left  loss 3.000  0.400 s/step  430 tokens/s  waits 0.100 s  "
-        "link 50 %\n"
+        "step 1000/2000  7 min left  loss 3.000  0.400 s/step  430 tokens/s  "
+        "target waits 0.100 s  link 50 %\n"
     )
 
 
 def test_a_link_of_unknown_bandwidth_shows_its_rate() -> None:
     stream = io.StringIO()
     ProgressLine(10, stream=stream).update(totals(1))
-    assert "sends 2.0 Mbit/s" in stream.getvalue()
+    assert "sends 2 Mbit/s" in stream.getvalue()
 
 
 def test_a_run_in_one_cloud_says_that_nothing_crosses() -> None:
     stream = io.StringIO()
     ProgressLine(10, stream=stream).update(StepTotals(1, 0.4, loss=3.0, numbers={("tokens",): 4}))
     assert stream.getvalue().endswith("  nothing crosses clouds\n")
+
+
+def test_replicas_that_train_apart_say_when_they_merge_next() -> None:
+    """Between two merges nothing crosses, and yet the job's clouds are not alone."""
+    job = build("+exp=lora_clm", "strategy=streaming", "strategy.averaging.every=10")
+    assert job.strategy.averaging.fragments == 4
+    due = {
+        1 + step for step in range(40)
+        if any(
+            (1 + step) % 10 == job.strategy.averaging.offset(number) for number in range(4)
+        )
+    }  # fmt: skip
+    for step in range(39):
+        assert job.next_merge(step) == min(number for number in due if number > step)
+    stream = io.StringIO()
+    line = ProgressLine(40, stream=stream, next_merge=lambda step: step + 3)
+    line.update(StepTotals(1, 0.4, loss=3.0, numbers={("tokens",): 4}))
+    assert stream.getvalue().endswith("  next merge at step 4\n")
 
 
 def test_loss_is_smoothed_and_starts_unbiased() -> None:
@@ -206,7 +225,7 @@ def test_line_never_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.update(totals(1))
     progress.close()
     (line, end) = stream.screen()
-    assert line.startswith("step 1/10") and len(line) == 30 and end == ""
+    assert line == "step 1/10  4 s left" and end == "", "the loss has no room"
 
 
 def test_terminal_that_speaks_ascii_gets_question_marks() -> None:

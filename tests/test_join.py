@@ -270,7 +270,10 @@ def test_both_clouds_stop_when_one_is_asked_to_and_the_same_commands_go_on(
     both[1].send_signal(signal.SIGINT)
     codes = [process.wait(60) for process in both]
     assert codes == [75, 75], owners.said("cloud_a") + owners.said("cloud_b")
-    assert "give the same command in every cloud" in owners.said("cloud_a")
+    for cloud in CLOUDS:
+        last = owners.log(cloud).read_text().splitlines()[-1]
+        assert last.startswith("xcloud: stopped by cloud_b") and "go on from step" in last
+        assert last.endswith("give the same command in every cloud")
     assert len(losses(owners.run_dir("cloud_a"))) < 400
     owners.finish()
     start(tmp_path / "gloo", toy_config("two_clouds", more))

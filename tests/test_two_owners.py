@@ -1,18 +1,24 @@
 """What each owner of a run over several machines sees, and what he learns of the other."""
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.toy import toy_config
 from xcloud.job import config as configs
+from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
+from xcloud.launch.local import stopped_in_words
 from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind
-from xcloud.record.events import EVENTS_FILE
+from xcloud.record.events import EVENTS_FILE, StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.show import following
+from xcloud.show.display import ProgressLine
 from xcloud.show.following import monitor_of
 
 HERE = "/data/eu/hospital.b/train.es"
@@ -70,11 +76,86 @@ def test_every_cloud_sees_its_own_steps_twice_a_minute() -> None:
         progress.hear("step", {"step": step, "step_s": 0.5, "waiting_s": 0.2, "sent": sent})
         now_s[0] += 1.0
     assert [line.split()[1] for line in said] == ["1/100", "31/100", "61/100"]
-    assert said[1] == "step 31/100  34 s left  0.500 s/step  waits 0.200 s  sends 0.0 Mbit/s"
+    assert said[1] == "step 31/100  34 s left  0.500 s/step  waits 0.200 s  sends 20 kbit/s"
     progress.hear("step", {"step": 62, "step_s": 0.5, "loss": 2.0})
     now_s[0] += 30
     progress.hear("step", {"step": 63, "step_s": 0.5})
     assert "loss 2.000" in said[-1]
+    progress.hear("step", {"step": 64, "step_s": 0.5, "loss": 2.0})
+    progress.hear("phase", {"name": "evaluation"})
+    assert said[-1].startswith("step 64/100"), "the last one is said before what follows"
+
+
+def test_two_owners_see_one_loss_and_one_time_for_a_step() -> None:
+    """They talk on the phone. Each line names whose waiting it shows."""
+    stream = io.StringIO()
+    first = ProgressLine(60, stream=stream)
+    said: list[str] = []
+    other = OwnProgress(60, said.append, cloud="cloud_b")
+    for step in range(1, 61):
+        step_s = 0.1 if step % 7 else 3.0
+        waits = {"cloud_a": 0.5 * step_s, "cloud_b": 0.4 * step_s}
+        loss = 8.0 - 0.1 * step - step % 3
+        first.update(
+            StepTotals(step, step_s, loss=loss, numbers={
+                ("num_ranks", "cloud_a"): 1, ("num_ranks", "cloud_b"): 1,
+                **{("waiting_s", cloud): waiting_s for cloud, waiting_s in waits.items()},
+            })
+        )  # fmt: skip
+        other.hear(
+            "step",
+            {"step": step, "step_s": step_s, "loss": loss, "waiting_s": waits["cloud_b"]},
+        )
+    first.close()
+    other.hear("phase", {"name": "evaluation"})
+    shown = stream.getvalue().splitlines()[-1].split("  ")
+    own = said[-1].split("  ")
+    assert own[:4] == shown[:4] and own[0] == "step 60/60" and own[2].startswith("loss 1.9")
+    assert shown[4].startswith("cloud_a waits ") and own[4].startswith("cloud_b waits ")
+
+
+def test_who_trains_apart_is_shown_an_own_loss() -> None:
+    said: list[str] = []
+    progress = OwnProgress(60, said.append, cloud="cloud_b", next_merge=lambda step: step + 3)
+    progress.hear("step", {"step": 1, "step_s": 0.5, "loss": 2.0})
+    assert "own loss 2.000" in said[0] and said[0].endswith("next merge at step 4")
+
+
+def who_stopped(clouds: str, rank: int, is_asked: bool, asked: int | None = None) -> str:
+    """Return what the terminal of a rank's cloud says.
+
+    clouds: by letter.
+    is_asked: whether it is the one that was stopped.
+    asked: the rank of which rank 0 has heard that it was.
+    """
+    layout = ClusterLayout({f"cloud_{name}": Cloud() for name in clouds}, "sealed")
+    ranks = CloudRanks(
+        SimpleNamespace(cluster=layout),  # type: ignore[arg-type]
+        Path("run"),
+        file=Path("file"),
+        cloud=layout.cloud_of(rank),
+        machine=Machine(),
+        listen=None,
+        more_words=(),
+    )
+    ranks.is_asked_to_stop = is_asked
+    return ranks.who_stopped(asked)
+
+
+def test_every_terminal_says_which_cloud_has_stopped_the_run() -> None:
+    assert who_stopped("ab", 1, is_asked=True).startswith("stopped by cloud_b (Ctrl+C")
+    assert who_stopped("ab", 0, is_asked=True).startswith("stopped by cloud_a (Ctrl+C")
+    assert who_stopped("ab", 0, is_asked=False, asked=1) == "stopped by cloud_b"
+    assert who_stopped("ab", 1, is_asked=False) == "stopped by cloud_a"
+    assert who_stopped("abc", 0, is_asked=False, asked=2) == "stopped by cloud_c"
+    assert "another cloud" in who_stopped("abc", 1, is_asked=False)
+    # Both at once: each says that it was stopped itself.
+    assert who_stopped("ab", 0, is_asked=True, asked=1).startswith("stopped by cloud_a")
+
+
+def test_who_stops_before_a_checkpoint_is_told_how_to_begin_again(tmp_path: Path) -> None:
+    text = stopped_in_words(tmp_path, by="stopped by b", again=AGAIN, unsaved=BEGIN_AGAIN)
+    assert text == f"stopped by b; nothing is saved yet; to begin again {AGAIN}"
 
 
 def test_every_cloud_sees_what_left_it_by_kind(tmp_path: Path) -> None:
@@ -85,6 +166,8 @@ def test_every_cloud_sees_what_left_it_by_kind(tmp_path: Path) -> None:
     heading, row = what_left(tmp_path).splitlines()
     assert heading == "sent to other clouds:" and row.split() == ["gradient", "3.00", "MB"]
     assert Kind.GRADIENT.name.lower() == "gradient"
+    (tmp_path / "rank1.wire.earlier.json").write_text("{}")
+    assert what_left(tmp_path).startswith("sent to other clouds in this attempt:")
 
 
 def follow(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any]) -> str:
@@ -118,7 +201,7 @@ STEPS = [{"event": "step", "step": 2, "step_s": 0.5, "rank": rank} for rank in (
         ([RESUME, *STEPS, *STOPS], "stopped", "interrupted", True),
         (
             [RESUME, *STEPS, {"event": "stop_asked", "of": 1, "rank": 0}, *STOPS],
-            "stopped", "stopped in cloud_b", True,
+            "stopped", "stopped by cloud_b", True,
         ),
         ([RESUME], "failed", "before rank 0 had finished", False),
         ([], "failed", "before rank 0 had finished", False),

@@ -158,6 +158,12 @@ class Experiment(PipelineJob):
             restart_s=traits.restart_s,
         )
 
+    def next_merge(self, step: int) -> int | None:
+        traits = self.strategy.traits
+        if not traits.trains_locally or self.cluster.num_replicas < 2:
+            return None
+        return min(self.max_steps, traits.next_merge(step))
+
     @property
     def has_public_texts(self) -> bool:
         return getattr(self.task, "is_public", False) is True

@@ -198,6 +198,10 @@ class Job(ABC):
     def max_steps(self) -> int:
         return int(self.training.max_steps)
 
+    def next_merge(self, step: int) -> int | None:
+        """Return the next step in which replicas that train apart merge; None if none do."""
+        return None
+
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
         kind = ElasticCollector if self.roster.is_elastic else StepCollector

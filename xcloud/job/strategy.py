@@ -56,6 +56,11 @@ class Traits:
     hidden_steps: float = 0.0
     num_copies: int = 1
 
+    def next_merge(self, step: int) -> int:
+        """Return the first step after this one in which anything is merged."""
+        num_merges = -(-(step + 1) * self.fragments // self.every)  # the next one included
+        return num_merges * self.every // self.fragments
+
     def max_contributions(self, num_updates: int) -> int:
         """Return how many contributions of a replica hold the same value in so many updates.
 

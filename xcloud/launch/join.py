@@ -26,10 +26,10 @@ from xcloud.job.config import (
 from xcloud.job.job import Job
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
 from xcloud.launch.joined_rank import check_peers, place_of
-from xcloud.launch.local import StopSignals, run_in_owned, train
+from xcloud.launch.local import StopSignals, run_in_owned, stopped_in_words, train
 from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.launch.several_machines import check_unfinished, cloud_meant
+from xcloud.launch.several_machines import check_unfinished, cloud_meant, stopped_by
 from xcloud.layout import ClusterLayout, check_machines, host_and_port
 from xcloud.line.mailbox import Mailbox, ObjectStore
 from xcloud.line.transport import SealedLines
@@ -37,6 +37,7 @@ from xcloud.net.link_end import ignore
 from xcloud.record.files import forget_launcher, has_events
 
 AGAIN = "give the same command in every cloud"
+BEGIN_AGAIN = f"nothing is saved yet; to begin again {AGAIN}"
 
 
 class Machine(NamedTuple):
@@ -139,6 +140,13 @@ class CloudRanks(LocalRanks):
     def speaks(self, rank: int) -> bool:
         return rank == self.ranks[0]
 
+    def who_stopped(self, asked: int | None) -> str:
+        own = self._layout.cloud_of(self.ranks[0])
+        if asked is not None and not self.is_asked_to_stop:
+            return f"stopped by {self._layout.cloud_of(asked)}"
+        clouds = [*self._layout.clouds] if self._machine.num_machines == 1 else []
+        return stopped_by(clouds, own=own, was_asked=self.is_asked_to_stop)
+
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud join", description=__doc__)
@@ -195,7 +203,7 @@ def main(words: Sequence[str]) -> int:
             more_words=more,
         )
     except RunStopped as stopped:
-        say(f"xcloud: {stopped or AGAIN}", error=True)
+        say(f"xcloud: {stopped}", error=True)
         return EXIT_START_AGAIN
     return 0
 
@@ -245,6 +253,7 @@ def join(
                 more_follows=False,
                 ranks_of=ranks_of,
                 again=AGAIN,
+                unsaved=BEGIN_AGAIN,
             )
         else:
             _run_part(
@@ -261,6 +270,11 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
     with signals.handled():
         try:
             train(ranks, job.launch.max_restarts, next_attempt=lambda: None, follow=lambda: True)
+        except RunStopped:
+            by = ranks.who_stopped(asked=None)
+            raise RunStopped(
+                stopped_in_words(run_dir, by=by, again=AGAIN, unsaved=BEGIN_AGAIN)
+            ) from None
         finally:
             signals.writes_record = True
             ranks.end()

@@ -146,8 +146,8 @@ class JoinedProcess(RankProcess):
         """Run what all ranks have agreed on."""
         if self.is_first_here and self.rank:
             if verdict.from_step:
-                say(f"goes on from step {verdict.from_step}")
-            self.state.listener = OwnProgress(max_steps=settings.job.max_steps, say=say).hear
+                say(f"resumes from step {verdict.from_step}")
+            self.state.listener = OwnProgress.of(settings.job, self.rank, say=say).hear
         return super().play(settings, rendezvous=rendezvous, verdict=verdict)
 
     @contextmanager

@@ -32,6 +32,8 @@ from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
 
+UNSAVED = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
+
 CanGoOn = Callable[[Settings, Path], None]
 
 
@@ -75,12 +77,14 @@ def run_in_owned(
     more_follows: bool,
     ranks_of: Callable[[Job, Path, Path], LocalRanks],
     again: str,
+    unsaved: str = UNSAVED,
 ) -> dict[str, Any]:
     """Run an experiment as `run` does, in a folder that this process owns.
 
     resumes: there is an earlier run in run_dir, and it goes on.
     ranks_of: returns the processes to start, for (job, run folder, file that they read).
     again: the words that tell the user how to go on with a run that was stopped.
+    unsaved: the words for one that was stopped before it had a checkpoint.
     """
     job = settings.job
     file = run_dir / EXPERIMENT_FILE
@@ -108,7 +112,13 @@ def run_in_owned(
                 follow=lambda: _follow(ranks, monitor=monitor, file=file),
             )
         except BaseException as error:
-            cause = _cause(error, run_dir=run_dir, again=again)
+            if isinstance(error, KeyboardInterrupt):
+                by = "interrupted (Ctrl+C or SIGTERM)"
+                if isinstance(error, RunStopped):
+                    by = ranks.who_stopped(asked=monitor.attempt.stop_asked_of)
+                cause = stopped_in_words(run_dir, by=by, again=again, unsaved=unsaved)
+            else:
+                cause = _cause(error)
             if isinstance(error, RunStopped):
                 raise RunStopped(cause) from None
             raise
@@ -179,22 +189,20 @@ def _follow(ranks: LocalRanks, monitor: Monitor, file: Path) -> bool:
     return have_joined
 
 
-def _cause(error: BaseException, run_dir: Path, again: str) -> str:
-    """Return why the run has ended early, for its summary. again: see run_in_owned."""
+def _cause(error: BaseException) -> str:
+    """Return why a run that nobody has stopped has ended early, for its summary."""
     if isinstance(error, RunFailed):
         return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        other = " or SIGTERM"
-        if isinstance(error, RunStopped):
-            other = ", SIGTERM, SIGUSR1 or a terminal that has closed"
-        agreed = CheckpointSteps(run_dir).agreed_steps()
-        rest = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
-        if agreed:
-            rest = f"go on from step {agreed[0]}: {again}"
-        return f"interrupted (Ctrl+C{other}); {rest}"
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     return "the run was ended from outside"
+
+
+def stopped_in_words(run_dir: Path, by: str, again: str, unsaved: str) -> str:
+    """Return who stopped a run, and how it goes on from which step. again, unsaved: see
+    run_in_owned."""
+    agreed = CheckpointSteps(run_dir).agreed_steps()
+    return f"{by}; " + (f"go on from step {agreed[0]}: {again}" if agreed else unsaved)
 
 
 def train(

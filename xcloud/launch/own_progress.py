@@ -12,64 +12,97 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.units import human_bytes, human_duration
+from xcloud.job.job import Job
 from xcloud.record.files import read_json
+from xcloud.show.smoothing import Smoothed, rate_in_words
 
 SAY_EVERY_S = 30.0  # as the first cloud's terminal, where it cannot be rewritten (show/display.py)
 
 
 class OwnProgress:
-    """A line about every 30 s, of the steps since the last one: `hear` is told every event."""
+    """A line about every 30 s and after the last step, smoothed as the first cloud's line is:
+    `hear` is told every event.
+
+    cloud: whose waiting it is.
+    next_merge: returns the next step in which replicas that train apart merge; None where none do.
+    """
 
     def __init__(
         self,
         max_steps: int,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
+        cloud: str = "",
+        next_merge: Callable[[int], int | None] = lambda step: None,
     ) -> None:
         self._max_steps = max_steps
         self._say = say
         self._clock = clock
+        self._waits = f"{cloud} waits".lstrip()
+        self._next_merge = next_merge
         self._said_at_s = -math.inf
-        self._num_steps = 0
-        self._sums = Counter[str]()
-        self._loss: float | None = None
+        self._smoothed = Smoothed()
+        self._unsaid = ""
+
+    @classmethod
+    def of(cls, job: Job, rank: int, say: Callable[[str], object]) -> OwnProgress:
+        """Return the progress of a job as the owner of a rank's cloud sees it."""
+        cloud = job.cluster.cloud_of(rank)
+        return cls(job.max_steps, say, cloud=cloud, next_merge=job.next_merge)
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Count a step, and say how it goes if it is time to."""
-        if event != "step" or "step_s" not in fields:
-            return
-        self._num_steps += 1
-        self._sums["step_s"] += fields["step_s"]
-        self._sums["waits"] += fields.get("waiting_s", 0.0)
-        self._sums["sent"] += sum(fields.get("sent", {}).values())
-        self._loss = fields.get("loss", self._loss)
-        if self._clock() - self._said_at_s < SAY_EVERY_S:
-            return
-        self._said_at_s = self._clock()
-        self._say(self._line(fields["step"]))
-        self._num_steps = 0
-        self._sums = Counter()
+        """Take a step, and say how it goes if it is time to; say how far it came where steps
+        end."""
+        if event == "step" and "step_s" in fields:
+            self._unsaid = self._line(fields)
+            if self._clock() - self._said_at_s >= SAY_EVERY_S:
+                self._said_at_s = self._clock()
+                self._say_last()
+        elif event in ("phase", "stop", "finish"):
+            self._say_last()
 
-    def _line(self, step: int) -> str:
-        step_s = self._sums["step_s"] / self._num_steps
-        left_s = (self._max_steps - step) * step_s
+    def _say_last(self) -> None:
+        if self._unsaid:
+            self._say(self._unsaid)
+            self._unsaid = ""
+
+    def _line(self, fields: Mapping[str, Any]) -> str:
+        step = fields["step"]
+        values = {
+            "step_s": fields["step_s"],
+            "waits": fields.get("waiting_s", 0.0),
+            "sent": sum(fields.get("sent", {}).values()),
+        }
+        if "loss" in fields:
+            values["loss"] = fields["loss"]
+        smooth = self._smoothed.add(values)
+        left_s = (self._max_steps - step) * smooth["step_s"]
         parts = [f"step {step}/{self._max_steps}", f"{human_duration(left_s)} left"]
-        if self._loss is not None:
-            parts.append(f"loss {self._loss:.3f}")
-        parts += [f"{step_s:.3f} s/step", f"waits {self._sums['waits'] / self._num_steps:.3f} s"]
-        if self._sums["step_s"]:
-            parts.append(f"sends {8e-6 * self._sums['sent'] / self._sums['step_s']:.1f} Mbit/s")
+        next_merge = self._next_merge(step)
+        if "loss" in smooth:
+            # Replicas that train apart have a loss each; the first cloud shows their mean.
+            name = "loss" if next_merge is None else "own loss"
+            parts.append(f"{name} {smooth['loss']:.3f}")
+        parts.append(f"{smooth['step_s']:.3f} s/step")
+        parts.append(f"{self._waits} {smooth['waits']:.3f} s")
+        if next_merge is not None:
+            parts.append(f"next merge at step {next_merge}")
+        elif smooth["step_s"]:
+            parts.append(rate_in_words(smooth["sent"], step_s=smooth["step_s"]))
         return "  ".join(parts)
 
 
 def what_left(run_dir: Path) -> str:
-    """Return, by kind of message, what the ranks of this folder have sent to other clouds; empty
-    if nothing is known."""
+    """Return, by kind of message, what the ranks of this folder have sent to other clouds in this
+    attempt; empty if nothing is known."""
     sent = Counter[str]()
     for path in run_dir.glob("rank*.wire.json"):
         for message in read_json(path).get("messages", ()):
             sent[message["kind"]] += message["num_bytes"]
     rows = [f"  {kind:<12}{human_bytes(num):>10}" for kind, num in sent.most_common() if num]
-    if rows:
-        return "\n".join(["sent to other clouds:", *rows])
-    return ""
+    if not rows:
+        return ""
+    heading = "sent to other clouds:"
+    if any(run_dir.glob("rank*.wire.earlier.json")):
+        heading = "sent to other clouds in this attempt:"
+    return "\n".join([heading, *rows])

@@ -31,6 +31,7 @@ END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _FINAL_REPORTS_S = 3.0  # how long after a failure the others may take to report their last steps
 _STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
+WAYS_TO_STOP = "Ctrl+C, SIGTERM, SIGUSR1 or a terminal that has closed"
 LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -172,6 +173,10 @@ class LocalRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
+
+    def who_stopped(self, asked: int | None) -> str:
+        """Say who had the run end early. asked: the rank, other than 0, that told rank 0 so."""
+        return f"interrupted ({WAYS_TO_STOP})"
 
     @property
     def failed(self) -> dict[int, int]:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.launch.failures import START_EACH_CLOUD, failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.launch.processes import WAYS_TO_STOP
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import Ending
@@ -109,14 +110,18 @@ class TorchrunProcess(RankProcess):
             keep_experiment(self.file, settings=settings, run_dir=self.run_dir)
             say(job.headline)
         if verdict.from_step:
-            self._say(f"goes on from step {verdict.from_step}")
+            self._say(f"resumes from step {verdict.from_step}")
         if self.is_first_here and self.rank:
-            self.state.listener = OwnProgress(max_steps=job.max_steps, say=self._say).hear
+            self.state.listener = OwnProgress.of(job, self.rank, say=self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, rendezvous=rendezvous, verdict=verdict)
         if is_stopped:
             leave_ending(self.rank, ending=Ending.STOPPED)
+            if self.rank:  # the monitor says it in the first cloud
+                own = job.cluster.cloud_of(self.rank)
+                self._say(stopped_by([*job.cluster.clouds], own, self.asked.was_asked))
+                self._say_last_checkpoint()
         model = self.run_dir / MODEL_DIR
         self._say_what_left()
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
@@ -165,6 +170,9 @@ class TorchrunProcess(RankProcess):
 
     def _say_how_to_go_on(self) -> None:
         self._say_what_left()
+        self._say_last_checkpoint()
+
+    def _say_last_checkpoint(self) -> None:
         steps = CheckpointSteps(self.run_dir).agreed_steps()
         if steps:
             self._say(f"last checkpoint: step {steps[0]}; give the same command in every cloud")
@@ -224,6 +232,20 @@ def check_unfinished(job: Job, run_dir: Path) -> None:
             f"{run_dir} holds a finished run; give another --run-dir, or raise "
             "training.max_steps in every cloud's experiment file to train it longer"
         )
+
+
+def stopped_by(clouds: Sequence[str], own: str, was_asked: bool) -> str:
+    """Say in a cloud other than the first which cloud has stopped the run.
+
+    own: this cloud.
+    was_asked: whether it was stopped here.
+    """
+    if was_asked:
+        return f"stopped by {own} ({WAYS_TO_STOP})"
+    others = [name for name in clouds if name != own]
+    if len(others) == 1:
+        return f"stopped by {others[0]}"
+    return "stopped by another cloud or machine, whose terminal says so"
 
 
 def cloud_meant(cloud: str | None, me: str | None) -> str | None:

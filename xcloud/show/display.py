@@ -4,11 +4,13 @@ summary.json, what the tracker keeps, the table. Measures nothing.
 On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
 line is printed about every 30 s:
 
-    step 120/2000  13 min left  loss 3.214  0.412 s/step  430 tokens/s  waits 0.101 s  link 87 %
+    step 120/2000  13 min left  loss 3.214  0.412 s/step  430 tokens/s  cloud_a waits 0.1 s …
 
-Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
-two clouds. A one-way job adds the consumer's scores and each producer's loss and share so far:
-"precision 0.61  recall 0.40  en 2.31 (50 %)". The summary has all of it separately.
+All figures are smoothed. The cloud that waits most is named. What follows is the use of the
+busiest line between two clouds ("link 87 %"), or how fast a cloud sends. A window that is too
+narrow leaves out the last figures. A one-way job adds the consumer's scores and each producer's
+loss and share so far: "precision 0.61  recall 0.40  en 2.31 (50 %)". The summary has all of it
+separately.
 
 A part of the record that cannot be made costs one warning, never the rest.
 """
@@ -23,7 +25,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,6 +39,7 @@ from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 from xcloud.record.files import files_of_samples, may_quote_data
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.security.audit import AUDIT_FILE, compact, join_audit
+from xcloud.show.smoothing import Smoothed, rate_in_words
 from xcloud.show.tables import markdown_of, print_report
 from xcloud.tracking.tracker import Recording
 
@@ -44,18 +47,22 @@ TRACE_FILE = "timeline.json"
 NOTICES = {kind: f.notice for f in FIGURES if f.notice is not None for kind in f.kinds}
 REDRAWS_PER_S = 10
 PRINT_S = 30.0
-SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
+_SENT = ("forward", "backward", AVERAGING)
 
 log = logging.getLogger(__name__)
 
 
 class ProgressLine:
-    """`show(event)` every event, `update(totals)` every complete step, `close()` at the end."""
+    """`show(event)` every event, `update(totals)` every complete step, `close()` at the end.
+
+    next_merge: returns the next step in which replicas that train apart merge; None where none do.
+    """
 
     def __init__(
         self,
         max_steps: int,
         *,
+        next_merge: Callable[[int], int | None] = lambda step: None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,7 +79,8 @@ class ProgressLine:
         self._console = Console(file=stream, force_terminal=self._rewrites, force_jupyter=False)
         self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
-        self._sums: dict[str, tuple[float, float]] = {}  # of what is smoothed: value, weight
+        self._next_merge = next_merge
+        self._smoothed = Smoothed()
         self._taken = Counter[str]()  # batches of each producer
         self._losses: dict[str, float] = {}  # of each producer
         self._unprinted = ""  # not on a terminal: the latest line, if not printed yet
@@ -80,15 +88,16 @@ class ProgressLine:
         self._phase = ""
 
     def update(self, totals: StepTotals) -> None:
-        self._smooth(totals)
         self._taken.update({name: int(n) for name, n in totals.sums("taken").items()})
-        line = self._describe(totals)
+        figures = self._figures(totals)
         if self._rewrites:
             from rich.text import Text
 
+            line = printable(_fitting(figures, width=self._console.width))
             self._live.start()
-            self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
+        line = "  ".join(figures)
         self._unprinted = line
         if self._clock() - self._printed_at_s >= PRINT_S:
             self._printed_at_s = self._clock()
@@ -134,14 +143,15 @@ class ProgressLine:
             self.note(self._unprinted)
             self._unprinted = ""
 
-    def _smooth(self, totals: StepTotals) -> None:
-        """Exponential moving averages: sum(w^age * x) / sum(w^age), one age for all names."""
+    def _figures(self, totals: StepTotals) -> list[str]:
+        """Return the figures of the line in words, the most important first."""
         values = {"step_s": totals.step_s, **totals.values}
         if totals.loss is not None:
             values["loss"] = totals.loss
         values["tokens"] = totals.numbers.get(("tokens",), 0)
-        values["waits"] = max(totals.mean_s("waiting_s").values(), default=0.0)
-        for kind in ("forward", "backward", AVERAGING):
+        waits = totals.mean_s("waiting_s")
+        values.update({f"waits {cloud}": waiting_s for cloud, waiting_s in waits.items()})
+        for kind in _SENT:
             values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
         # Only emulated lines report how long they were busy.
         lines: dict[object, float] = {**totals.sums("line_s")}
@@ -150,38 +160,46 @@ class ProgressLine:
                 add_to(lines, more={key[-1]: busy_s})
         if lines:
             values["line_s"] = max(lines.values())
-        for name, (value, weight) in self._sums.items():
-            self._sums[name] = SMOOTHING * value, SMOOTHING * weight
-        for name, value in values.items():
-            past, weight = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = past + value, weight + 1.0
+        smooth = self._smoothed.add(values)
 
-    def _describe(self, totals: StepTotals) -> str:
-        smooth = {name: value / weight for name, (value, weight) in self._sums.items()}
         step_s = smooth["step_s"]
         left_s = (self.max_steps - totals.step) * step_s
-        # Most important first: a narrow window cuts off the end.
-        parts = [f"step {totals.step}/{self.max_steps}", f"{human_duration(left_s)} left"]
+        figures = [f"step {totals.step}/{self.max_steps}", f"{human_duration(left_s)} left"]
         if "loss" in smooth:
-            parts.append(f"loss {smooth['loss']:.3f}")
-        parts += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
+            figures.append(f"loss {smooth['loss']:.3f}")
+        figures += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
         for name, count in sorted(self._taken.items()):
             loss = ""
             if name in self._losses:
                 loss = f" {self._losses[name]:.2f}"
-            parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
-        parts.append(f"{step_s:.3f} s/step")
+            figures.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
+        figures.append(f"{step_s:.3f} s/step")
         if smooth["tokens"] and step_s:
-            parts.append(f"{smooth['tokens'] / step_s:,.0f} tokens/s")
-        parts.append(f"waits {smooth['waits']:.3f} s")
-        sent = {kind: smooth[f"sent {kind}"] for kind in ("forward", "backward", AVERAGING)}
-        if not any(sent.values()):
-            parts.append("nothing crosses clouds")
+            figures.append(f"{smooth['tokens'] / step_s:,.0f} tokens/s")
+        if waits:
+            cloud = max(waits, key=lambda name: smooth[f"waits {name}"])
+            figures.append(f"{cloud} waits {smooth[f'waits {cloud}']:.3f} s")
+        sent = [smooth[f"sent {kind}"] for kind in _SENT]
+        next_merge = self._next_merge(totals.step)
+        if next_merge is not None:
+            figures.append(f"next merge at step {next_merge}")
+        elif not any(sent):
+            figures.append("nothing crosses clouds")
         elif step_s and "line_s" in smooth:
-            parts.append(f"link {100 * smooth['line_s'] / step_s:.0f} %")
+            figures.append(f"link {100 * smooth['line_s'] / step_s:.0f} %")
         elif step_s:
-            parts.append(f"sends {8e-6 * max(sent.values()) / step_s:.1f} Mbit/s")
-        return "  ".join(parts)
+            figures.append(rate_in_words(max(sent), step_s=step_s))
+        return figures
+
+
+def _fitting(figures: Sequence[str], width: int) -> str:
+    """Return as many of the figures, from the first one on, as fit into a line."""
+    line = figures[0]
+    for figure in figures[1:]:
+        if len(line) + 2 + len(figure) > width:
+            break
+        line += f"  {figure}"
+    return line
 
 
 def _describe_quality(event: Event) -> str:

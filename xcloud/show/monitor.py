@@ -118,7 +118,9 @@ class Monitor:
             self._take(event)
             if not self.attempt.stops_count:  # it is of an earlier attempt
                 self.attempt.has_step = False
-        self._progress = ProgressLine(self.experiment.max_steps)
+        self._progress = ProgressLine(
+            self.experiment.max_steps, next_merge=self.experiment.next_merge
+        )
         self.attempt.stops_count = True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False

@@ -219,7 +219,8 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     median_s = summary["step_time_s"]["median"]
     remark = ""
     if left_out:
-        remark = f"times and rates leave out {left_out} first steps"
+        first = "the first step" if left_out == 1 else f"{left_out} first steps"
+        remark = f"times and rates leave out {first}"
     yield "step time, median", human_seconds(median_s), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
         remark = ""
