@@ -328,19 +328,36 @@ def test_adapters_beside_packed_weights_go_on_with_another_compressor_and_are_me
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        ([], 1e-4),
+        (["training.precision=bf16", "compression=int4"], 2e-3),  # other threads, other bits
+        (["security/defences/forward=gaussian_noise", "security.defences.forward.sigma=0.1"], 0.1),
+    ],
+    ids=["plain", "bf16 and int4", "noise"],
+)
 def test_a_file_is_scored_as_if_it_were_the_runs_test_set(
-    two_clouds: Path, tmp_path: Path
+    given: list[str], bound: float, cache: Path, tmp_path: Path
 ) -> None:
-    task = TextGenerator(two_clouds).experiment.task
+    start(run_dir := tmp_path / "run", cache, "cluster/wan=free", *given)
+    task = TextGenerator(run_dir).experiment.task
     texts = task.read(frozenset({"text"})).splits["test"].texts["text"]
     (folder := tmp_path / "other").mkdir()
     (folder / "mine.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
 
-    evaluate([str(two_clouds), "--texts", str(folder / "mine.jsonl")])
+    evaluate([str(run_dir), "--texts", str(folder / "mine.jsonl")])
+    evaluate([str(run_dir), "--texts", str(folder / "mine.jsonl"), "--uncompressed"])
 
-    summary = json.loads((two_clouds / "summary.json").read_text())
-    found = {n: s["value"] for n, s in summary["evaluation"]["other_mine"]["metrics"].items()}
-    assert found == pytest.approx(summary["quality"], rel=1e-4)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    through, without = (
+        {n: s["value"] for n, s in summary["evaluation"][name]["metrics"].items()}
+        for name in ("other_mine", "other_mine_uncompressed")
+    )
+    assert through["loss"] == pytest.approx(summary["quality"]["loss"], rel=bound)
+    if given:
+        away = abs(without["loss"] - summary["quality"]["loss"])
+        assert away > 3 * abs(through["loss"] - summary["quality"]["loss"])
 
 
 @pytest.mark.nightly

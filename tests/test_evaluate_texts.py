@@ -37,7 +37,7 @@ def generator_of(folder: Path, stages: Any = ()) -> TextGenerator:
         folder=folder,
         stages=stages,
         experiment=SimpleNamespace(task=task, training=training),
-        message_to_last=lambda batch: through(stages, batch),
+        ask_last=lambda batch, ask: ask(stages[-1], through(stages, batch), batch),
     )
     return cast(TextGenerator, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.nightly import first_daily
 from xcloud import use
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Message
-from xcloud.contracts.model import NO_LABEL
+from xcloud.contracts.model import NO_LABEL, Batch
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
@@ -32,7 +33,7 @@ def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
     stages = [s.eval() for s in build(model, 3, where(tmp_path)) if isinstance(s, CausalStage)]
     rows: list[int] = []
 
-    def carry(stage: int, message: Message) -> Message:
+    def carry(stage: int, message: Message, batch: Batch) -> Message:
         rows.append(len(message["hidden"]))
         return message
 
@@ -51,7 +52,7 @@ def test_likelihoods_are_those_of_transformers_for_texts_of_unequal_length(tmp_p
     model = CausalLM(checkpoint=str(tmp_path), blocks_per_stage=[2], embeddings="freeze")
     model = replace(model, vocabulary_chunk=7)
     stages = [s.eval() for s in build(model, 2, where(tmp_path)) if isinstance(s, CausalStage)]
-    greedy = list(islice(following(stages, lambda _, m: m, words(3, 1), Choice()), 4))
+    greedy = list(islice(following(stages, lambda _, m, batch: m, words(3, 1), Choice()), 4))
     texts = [words(9, 2), [*words(3, 1), *greedy], words(4, 3)]
     batch = batch_of(*([text] for text in texts))
     batch["label"][1, :2] = NO_LABEL  # only what follows the prompt counts
@@ -102,6 +103,7 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     config = SimpleNamespace(max_position_embeddings=99)
     last = SimpleNamespace(network=SimpleNamespace(config=config))
     generator.text, generator.stages = _Letters(), [last]
+    generator.autocast = nullcontext
     monkeypatch.setattr(use, "following", lambda *given, **named: iter("dé!".encode() + b"\0rest"))
 
     assert list(generator.pieces("a", 50, Choice())) == ["d", "é", "!", ""]

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from tests.channels import InProcessLink
-from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
+from tests.pipelines import BORDER, CPU, ToyStage, in_threads, pipelines, samples
 from tests.runs import one_at_a_time
 from xcloud.base.errors import FrameError, LinkTimeout
-from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import PLAIN, Codecs, Message, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.model import Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.batch_plan import cut
@@ -188,6 +188,37 @@ def test_evaluation_goes_through_the_same_boundary() -> None:
 
     assert found[0] == found[1] == {}
     assert found[2] == {i: [i % 4 + 1] for i in range(12)}
+
+
+class Dropping(ToyStage):
+    """Answers with what is left of its rows."""
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        if self.is_last:
+            return super().forward(received, batch)
+        sent = super().forward(received, batch).send
+        assert sent is not None
+        dropped = torch.nn.functional.dropout(sent["hidden"], 0.5, self.training)
+        return StageOutput(send={**sent, "hidden": dropped})
+
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        assert received is not None
+        rows = received["hidden"].split(received["counts"].tolist())
+        rows = [torch.nn.functional.dropout(of, 0.5, self.training) for of in rows]
+        return [(1e6 * of).long().flatten().tolist() for of in rows]
+
+
+def test_nothing_is_dropped_in_an_evaluation_and_training_drops_again() -> None:
+    """In no stage, whatever the step."""
+    stages = {stage: Dropping(stage, 2) for stage in range(2)}
+    found = []
+    for step in (3, 4):
+        ranks = pipelines(LAYOUTS["two clouds"], stages=stages)
+        calls = [lambda r=rank, s=step: r.predict([IDS], samples, s) for rank in ranks]
+        found.append(in_threads(calls)[1])
+        assert all(stage.training for stage in stages.values())
+    assert found[0] == found[1]
+    assert all(0 not in values for values in found[0].values())
 
 
 def test_a_step_that_is_out_of_order_is_a_clear_error() -> None:

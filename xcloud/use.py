@@ -1,6 +1,6 @@
 """A finished run, opened for use: all its stages in this process, to translate or to write on; or
-joined for peft and transformers. Nothing is sent; what would cross two clouds goes through the
-compressors that the run ended with.
+joined for peft and transformers. Nothing is sent; what would cross two clouds goes through what an
+evaluation of the run has there (pipeline/crossing.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -38,17 +39,19 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past, positions_of
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
-from xcloud.net.frame import TensorSpec
+from xcloud.pipeline.crossing import Crossing
+from xcloud.pipeline.settings import autocast_for, is_emulated
 from xcloud.rank.export import exporting
 from xcloud.tasks.language_modelling import LanguageModelling, read_chats
 
 OWN_CHATS = "the run's test chats"
 NUM_OWN_CHATS = 5
+T = TypeVar("T")
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
 class TrainedRun:
-    """A finished run of a task that is used as `used_as`. compressed: False leaves out the
+    """A finished run of a task that is used as `used_as`. compressed: False leaves out defence and
     compressors. text: what the task left for use without its corpus. Raises ConfigError or
     DataError if the folder holds no such run."""
 
@@ -110,45 +113,69 @@ class TrainedRun:
                     f"{self.folder}, stage {number} does not fit this experiment: {error}"
                 ) from error
             stages.append(stage.eval())
+        if is_emulated(self.experiment.training.precision, device=torch.device("cpu")):
+            said = "this processor multiplies bf16 in software, some 50 times slower than fp32"
+            say(f"training.precision=bf16, in which the run was measured: {said}", error=True)
         return stages
 
-    def carry(self, stage: int, message: Message) -> Message:
-        """Return what arrives of what `stage` sends."""
-        layout = self.experiment.cluster
-        crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
-        compression = self.experiment.compression.at_boundary(stage)
-        compressor = compression.at(self.experiment.training.max_steps).forward
-        if compressor is None or not (crosses and self._compressed):
+    @property
+    def longest(self) -> int:
+        """Return how many tokens a text may have."""
+        return int(self.experiment.task.max_length)
+
+    @cached_property
+    def _crossings(self) -> dict[int, Crossing]:
+        """What messages to another cloud go through, by the stage that sends them."""
+        job = self.experiment
+        layout = job.cluster
+        found = {}
+        for stage in range(layout.num_stages - 1):
+            if self._compressed and layout.stage_cloud(stage) != layout.stage_cloud(stage + 1):
+                boundary = job.model.boundary(
+                    stage, num_stages=layout.num_stages, max_length=self.longest
+                )
+                found[stage] = Crossing(
+                    job, stage=stage, boundary=boundary, last_step=job.training.max_steps
+                )
+        return found
+
+    def carry(self, stage: int, message: Message, batch: Batch) -> Message:
+        """Return what arrives of what `stage` sends, as in an evaluation of the run."""
+        crossing = self._crossings.get(stage)
+        if crossing is None:
             return message
+        return crossing.arrived(message, samples=batch)
 
-        def arrived(tensor: Tensor) -> Tensor:
-            return compressor.decompress(compressor.compress(tensor), spec=TensorSpec.of(tensor))
-
-        fields = self.experiment.boundaries[stage].fields
-        compressed = {field.name for field in fields if field.is_compressed}
-        return {n: arrived(t) if n in compressed else t for n, t in message.items()}
+    @cached_property
+    def autocast(self) -> Callable[[], AbstractContextManager[object]]:
+        """What makes the context that stages compute in: the run's precision."""
+        return autocast_for(self.experiment.training.precision, device=torch.device("cpu"))
 
     @property
     def compressor(self) -> str:
         """Return the label of what messages between clouds go through; "none" if nothing does."""
-        layout = self.experiment.cluster
-        clouds = {layout.stage_cloud(stage) for stage in range(layout.num_stages)}
-        if self._compressed and len(clouds) > 1:
-            return self.experiment.compression.label
-        return "none"
+        if not self._crossings:
+            return "none"
+        defence = self.experiment.security.defences.get("forward")
+        noise = "" if defence is None else f", {defence.label}"
+        return self.experiment.compression.label + noise
 
-    def message_to_last(self, batch: Batch) -> Message | None:
-        """Return what arrives at the last stage of a batch; None if there is one stage."""
+    @torch.no_grad()
+    def ask_last(self, batch: Batch, ask: Callable[[Any, Message | None, Batch], T]) -> T:
+        """Return what `ask` makes of the last stage, of what arrives there (None if there is one
+        stage) and of the batch, computed in the run's precision."""
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
-            message = self.carry(number, message=stage(message, batch).send)
-        return message
+            with self.autocast():  # of the stage alone, as in the run
+                sent = stage(message, batch).send
+            message = self.carry(number, sent, batch)
+        with self.autocast():
+            return ask(self.stages[-1], message, batch)
 
 
 class Translator(TrainedRun):
     used_as = "translation task"
 
-    @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
         table = self.text.table("source", lines)
         ids = torch.arange(len(lines))
@@ -156,8 +183,8 @@ class Translator(TrainedRun):
             most = f"{self.experiment.task.max_length} tokens (task.max_length)"
             say(f"{table.num_cut} of {len(lines)} lines cut to {most}", error=True)
         batch = {"ids": ids, "source": table.padded(ids)}
-        message = self.message_to_last(batch)
-        return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
+        found = self.ask_last(batch, lambda last, *given: last.predict(*given))
+        return [self.text.decode(tokens) for tokens in found]
 
 
 class Choice:
@@ -181,13 +208,15 @@ class Choice:
 @torch.no_grad()
 def following(
     stages: Sequence[CausalStage],
-    carry: Callable[[int, Message], Message],
+    carry: Callable[[int, Message, Batch], Message],
     ids: Sequence[int],
     choice: Choice,
     cached: bool = True,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[int]:
-    """The tokens after these, without end. carry(stage, message): what arrives of what a stage
-    sends. cached: each token goes through the stages once; else with all before it, each time."""
+    """The tokens after these, without end. carry(stage, message, batch): what arrives of what a
+    stage sends. cached: each token goes through the stages once; else with all before it, each
+    time. autocast: makes the context that stages compute in."""
     text = list(ids)
     new = list(ids)
     pasts = [Past() if cached else None for _ in stages]
@@ -196,8 +225,12 @@ def following(
         batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
         message: Message | None = None
         for number, stage in enumerate(stages[:-1]):
-            message = carry(number, stage(message, batch, pasts[number]).send)
-        new = [choice.of(stages[-1].next_words(message, batch=batch, past=pasts[-1])[0])]
+            with autocast():
+                sent = stage(message, batch, pasts[number]).send
+            message = carry(number, sent, batch)
+        with autocast():
+            logits_BV = stages[-1].next_words(message, batch=batch, past=pasts[-1])
+        new = [choice.of(logits_BV[0])]
         text += new
         yield new[0]
 
@@ -231,7 +264,7 @@ class TextGenerator(TrainedRun):
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {longest} positions"
             )
-        tokens = following(self.stages, carry=self.carry, ids=given, choice=choice, cached=cached)
+        tokens = following(self.stages, self.carry, given, choice, cached, self.autocast)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
             if token in ends:
                 break
@@ -271,12 +304,13 @@ def translate(words: Sequence[str]) -> None:
     """Translate lines with a trained run: python -m xcloud translate RUN "Una línea." ["Otra."]
 
     RUN is a run's output folder. All stages run in this process; the message between two clouds
-    goes through the run's compressors, as in training (--uncompressed omits them).
+    goes through the run's defence and compressors, as in its evaluations (--uncompressed omits
+    them).
     With no text, lines are read from standard input.
     """
     parser = parser_of(translate)
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
-    parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
+    parser.add_argument("--uncompressed", action="store_true", help="omit noise and compressors")
     arguments = parser.parse_args(words)
     translator = Translator(folder=arguments.run, compressed=not arguments.uncompressed)
     for lines in [arguments.text] if arguments.text else ([line.strip()] for line in sys.stdin):
@@ -314,10 +348,10 @@ def generate(words: Sequence[str]) -> None:
 
     RUN is a run's output folder, with the parts of all clouds in it. It writes on as it goes: the
     most probable token each time, or one drawn (--temperature, --top-p, --seed). The message
-    between two clouds goes through the run's compressors, as it did in training (--uncompressed
-    leaves them out). A model that has learned chats takes the text as a question, behind a system
-    message if --system gives one; --plain takes it as plain text. --chats answers the last
-    question of the first test chats of the run, or of all chats of a .jsonl file
+    between two clouds goes through the run's defence and compressors, as in its evaluations
+    (--uncompressed leaves them out). A model that has learned chats takes the text as a question,
+    behind a system message if --system gives one; --plain takes it as plain text. --chats answers
+    the last question of the first test chats of the run, or of all chats of a .jsonl file
     ({"messages": [...]} a line).
 
     Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token.
@@ -340,7 +374,9 @@ def generate(words: Sequence[str]) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="of what share it is drawn from")
     parser.add_argument("--seed", type=int, default=0, help="of drawing")
     parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
-    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    parser.add_argument(
+        "--uncompressed", action="store_true", help="leave noise and compressors out"
+    )
     arguments = parser.parse_args(words)
     check("--max-new-tokens", value=arguments.max_new_tokens, annotation=Positive)
     check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)

@@ -34,9 +34,9 @@ def evaluate(words: Sequence[str]) -> None:
     python -m xcloud evaluate RUN --tasks my_task.yaml lambada_openai
 
     RUN is a run's output folder, with the parts of all clouds in it. All stages run in this
-    process; the message between two clouds goes through the run's compressors, as it did in
-    training (--uncompressed leaves them out). FILE is plain text (.txt) or has a row a line
-    (.jsonl), as the files of task.path; its perplexity is that of a run whose test set it is.
+    process; the message between two clouds goes through the run's defence and compressors, as in
+    its own evaluations (--uncompressed leaves them out). FILE is plain text (.txt) or has a row a
+    line (.jsonl), as the files of task.path; its perplexity is that of a run whose test set it is.
 
     A task is a name that the harness knows or a YAML file of its form; such a file may run Python
     code of its author. A model that has learned chats is asked through its chat template, unless
@@ -46,7 +46,9 @@ def evaluate(words: Sequence[str]) -> None:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--texts", type=Path, metavar="FILE", help="texts or chats, .txt or .jsonl")
     data.add_argument("--tasks", nargs="+", help="names or YAML files")
-    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    parser.add_argument(
+        "--uncompressed", action="store_true", help="leave noise and compressors out"
+    )
     of_tasks = parser.add_argument_group("with --tasks")
     of_tasks.add_argument("--include", type=Path, metavar="DIR", help="a folder of further tasks")
     of_tasks.add_argument("--num-fewshot", type=int, help="examples before each question")
@@ -77,7 +79,7 @@ def evaluate(words: Sequence[str]) -> None:
         if trouble := add_figures(run, tracker=generator.experiment.tracker, figures=figures):
             say(f"MLflow lacks these scores: {trouble}", error=True)
     say(table)
-    say(f"through the compressor: {generator.compressor}")
+    say(f"between clouds through: {generator.compressor}")
     say(run / SUMMARY_FILE)
 
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.wording import listed
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
-from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import LABEL, TEXT, TYPES
 from xcloud.use import Choice, TextGenerator
 
@@ -139,10 +138,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
         ids = padded([ids for ids, _ in texts], fill=NO_TOKEN)
         labels = padded([labels for _, labels in texts], fill=NO_LABEL)
-        batch = {TEXT: ids, TYPES: torch.zeros_like(ids), LABEL: labels}
-        message = self._generator.message_to_last(batch)
-        last: CausalStage = self._generator.stages[-1]
-        return last.likelihoods(message, batch)
+        batch = {
+            "ids": torch.arange(len(ids)),
+            TEXT: ids,
+            TYPES: torch.zeros_like(ids),
+            LABEL: labels,
+        }
+        return self._generator.ask_last(batch, lambda last, *given: last.likelihoods(*given))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [(request.args[0], _understood(request.args[1])) for request in requests]

@@ -44,14 +44,12 @@ def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
     raise DataError(f"--texts: {file} must end in .txt or .jsonl, or in one of both and .gz")
 
 
-@torch.no_grad()
 def score_texts(generator: TextGenerator, data: LanguageData) -> Scores:
     """Return perplexity and loss of the test set of `data`."""
     predictions: dict[int, list[int]] = {}
     numbers = torch.arange(data.num_samples("test"))
     for ids in torch.split(numbers, generator.experiment.training.eval_batch_size):
         batch = data.batch("test", ids)
-        message = generator.message_to_last(batch)
-        found = generator.stages[-1].predict(message, batch)
+        found = generator.ask_last(batch, lambda last, *given: last.predict(*given))
         predictions |= zip(ids.tolist(), found, strict=True)
     return data.score("test", predictions=predictions)

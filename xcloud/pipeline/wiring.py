@@ -19,22 +19,21 @@ from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.comm.channel import (
     Boundary,
     BoundaryField,
-    Codec,
     Codecs,
     ReceiveChannel,
     SendChannel,
 )
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
-from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
+from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link_end import ignore
 from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums
+from xcloud.pipeline.crossing import codecs_of, guarded
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.guard import Guard
 from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.loopback import Loopback
 from xcloud.pipeline.pipeline import BoundaryPorts
@@ -325,7 +324,7 @@ class Boundaries:
             outs[receiver] = ins[sender] = Loopback()
             return
         compression = Compression() if wan is None else job.compression.at_boundary(stage)
-        codecs = partial(self._codecs, compression, direction)
+        codecs = partial(codecs_of, compression, direction, partial(self.shared, Selection))
         frame, capacity = self._frame_bytes(boundary, fields=fields, codecs=codecs())
         if direction == "forward":
             start = sum(spec.num_bytes for spec in boundary.start)
@@ -351,10 +350,7 @@ class Boundaries:
             self.channels[str(identity)] = outs[receiver] = channel
             if wan is not None:
                 self.wan_sends.append(channel)
-                replica = job.cluster.placement(sender).replica
-                defence = job.defences_at(stage, replica).get(direction)
-                if defence is not None:
-                    outs[receiver] = Guard(channel=channel, defence=defence)
+                outs[receiver] = guarded(job, stage, direction, channel)
             return
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
@@ -388,18 +384,3 @@ class Boundaries:
             frame += coded
             capacity += max(spec.num_bytes, coded)
         return frame, capacity
-
-    def _codecs(self, compression: CompressionPlan, direction: str) -> Codecs:
-        """Build fresh codecs: every channel has its own state."""
-        codecs = [
-            (
-                until,
-                Codec(compressor=getattr(c, direction), memory=getattr(c, f"{direction}_memory")),
-            )
-            for until, c in compression.by_step
-        ]
-        if isinstance(compression, Selectable):
-            return SelectableCodecs(
-                codecs=[codec for _, codec in codecs], selection=self.shared(Selection)
-            )
-        return Codecs(codecs)
