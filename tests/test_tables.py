@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds, score_name, score_text, shown_scores
 from xcloud.record.summary import RunStatistics
-from xcloud.show.tables import print_report
+from xcloud.show.tables import Column, print_report, print_table
 
 SUMMARY: dict[str, Any] = {
     "name": "abnet [iwslt]",
@@ -65,6 +66,36 @@ def test_table_holds_every_figure_in_human_units() -> None:
 def test_a_table_without_headings_has_no_line_below_them() -> None:
     figures, times = printed(SUMMARY, {}).split("time in a step, mean")
     assert "─" not in figures and "─" in times
+
+
+@pytest.mark.parametrize("width", [22, 40, 60, 80, 120])
+def test_a_narrow_window_leaves_out_columns_and_never_a_name(width: int) -> None:
+    names = ["none", "affine8+affine8", "fp16(svd(0.6))+int8", "日本+int4"]
+    columns = [
+        Column("setting", right=False), Column("runs", spare=2), Column("BLEU"),
+        Column("paper: BLEU", spare=3), Column("step time"), Column("share", spare=1),
+    ]  # fmt: skip
+    stream = io.StringIO()
+    rows = [[name, "1", "41.92 ± 0.81", "39.60", "412 ms", "100 %"] for name in names]
+    print_table(Console(file=stream, width=width), columns, rows)
+    text = stream.getvalue()
+    assert max(cell_len(line) for line in text.splitlines() if "no room" not in line) <= width
+    heading = text.splitlines()[1]
+    shown = [column.heading for column in columns if column.heading in heading]
+    assert shown[0] == "setting" and "…" not in text
+    for name in names:
+        assert any(line.strip().startswith(name) for line in text.splitlines())
+    order = ["setting", "BLEU", "step time", "share", "runs", "paper: BLEU"]
+    assert {*shown} == {*order[: len(shown)]}, "in this order columns are left out"
+    left_out = [column.heading for column in columns if column.heading not in shown]
+    assert ("no room here for: " + ", ".join(left_out) in text) is bool(left_out)
+    assert len(shown) == {22: 1, 40: 2, 60: 4, 80: 6, 120: 6}[width]
+
+
+def test_a_name_wider_than_the_window_is_folded_and_not_cut() -> None:
+    stream = io.StringIO()
+    print_table(Console(file=stream, width=20), ["", "x"], [["abcdefghij" * 3, "1"]])
+    assert "abcdefghij" * 3 in "".join(stream.getvalue().split())
 
 
 def test_path_longer_than_the_window_stays_in_one_line() -> None:

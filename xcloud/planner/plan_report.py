@@ -201,8 +201,9 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     for why in report.stale:
         say(console, text=f"the profile may not hold: {why}", style="yellow")
     rows = {str(i): row for i, row in enumerate(report.rows, 1)} | {"yours": report.own_row}
-    last = [Column(heading=name, right=False, wraps=True) for name in ("bound by", "next")]
-    columns = [*NAMES, "step", "bubble", "bytes", "memory", *last]
+    last = [Column(name, right=False, wraps=True, spare=4) for name in ("bound by", "next")]
+    figures = [Column("bubble", spare=3), Column("bytes", spare=2), Column("memory", spare=1)]
+    columns = [*NAMES, Column("step", spare=-1), *figures, *last]
     print_table(
         console, columns=columns, rows=[_cells(name, row=row) for name, row in rows.items()]
     )

@@ -38,16 +38,24 @@ WIDTH_OF_A_FILE = 10_000  # characters: nothing is wrapped where output goes on 
 PAGE = Path(__file__).with_name("page.html")
 KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
          "sync_s": "averaging"}  # fmt: skip
+_GAP = 3  # between two columns
+_WRAPPED = 12  # characters that a column of long texts needs at least
+_WRAPPED_NAME = 16  # and the first one, which names the rows
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?x?\s*(%|m?s|[kMGT]?B|±.*|\(one seed\))?$")
 
 
 class Column(NamedTuple):
-    """wraps: long cells take several lines, else they are cut."""
+    """A column of a table.
+
+    wraps: long cells take several lines.
+    spare: how well a narrow window can do without it; of equal ones the last goes first.
+    """
 
     heading: str
     right: bool = True
     wraps: bool = False
     dim: bool = False
+    spare: int = 0
 
 
 def console_of() -> Console:
@@ -71,26 +79,59 @@ def print_table(
     title: str = "",
     heads: bool = True,
 ) -> None:
-    """A column that is only named stands to the right, but for the first. heads: with a line of
-    headings."""
+    """Print a table. A column that is only named stands to the right, but for the first.
+
+    In a window without room for all, the first column, which names the rows, stays whole, and
+    others are left out and named below.
+
+    heads: with a line of headings.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    given = [
+        Column(heading=column, right=index > 0) if isinstance(column, str) else column
+        for index, column in enumerate(columns)
+    ]
+    lines = [[printable(cell) for cell in row] for row in rows]
+    kept = _with_room(given, lines, width=console.width)
     table = Table(box=box.SIMPLE, show_header=heads, pad_edge=False, title_justify="left")
     table.title = title or None
-    for index, given in enumerate(columns):
-        column = Column(given, right=index > 0) if isinstance(given, str) else given
+    for index in kept:
+        column = given[index]
+        wraps = column.wraps or index == 0  # the first one where it alone is too wide
         table.add_column(
             Text(printable(column.heading)),
             justify="right" if column.right else "left",
-            no_wrap=not column.wraps,
-            overflow="fold" if column.wraps else "ellipsis",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
             style="dim" if column.dim else None,
         )
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    for line in lines:
+        table.add_row(*(Text(line[index]) for index in kept))
     console.print(table)
+    left_out = [column.heading for i, column in enumerate(given) if i not in kept]
+    if any(left_out):
+        say(console, text=f"no room here for: {', '.join(left_out)}", style="dim")
+
+
+def _with_room(
+    columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
+) -> Sequence[int]:
+    """Return which columns fit into a window, the first one always."""
+    from rich.cells import cell_len
+
+    needed = []
+    for index, column in enumerate(columns):
+        texts = [column.heading, *(line[index] for line in lines)]
+        most = max(map(cell_len, texts))
+        least = _WRAPPED if index else _WRAPPED_NAME
+        needed.append(min(most, least) if column.wraps else most)
+    kept = list(range(len(columns)))
+    while len(kept) > 1 and 2 + sum(_GAP + needed[index] for index in kept) - _GAP > width:
+        kept.remove(max(kept[1:], key=lambda index: (columns[index].spare, index)))
+    return kept
 
 
 def print_report(

@@ -158,8 +158,14 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 def print_sweep(results: Results, console: Console | None = None) -> None:
     console = console or console_of()
     cells = cells_of(results)
+    spare = {"share": 1, "runs": 2}
     heads = [
-        Column(heading=h, right=i > 0, wraps=i == 0, dim=h.startswith(PAPER))
+        Column(
+            heading=h,
+            right=i > 0,
+            dim=h.startswith(PAPER),
+            spare=3 if h.startswith(PAPER) else spare.get(h, 0),
+        )
         for i, h in enumerate(cells)
     ]
     console.print()
