@@ -17,7 +17,7 @@ from xcloud.base.errors import FrameError
 from xcloud.job import config as configs
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
-from xcloud.record.events import EVENTS_FILE
+from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, ReportIntake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
@@ -55,6 +55,61 @@ def test_rank_and_cloud_are_those_of_the_link_and_not_those_of_the_line(desk: De
     (found,) = desk.written()
     assert (found["rank"], found["cloud"], found["step"]) == (3, "b", 3)
     assert found["t"] < 9e10  # not further off than clocks differ
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "kept"), [(3599.0, True), (-3599.0, True), (3601.0, False), (-3601.0, False)]
+)
+def test_a_clock_that_is_an_hour_off_is_not_believed(
+    ahead_s: float, kept: bool, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake.time, "time", lambda: 1e9)
+    desk.take(3, {**STEP, "t": 1e9 + ahead_s})
+    (found,) = desk.written()
+    assert found["t"] == (1e9 + ahead_s if kept else 1e9)
+    assert found["arrived"] == 1e9
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 1800.0, -1800.0, 7200.0])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_durations_of_a_run_are_by_one_clock_however_far_the_others_are_off(
+    ahead_s: float, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten steps of a second in two clouds; or eight, a pause of 5 s and the last five, of which
+    three are made again."""
+    now = [1e9]
+    monkeypatch.setattr(intake.time, "time", lambda: now[0])
+    desk = Desk(tmp_path)
+
+    def both(event: str, **fields: object) -> None:
+        own = {"event": event, "rank": 0, "cloud": "a", "t": now[0], **fields}
+        desk.file.append(json.dumps(own).encode() + b"\n")
+        desk.take(3, {"event": event, "t": now[0] + ahead_s, **fields})
+
+    both("phase", name="loading")
+    for step in range(1, 9 if resumes else 11):
+        now[0] += 1.0
+        both("step", step=step, step_s=1.0)
+    if resumes:
+        now[0] += 5.0
+        both("phase", name="loading")
+        resume = {"event": "resume", "rank": 0, "cloud": "a", "t": now[0], "step": 5}
+        desk.file.append(json.dumps(resume).encode() + b"\n")
+        for step in range(6, 11):
+            now[0] += 1.0
+            both("step", step=step, step_s=1.0)
+    both("finish", num_steps=10)
+    desk.file.close()
+    statistics = RunStatistics(2)
+    for event in EventReader(tmp_path / EVENTS_FILE):
+        statistics.feed(event)
+    found = statistics.summary(name="x", status="finished", commit="-")
+    assert found["step_time_s"]["median"] == 1.0 and found["num_steps"] == 10
+    if not resumes:
+        assert (found["wall_s"], found["goodput"]) == (10.0, 1.0)
+    else:
+        assert found["wall_s"] == 13.0
+        assert found["goodput"] == pytest.approx(1 - 8 / 18, abs=1e-4)
 
 
 @pytest.mark.parametrize(

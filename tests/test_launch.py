@@ -4,7 +4,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ from xcloud.launch.failures import (
 )
 from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
 from xcloud.net.link_profile import Liveness
-from xcloud.record.files import error_file, failure_of, ready_file, state_file
+from xcloud.record.files import (
+    AGREED_FILE,
+    CheckpointSteps,
+    error_file,
+    failure_of,
+    ready_file,
+    state_file,
+)
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(
@@ -210,6 +218,126 @@ def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
 
     assert started == ["1", "2"]
     assert (tmp_path / "rank1.before.log").exists()
+
+
+class LostCloud:
+    """One rank, killed before the first look; `for_s` says for how long it is known as lost."""
+
+    def __init__(self, folder: Path, lost_for_s: float) -> None:
+        self.run_dir = folder
+        self.clouds = ["a"]
+        killed = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+        killed.wait()
+        self.processes: list[Any] = [killed]
+        self.since_s: dict[object, float] = {"a": 0.0}
+        self.for_s = lambda what: lost_for_s
+        self.num_started = 0
+        self.log(0).touch()
+
+    def log(self, rank: int) -> Path:
+        return self.run_dir / f"rank{rank}.log"
+
+    def start_rank(self, rank: int) -> Any:
+        self.num_started += 1
+
+
+@pytest.mark.parametrize(("lost_for_s", "starts"), [(0.0, 0), (29.9, 0), (30.0, 1), (31.0, 1)])
+def test_a_lost_cloud_is_started_again_after_its_time_and_not_before(
+    lost_for_s: float, starts: int, tmp_path: Path
+) -> None:
+    ranks = LostCloud(tmp_path, lost_for_s)
+    start_lost_clouds(ranks, after_s=30.0)
+    assert ranks.num_started == starts
+
+
+@pytest.mark.parametrize(("since_s", "is_over"), [(0.0, False), (14.0, False), (16.0, True)])
+def test_a_rank_that_the_run_can_do_without_may_end_a_little_late(
+    since_s: float, is_over: bool, tmp_path: Path
+) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "b"], essential=frozenset({0}))
+    done, late = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "1000"])
+    done.wait()
+    ranks.processes = [done, late]
+    ranks.since_s["end"] = time.monotonic() - since_s
+    try:
+        assert ranks._is_over(have_joined=True) is is_over
+    finally:
+        late.kill()
+        late.wait()
+
+
+class FailingRanks:
+    """Ranks whose attempts end as `script` says, one after the other, and then well.
+
+    An entry is the exit codes, and the step that all have agreed on by then; None: no new one.
+    """
+
+    def __init__(self, folder: Path, script: Sequence[tuple[dict[int, int], int | None]]) -> None:
+        self.run_dir = folder
+        self.failed: dict[int, int] = {}
+        self.num_starts = 0
+        self._script = [*script]
+
+    def start(self) -> None:
+        self.num_starts += 1
+
+    def wait(self, meanwhile: Callable[[], bool]) -> None:
+        if not self._script:
+            return
+        self.failed, step = self._script.pop(0)
+        if step is not None:
+            folder = CheckpointSteps(self.run_dir).step_dir(step)
+            folder.mkdir(parents=True)
+            (folder / AGREED_FILE).touch()
+        raise RunFailed("it failed")
+
+
+HERE, ELSEWHERE = {0: -9, 1: EXIT_PEER_LOST}, {0: EXIT_PEER_LOST}
+RESTARTS: dict[str, tuple[list[tuple[dict[int, int], int | None]], bool]] = {
+    "one more than may be": ([(HERE, 10), *3 * [(HERE, None)]], False),
+    "with progress each time": ([(HERE, step) for step in range(10, 80, 10)], True),
+    "of others with progress": ([(ELSEWHERE, step) for step in range(10, 80, 10)], True),
+    "counted apart": ([(HERE, 10), *3 * [(ELSEWHERE, None)], (HERE, None), (HERE, None)], True),
+    "of others without progress": ([(HERE, 10), *4 * [(ELSEWHERE, None)]], False),
+    "in vain, then with progress": ([(HERE, 10), *2 * [(HERE, None)], (HERE, 20)], True),
+    "an error of its own": ([(HERE, 10), ({0: EXIT_COMES_AGAIN}, None)], False),
+    "no checkpoint": ([(HERE, None)], False),
+    "no checkpoint, others lost": ([(ELSEWHERE, None)], False),
+}
+
+
+@pytest.mark.parametrize("case", RESTARTS)
+def test_restarts_are_counted_from_one_checkpoint_to_the_next(case: str, tmp_path: Path) -> None:
+    script, ends_well = RESTARTS[case]
+    ranks: Any = FailingRanks(tmp_path, script)
+    if ends_well:
+        local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+        assert ranks.num_starts == len(script) + 1
+    else:
+        with pytest.raises(RunFailed):
+            local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+        assert ranks.num_starts == len(script)
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: Path) -> None:
+    said = {"message": "rank 1 of cloud_b has begun the run again", "peer_lost": True}
+    error_file(tmp_path, 0).write_text(json.dumps(said))
+    ranks: Any = FailingRanks(tmp_path, [(ELSEWHERE, None)])
+    local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+    assert ranks.num_starts == 2
+
+
+def test_ranks_that_are_ended_with_one_that_lost_its_peer_have_not_failed(tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "a"])
+    ranks.log(1).touch()
+    ranks.processes = [
+        subprocess.Popen(["sleep", "1000"]),
+        subprocess.Popen(["sh", "-c", f"exit {EXIT_PEER_LOST}"]),
+    ]
+    with pytest.raises(RunFailed):
+        ranks.wait(lambda: False)
+    assert ranks.processes[0].returncode == -signal.SIGTERM
+    assert ranks.failed == {1: EXIT_PEER_LOST}
 
 
 def test_nothing_begins_again_unless_asked_for(

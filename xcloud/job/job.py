@@ -46,7 +46,8 @@ from xcloud.tracking.tracker import Tracker
 class Launch:
     """The settings of how run.py starts the ranks of a run on this machine.
 
-    max_restarts: how often, if some die, all are started again from the last checkpoint.
+    max_restarts: how often, if some die, all are started again from one checkpoint; after the next
+        one they may be as often again. Failures of other owners' clouds count apart.
     on_event: command that is called when the run diverges, loses a cloud, resumes or ends, with
         the event as JSON on its standard input (show/notices.py); null: none. Given on the command
         line only: no file of a run keeps it, and none from elsewhere may have it.

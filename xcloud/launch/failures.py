@@ -19,7 +19,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
 from xcloud.net.rendezvous import Ending
-from xcloud.record.files import error_file, failure_of, state_file
+from xcloud.record.files import error_file, failure_of, read_json, state_file
 
 START_EACH_CLOUD = (
     "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
@@ -108,6 +108,13 @@ def own_failures(codes: Mapping[int, int]) -> list[int]:
 def comes_again(codes: Mapping[int, int]) -> bool:
     """Return whether a rank ended by an error that would come again in another attempt too."""
     return EXIT_COMES_AGAIN in codes.values()
+
+
+def was_restarted_elsewhere(run_dir: Path) -> bool:
+    """Return whether ranks have failed here because another owner's cloud has begun again: it is
+    there, and meets the ranks here once they begin again too."""
+    failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
+    return any("has begun the run again" in str(failure.get("message")) for failure in failures)
 
 
 def first_cause(

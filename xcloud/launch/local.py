@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,13 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.job import Job
-from xcloud.launch.failures import START_EACH_CLOUD, check_gpu, comes_again
+from xcloud.launch.failures import (
+    START_EACH_CLOUD,
+    check_gpu,
+    comes_again,
+    own_failures,
+    was_restarted_elsewhere,
+)
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import (
     CheckpointSteps,
@@ -213,23 +220,38 @@ def train(
 ) -> None:
     """Train to the end of the run, in as many attempts as that takes and the user allows.
 
+    max_restarts: how often all ranks may be started again without a new checkpoint that all have
+        agreed on. Failures of these ranks count apart from those of other owners' ranks.
     next_attempt: called before the ranks are started again.
     follow: called often; returns whether all ranks have joined.
     """
     folder = CheckpointSteps(ranks.run_dir)
-    for number in range(max_restarts + 1):
-        note_attempt(ranks.run_dir, restarts_left=max_restarts - number)
+    step = max(folder.agreed_steps(), default=0)
+    num_restarts = Counter[str]()
+    while True:
+        note_attempt(ranks.run_dir, restarts_left=max_restarts - num_restarts["here"])
         ranks.start()
         try:
             return ranks.wait(meanwhile=follow)
         except RunFailed as error:
-            agreed = folder.agreed_steps()
             # An error that a rank itself has named comes again.
-            if number == max_restarts or not agreed or comes_again(ranks.failed):
+            if comes_again(ranks.failed):
                 raise
+            agreed = folder.agreed_steps()
+            if agreed and agreed[0] > step:  # what was lost is made up for
+                step = agreed[0]
+                num_restarts.clear()
+            where = "here" if own_failures(ranks.failed) else "elsewhere"
+            if num_restarts[where] == max_restarts:
+                raise
+            if not agreed and not was_restarted_elsewhere(ranks.run_dir):
+                raise
+            num_restarts[where] += 1
+            cause = "" if where == "here" else " for another cloud"
+            again_from = f"from step {agreed[0]}" if agreed else "from the beginning"
             say(
-                f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
-                f"at most {max_restarts}: launch.max_restarts)"
+                f"{error}\nall ranks start again {again_from} (restart {num_restarts[where]} of "
+                f"at most {max_restarts}{cause} before the next checkpoint: launch.max_restarts)"
             )
             next_attempt()
 

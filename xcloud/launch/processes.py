@@ -120,6 +120,7 @@ class LocalRanks:
         self._detector = self._new_detector()
         self.since_s: dict[object, float] = {}  # when something was first seen, see for_s
         self._suspended = set[int]()  # ranks that were given up
+        self._failed: dict[int, int] | None = None
 
     def start(self) -> None:
         """Start all ranks. It may be called again once `wait` has raised RunFailed."""
@@ -132,6 +133,7 @@ class LocalRanks:
         self.processes = []
         self.since_s.clear()
         self._suspended.clear()
+        self._failed = None
         self._detector = self._new_detector()
         for rank in self.ranks:
             self.processes.append(self.start_rank(rank))
@@ -180,7 +182,9 @@ class LocalRanks:
 
     @property
     def failed(self) -> dict[int, int]:
-        """The exit codes of the ranks that have failed."""
+        """The exit codes of the ranks that have failed, without those that were ended for it."""
+        if self._failed is not None:
+            return self._failed
         ended = {r: p.poll() or 0 for r, p in zip(self.ranks, self.processes, strict=False)}
         return {r: code for r, code in ended.items() if code not in (0, *_STOPPED_CODES)}
 
@@ -235,6 +239,7 @@ class LocalRanks:
                 time.sleep(POLL_EVERY_S)
             if self.is_asked_to_stop and not own_failures(self.failed):
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
+            self._failed = self.failed
             raise RunFailed(cause)
         if None in needed:
             if have_joined and self._restart_s is not None and not self.is_asked_to_stop:

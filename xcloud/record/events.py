@@ -6,6 +6,10 @@ object per line; all have "event", "rank", "cloud", "t" and what intake.py says.
 for all ranks, the parent follows. A step is complete when every rank has reported it. A run that
 was interrupted continues in the same file: "resume" names the step, and what was reported of later
 ones no longer counts.
+
+Two clocks: "t" is by the clock of the rank that reports, "arrived" by that of rank 0, which adds
+it to what other ranks report. What one rank spends is told by its "t"; when something was in the
+run, and how much later than something else, by `moment`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ Key = tuple[Any, ...]  # ("tokens",), ("compute_s", cloud), ("line_busy_s", kind
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
 # AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
-HEAD = ("event", "rank", "cloud", "t")  # of every event
+HEAD = ("event", "rank", "cloud", "t", "arrived")  # of every event; the last one of other ranks'
 OWN = "step_s"  # a rank's own time for a step, of which these are parts
 FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
@@ -115,8 +119,8 @@ class EventReader:
 class StepTotals:
     """One complete step over all ranks.
 
-    step_s: see update_s. ended_s: when the last rank had ended it. values: further measurements of
-    a kind of job. numbers: everything that is added up over the ranks, under these keys:
+    step_s: see update_s. ended_s: when rank 0 knew that all had ended it. values: further
+    measurements of a kind of job. numbers: what is added up over the ranks, under these keys:
         ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
         ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
         ("boundaries", "NUMBER DIRECTION") bytes on the WAN link of one boundary,
@@ -141,7 +145,7 @@ class StepTotals:
         totals = cls(step)
         if spans:
             totals.step_s = update_s(spans)
-            totals.ended_s = max(at_s for at_s, _ in spans)
+            totals.ended_s = max(moment(report) for report in reports.values())
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         totals.loss = _mean_loss(report for _, report in sorted(reports.items()))
@@ -289,6 +293,11 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     spans = list(spans)
     last_s = max(ended_s for ended_s, _ in spans)
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
+
+
+def moment(event: Event) -> float:
+    """Return when an event was in the run, by the clock of rank 0."""
+    return float(event["arrived"] if "arrived" in event else event["t"])
 
 
 def body(event: Event) -> dict[str, Any]:

@@ -221,6 +221,7 @@ class ReportIntake:
             self._check_names(event)
         is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S
         event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else now_s}
+        event["arrived"] = now_s
         return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
     def _check_names(self, step: Event) -> None:

@@ -31,6 +31,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
     body,
+    moment,
 )
 from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
@@ -86,7 +87,9 @@ class RunStatistics:
     def feed(self, event: Event) -> StepTotals | None:
         """Take in an event. Return the totals of a step if this completes it, else None."""
         kind = event["event"]
-        if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
+        if event.get("t") is not None and abs(at_s := moment(event)) < MAX_TIME_S:
+            # A report may have arrived after the moment that rank 0 gives what it notes next.
+            at_s = max(at_s, self._last_event_at_s or at_s)
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
                 self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             if self._started_at_s is None:

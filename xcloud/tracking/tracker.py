@@ -31,7 +31,7 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Address, WritePath, settings
-from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
+from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector, moment
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.files import read_json, replace_text
 from xcloud.tracking.mlflow_store import (
@@ -386,11 +386,11 @@ class MlflowSender(threading.Thread, Recording):
         points = []
         totals = self._run.steps.feed(event)
         if totals is not None and self._is_new(_STEP_CURVE, step=totals.step):
-            values = points_of(step_metrics(totals), at_s=event["t"], step=totals.step)
+            values = points_of(step_metrics(totals), at_s=moment(event), step=totals.step)
             points = self._thinner.feed(values)
         # The test's are final values: a curve of one point would stand above the loss.
         if event["event"] == "quality" and event["split"] == "dev":
-            scores = points_of(quality_metrics(event), at_s=event["t"], step=event["step"])
+            scores = points_of(quality_metrics(event), at_s=moment(event), step=event["step"])
             points += [point for point in scores if self._is_new(point.key, step=point.step)]
         return points
 
