@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from xcloud.base.overrides import for_hydra, groups_of
 from xcloud.experiment import Experiment
 from xcloud.job import config as configs
-from xcloud.job import given
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -43,7 +43,7 @@ def by_hydra(*overrides: str) -> DictConfig:
         initialize_config_dir(str(CONF), version_base="1.3"),
         mock.patch.object(OmegaConf, "load", lambda file: read_once(file.name).copy()),
     ):
-        found = given._compose(list(overrides))
+        found = compose("config", overrides=for_hydra(overrides, groups_of(CONF)))
     return OmegaConf.create(configs.fill_in(OmegaConf.to_container(found)))
 
 

@@ -83,11 +83,11 @@ class FakeRuns:
     def run(self, point: Point, run_dir: Path) -> None:
         self.names.append(point.name)
         if point.name in self.fail:
-            write_run(run_dir, point.config, status="failed", bleu=None, cause="asked to fail")
+            write_run(run_dir, point.named, status="failed", bleu=None, cause="asked to fail")
             raise RunFailed("asked to fail")
         if "interrupt" in self.fail:
             raise KeyboardInterrupt
-        write_run(run_dir, point.config, bleu=30.0 + point.experiment.seed)
+        write_run(run_dir, point.named, bleu=30.0 + point.experiment.seed)
 
     def end(self) -> None: ...
 

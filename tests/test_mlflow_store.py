@@ -7,7 +7,10 @@ import random
 import shutil
 import sqlite3
 import sys
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 from tests.event_lines import append_event, append_step
 from tests.runs import command
 from tests.sweep_runs import blank_store
+from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
 from xcloud.tracking.mlflow_store import (
     KIND_TAG,
@@ -28,15 +32,19 @@ from xcloud.tracking.mlflow_store import (
     links,
     points_of,
     quality_metrics,
+    show_first,
     step_metrics,
     view_of,
 )
 from xcloud.tracking.tracker import (
     REPLACED_FILE,
+    TOKEN_TAG,
     TRACKED_FILE,
     MlflowSender,
     MlflowTracker,
     TrackedRun,
+    add_figures,
+    final_step,
 )
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
@@ -346,3 +354,89 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
         "wan_bytes_per_step_other": 2,
     }
     assert not set(final) & (set(curves) | set(dev))
+
+
+def test_a_loss_that_is_no_number_stays_in_a_thinned_curve() -> None:
+    thinner = Thinner(points=500, num_steps=10_000)
+    kept = []
+    for step in range(1, 10_001):
+        loss = math.nan if step == 5_003 else 1.0 + step % 7
+        kept += thinner.feed([CurvePoint("train/loss", loss, at_ms=0, step=step)])
+    kept += thinner.close()
+
+    assert [point.step for point in kept if math.isnan(point.value)] == [5_003]
+    assert len(kept) <= 500
+
+
+@pytest.mark.parametrize(("score", "ascending"), [("bleu", False), ("perplexity", True)])
+def test_a_sweep_is_listed_best_first_in_mlflow(score: str, ascending: bool) -> None:
+    tags = {}
+    client = SimpleNamespace(set_experiment_tag=lambda key, tag, text: tags.update({tag: text}))
+
+    show_first(client, experiment_id="1", metrics=[score, "step_time_s"], sweep="s")
+
+    (state,) = map(json.loads, tags.values())
+    assert state["orderByKey"] == f"metrics.`{score}`" and state["orderByAsc"] is ascending
+
+
+def test_what_is_measured_after_a_run_that_went_on_is_shown(tmp_path: Path) -> None:
+    """MLflow shows the value of the highest step; what is outdated is NaN there."""
+    tracker = MlflowTracker(root=str(tmp_path))
+    client, key = blank_store(tmp_path).open()
+    run_id = client.create_run(key, tags={TOKEN_TAG: "t"}).info.run_id
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    named = {"run_id": run_id, "store": tracker.store.tracking_uri, "token": "t"}
+    (run_dir / TRACKED_FILE).write_text(json.dumps(named))
+
+    assert add_figures(run_dir, tracker, {"eval_acc": 0.5}) == ""
+    attempt = final_step({"num_resumes": 1, "num_steps": 20})
+    client.log_metric(run_id, "eval_acc", math.nan, step=attempt)
+    assert add_figures(run_dir, tracker, {"eval_acc": 0.7}) == ""
+
+    assert client.get_run(run_id).data.metrics["eval_acc"] == 0.7
+
+
+def test_a_store_that_would_refuse_everything_is_said_before_the_start(tmp_path: Path) -> None:
+    tracker = MlflowTracker(root=str(tmp_path))
+    tracker.check()  # nothing is there yet
+    client, key = blank_store(tmp_path).open()
+    tracker.check()
+
+    client.delete_experiment(key)
+    remedy = r"'xcloud' is deleted.*restore.*tracker.experiment=NAME"
+    with pytest.raises(ConfigError, match=remedy):
+        tracker.check()
+    MlflowTracker(root=str(tmp_path), experiment="another").check()
+    client.restore_experiment(key)
+    tracker.check()
+
+    (tmp_path / "mlflow.db").write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match=r"is no store of MLflow.*tracker.root=FOLDER"):
+        tracker.check()
+    (tmp_path / "mlflow.db").unlink()
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(ConfigError, match="is no store of MLflow"):
+        tracker.check()
+
+
+@pytest.mark.parametrize("answer", ["deleted", "active", 401, 404, "nothing"])
+def test_a_server_that_would_refuse_everything_is_said_too(answer: str | int) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.end_headers()
+            experiment = {"experiment": {"lifecycle_stage": answer}}
+            self.wfile.write(b"" if answer == "nothing" else json.dumps(experiment).encode())
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        tracker = MlflowTracker(uri=f"http://127.0.0.1:{server.server_port}")
+        refused = answer in ("deleted", 401)
+        with pytest.raises(ConfigError, match="would refuse") if refused else nullcontext():
+            tracker.check()
+        thread.join()
+    tracker.check()  # a server that is down may come back

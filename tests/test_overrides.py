@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from tests.configs import composed
 from xcloud import entry
 from xcloud.base.errors import ConfigError
-from xcloud.base.overrides import as_override, parsed, readable, unreadable, with_home, with_plus
+from xcloud.base.overrides import as_override, for_hydra, parsed, readable, unreadable, with_home
 from xcloud.base.project import conf_dir
 from xcloud.job import config as configs
 from xcloud.job import given as job_given
@@ -60,7 +61,7 @@ def test_a_path_that_cannot_be_read_is_told_with_its_character_and_what_to_type(
 
 
 PLACES = {
-    "run.py": lambda words: explained(HydraException("what Hydra says"), words, conf_dir()),
+    "run.py": lambda words: explained(HydraException("what Hydra says"), words),
     "xcloud.run": lambda words: composed_words(["+exp=abnet_iwslt", *words], conf_dir()),
     "run.py resume=": lambda words: with_overrides(Path("experiment.yaml"), words, conf_dir()),
 }
@@ -141,26 +142,46 @@ def test_no_module_writes_an_override_by_json() -> None:
     assert value_of(as_override("a", "é")) == "é" != value_of(f"a={json.dumps('é')}")
 
 
-def test_a_plus_stands_before_optional_keys_only() -> None:
-    """Not before what has one, is deleted, or is set by a file."""
-    words = ["a.new=1", "+a.new=1", "++a.new=1", "~a.new", "a.old=2", "a.new='x, y'", "a.new=1,2"]
-    assert with_plus(words, {"a.new"}.__contains__) == [
-        "+a.new=1", "+a.new=1", "++a.new=1", "~a.new", "a.old=2", "+a.new='x, y'", "+a.new=1,2",
+def test_words_that_set_a_value_are_written_so_that_hydra_takes_them_wherever_it_stands() -> None:
+    """And no word that chooses an option, deletes, or sets a key of Hydra's own."""
+    written = {
+        "a.new=1": ["++a.new=1"],
+        "+a.new=1": ["++a.new=1"],
+        "++a.new=1": ["++a.new=1"],
+        "a.new=1,2": ["++a.new=1,2"],
+        "a={b: 1}": ["++a={b: 1}"],
+        "a={_target_: x.Y}": ["++a=null", "++a={_target_: x.Y}"],
+        "group=x": ["group=x"],
+        "+group=x": ["+group=x"],
+        "group={b: 1}": ["++group={b: 1}"],
+        "group={_target_: x.Y}": ["~group", "++group={_target_: x.Y}"],
+        "group/inner=x": ["group/inner=x"],
+        "group@a=x": ["group@a=x"],
+        "~a.new": ["~a.new"],
+        "hydra.sweep.dir=x": ["hydra.sweep.dir=x"],
+        "a=(": ["a=("],
+    }
+    for word, expected in written.items():
+        assert for_hydra([word], {"group"}.__contains__) == expected
+    assert for_hydra(["+group=x", "a=1", "+group=y"], {"group"}.__contains__) == [
+        "++a=1", "+group=y",
     ]  # fmt: skip
 
 
 def test_the_value_of_a_flag_is_not_taken_for_a_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(flags: list[str], words: list[str]) -> None:
+    def refuse() -> None:
         raise HydraException("this does not compose")
 
-    monkeypatch.setattr(entry, "run_words", refuse)
+    monkeypatch.setattr(entry, "run_composed", refuse)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(entry, "composed", False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # main sets it
 
     with pytest.raises(SystemExit):
-        entry.main(["--config-dir", "tests/conf", "training.nonsense=1"])
+        entry.main(["--config-dir", "tests/conf", "training.nonsense=("])
 
     said = capsys.readouterr().err
     assert "training.nonsense" in said and "tests/conf" not in said
+    assert sys.argv[1:] == ["training.nonsense=(", "--config-dir", "tests/conf"]

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import compose, points
+from xcloud.base.errors import ConfigError
+from xcloud.base.wording import MAX_NAME_BYTES
 from xcloud.job.config import Settings
 from xcloud.study.points import (
     _free_name,
     differences,
     identity,
     name_points,
+    same_overrides,
     with_also,
 )
+from xcloud.study.runner import check_name
 
 
 def named(*grid: str) -> list[str]:
@@ -119,3 +123,37 @@ def test_also_adds_the_reference_once_for_each_seed() -> None:
         ("+exp=a", "seed=1", "compression=none"),
         ("+exp=a", "seed=2", "compression=none"),
     ]
+
+
+def test_a_folder_has_a_name_that_every_file_system_takes() -> None:
+    """Paths and texts of any length are settings, and stand in labels."""
+    long = "/".join(["a" * 150, "ü" * 150])
+    one, other = points(*(f"task.label='{long}/{end}' seed=1" for end in "xy"))
+    name_points([one, other])
+
+    assert one.label != other.label and long in one.label  # whole in points.csv
+    assert one.folder != other.folder and one.folder.endswith("_s1")
+    assert all(len(point.folder.encode()) <= MAX_NAME_BYTES for point in (one, other))
+    with pytest.raises(ConfigError, match=r"sweep must have at most 140 bytes.*got 300"):
+        check_name("s" * 300)
+
+
+@pytest.mark.parametrize(
+    ("key", "spellings"),
+    [
+        ("training.optimizer.weight_decay", ["0", "0.0", "-0.0", "0e0"]),
+        ("training.optimizer.learning_rate", ["1", "1.0"]),
+        ("training.optimizer.learning_rate", ["1e-3", "0.001", "0.0010"]),
+    ],
+)
+def test_a_number_is_one_setting_however_it_is_spelled(key: str, spellings: list[str]) -> None:
+    found = points(*(f"{key}={spelling} seed=1" for spelling in spellings))
+    other = points(f"{key}=0.5 seed=1")[0]
+    name_points([*found, other])
+
+    assert len({point.identity for point in found}) == 1 != other.identity
+    assert len({point.label for point in found}) == 1 and found[0].label != other.label
+    for point in found:
+        assert same_overrides(found[0].overrides, point.overrides)
+        assert differences(found[0].settings, point.settings) == {}
+    assert not same_overrides(found[0].overrides, other.overrides)

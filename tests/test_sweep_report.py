@@ -25,7 +25,14 @@ from xcloud.job.config import Settings
 from xcloud.record.summary import read_run
 from xcloud.show.canvas import canvas
 from xcloud.study import pictures, report
-from xcloud.study.pictures import LOSSES, curves_of, front, write_losses, write_pictures
+from xcloud.study.pictures import (
+    LOSSES,
+    colours_of_curves,
+    curves_of,
+    front,
+    write_losses,
+    write_pictures,
+)
 from xcloud.study.report import columns_of, page_in_mlflow, print_sweep, write_csv
 from xcloud.study.results import PointResult, Results, from_folder, open_sweep, spread_text
 from xcloud.tracking import mlflow_store as ui
@@ -595,7 +602,8 @@ def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
 
 @pytest.mark.usefixtures("pictures")
 def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
-    reference, curves = curves_of(Results(from_folder(folder)))
+    results = Results(from_folder(folder))
+    reference, curves = curves_of(results)
     alone, across = curves
 
     assert reference == alone and "one_cloud" in alone and "two_clouds" in across
@@ -603,7 +611,8 @@ def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
     assert len(loss) == NUM_STEPS and np.allclose(loss, 5 / loss.index + 0.21)
     differences = curves[across] - curves[alone]
     assert list(differences) == [1, 2] and np.allclose(differences, 0.01)
-    picture = write_losses(folder, reference, curves, "sweep fig5")
+    colours = colours_of_curves(results)
+    picture = write_losses(folder, reference, curves, "sweep fig5", colours)
     pixels = matplotlib.image.imread(picture)
     assert pixels[..., :3].std() > 0.04 and pixels.shape[0] > 600  # with the difference below
 

@@ -29,7 +29,7 @@ from xcloud.base.project import MODEL_DIR, conf_dir
 from xcloud.comm.compression import CompressionPlan
 from xcloud.entry import carry_out, with_plan
 from xcloud.job.config import Settings
-from xcloud.job.given import check_is_run, composed, grid, option
+from xcloud.job.given import Composer, check_is_run, composed, grid, option
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def sweep(
         processes=Processes(parallel),
         again=f"xcloud.sweep({', '.join(words)})",
     )
-    code = one.run(points, lambda overrides: composed(overrides, conf_dir()))
+    code = one.run(points, Composer.of(conf_dir()))
     if code == REFUSED:
         raise ConfigError("the sweep is refused; the reasons stand above")
     if code == INTERRUPTED:

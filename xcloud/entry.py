@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xcloud.base.overrides import with_home
+from xcloud.base.overrides import for_hydra, groups_of
 from xcloud.base.project import conf_dir, run_command
 from xcloud.base.terminal import say
 
@@ -38,6 +38,7 @@ FLAGS_WITH_A_VALUE = (
     "--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp",
     "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun",
 )  # fmt: skip
+FOLDER_FLAGS = ("--config-path", "-cp", "--config-dir", "-cd")
 composed = False  # whether Hydra has composed a config: until then its errors are the user's
 
 
@@ -53,24 +54,17 @@ def main(words: Sequence[str]) -> None:
     flags = [word for word in words if word in MULTIRUN_FLAGS]
     others = [word for word in words if word not in MULTIRUN_FLAGS]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
+    overrides, options = split_words(others)
     try:
-        # argparse knows flags at either end only
-        run_words(
-            flags, words=[word if word.startswith("-") else with_home(word) for word in others]
-        )
+        known = for_hydra(overrides, is_group=groups_of(conf_dir(), *own_folders(options)))
+        sys.argv[1:] = [*flags, *known, *options]  # argparse knows flags at either end only
+        run_composed()
     except (HydraException, OmegaConfBaseException) as error:
         if composed:
             raise
         from xcloud.job.given import explained
 
-        overrides = [
-            word
-            for before, word in pairwise(["", *others])
-            if not word.startswith("-") and before not in FLAGS_WITH_A_VALUE
-        ]
-        for line in explained(
-            error, overrides=overrides, conf_dir=conf_dir(), is_sweep=bool(flags)
-        ):
+        for line in explained(error, overrides=overrides, is_sweep=bool(flags)):
             say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
@@ -83,23 +77,24 @@ def main(words: Sequence[str]) -> None:
         sys.exit(130)
 
 
-def run_words(flags: Sequence[str], words: Sequence[str]) -> None:
-    """Run what Hydra composes from flags and words; optional settings need no plus."""
-    sys.argv[1:] = [*flags, *words]
-    try:
-        run_composed()
-    except (HydraException, OmegaConfBaseException):
-        if composed:
-            raise
-        from xcloud.job.given import completed
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the settings of a command line, and its flags with their values."""
+    overrides: list[str] = []
+    options: list[str] = []
+    for before, word in pairwise(["", *words]):
+        is_option = word.startswith("-") or before in FLAGS_WITH_A_VALUE
+        (options if is_option else overrides).append(word)
+    return overrides, options
 
-        overrides = [word for word in words if "=" in word and not word.startswith("-")]
-        others = [word for word in words if word not in overrides]  # such as --cfg job
-        with_plus = completed(overrides, conf_dir=conf_dir())
-        if with_plus == overrides:
-            raise
-        sys.argv[1:] = [*flags, *others, *with_plus]
-        run_composed()
+
+def own_folders(options: Sequence[str]) -> list[Path]:
+    """Return the folders of options that flags of Hydra name beside conf/."""
+    found: list[Path] = []
+    for flag, value in pairwise([*options, ""]):
+        name, is_joined, joined = flag.partition("=")
+        if name in FOLDER_FLAGS:
+            found.append(Path(joined if is_joined else value))
+    return found
 
 
 @contextmanager
@@ -125,8 +120,11 @@ def exit_codes() -> Iterator[None]:
 
 
 @hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")
-def run_composed(config: DictConfig) -> None:
-    """Run the config that Hydra has composed from sys.argv."""
+def run_composed(config: DictConfig) -> float | None:
+    """Run the config that Hydra has composed from sys.argv.
+
+    Returns what a sweeper of Hydra reads of a point: its main score, of which less is better.
+    """
     global composed
     composed = True
     from xcloud.job.config import Settings
@@ -135,14 +133,16 @@ def run_composed(config: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from xcloud.features.checkpoints.resume import check_can_go_on
         from xcloud.launch.local import run
+        from xcloud.record.summary import main_score
 
         # Hydra's own launcher; ours starts a process for each point (xcloud/study/runner.py).
-        run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
-        return
+        summary = run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
+        return main_score(summary)
     with exit_codes():
         chosen = with_plan(Settings.of(config), run_dir=run_dir)
         if chosen is not None:  # else it was only to be shown
             carry_out(chosen, run_dir=run_dir)
+    return None
 
 
 def with_plan(settings: Settings, run_dir: Path) -> Settings | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,8 +27,8 @@ def literal(text: str) -> str:
 def as_override(key: str, text: object) -> str:
     """Return the word that sets a key to this text, quoted only where it must be."""
     bare = f"{key}={text}"
-    read = _read(bare)
-    if read is not None and read.value() == text:
+    found = _read(bare)
+    if found is not None and found.value() == text:
         return bare
     return f"{key}={literal(str(text))}"
 
@@ -36,8 +37,8 @@ def readable(word: str) -> str:
     """Return a word that was put together with a path in it, with its value quoted where it could
     not be read otherwise."""
     key, is_set, value = word.partition("=")
-    read = _read(word)
-    if not is_set or (read is not None and not read.is_sweep_override()):
+    found = _read(word)
+    if not is_set or (found is not None and not found.is_sweep_override()):
         return word
     return f"{key}={literal(value)}"
 
@@ -61,22 +62,48 @@ def parsed(words: Sequence[str]) -> list[Override]:
     return found
 
 
-def with_plus(words: Sequence[str], is_optional: Callable[[str], bool]) -> list[str]:
-    """Return overrides with a + before each that sets an optional key, one that Hydra takes with a
-    plus only. Raises HydraException for what cannot be read.
+def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str]:
+    """Return the words of a user in Hydra's grammar: a value may be set, whether or not a chosen
+    file names its key, and the last word for a key counts.
 
-    is_optional: whether the class of a key's node has this setting and the config does not.
+    is_group: whether a key is a group of options.
+    A mapping with a `_target_` replaces what stands at its key. One without changes settings of
+    what stands there. Words that choose an option, delete, or set Hydra's own keys stay as they
+    are, and so does what cannot be read.
     """
-    return [
-        f"+{word}" if _sets(override) and is_optional(override.key_or_group) else word
-        for word, override in zip(words, parsed(words), strict=True)
-    ]
+    written: list[str] = []
+    chosen: dict[str, str] = {}  # by group: the word that adds an option
+    for word in map(with_home, words):
+        found = read(word)
+        if found is None or found.is_delete():
+            written.append(word)
+        elif sets_value(found, is_group=is_group):
+            value = found.value()
+            if isinstance(value, dict) and "_target_" in value:
+                key = found.key_or_group
+                written.append(f"~{key}" if is_group(key) else f"++{key}=null")
+            written.append(f"++{word.lstrip('+')}")
+        else:
+            key = found.get_key_element().lstrip("+")
+            if found.is_add() and key in chosen:
+                written.remove(chosen[key])
+            chosen[key] = word
+            written.append(word)
+    return written
 
 
-def _sets(override: Override) -> bool:
-    """Return whether an override is written without + and ~, and for no package."""
-    is_plain = not (override.is_add() or override.is_force_add() or override.is_delete())
-    return is_plain and override.package is None
+def groups_of(*folders: Path) -> Callable[[str], bool]:
+    """Return whether a key is a group: a folder of options in one of these."""
+    return lambda key: any((folder / key).is_dir() for folder in folders)
+
+
+def sets_value(word: Override, is_group: Callable[[str], bool]) -> bool:
+    """Return whether a word sets a value of the job, and neither chooses an option of a group nor
+    changes Hydra's own settings."""
+    key = word.key_or_group
+    if word.package is not None or "/" in key or key.split(".")[0] == "hydra":
+        return False
+    return isinstance(word.value(), dict) or not is_group(key)
 
 
 def unreadable(words: Sequence[str], is_sweep: bool = False) -> list[str]:
@@ -91,13 +118,13 @@ def _trouble(word: str, is_sweep: bool) -> str:
     key, is_set, value = word.partition("=")
     if not is_set and not word.startswith("~"):
         return f"{word}: expected key=value"
-    read = _read(with_home(word))
+    found = _read(word)
     several = ""
-    if read is None:
+    if found is None:
         if _read(f"{key}=0") is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
         wrong = _first_wrong(key, value=value)
-    elif read.is_sweep_override() and not is_sweep:
+    elif found.is_sweep_override() and not is_sweep:
         several = "several values make a sweep: add -m"
         if _SWEEPS.match(value) or "," not in value:
             return f"{word}: {several}"
@@ -111,12 +138,19 @@ def _trouble(word: str, is_sweep: bool) -> str:
 
 
 def _read(word: str) -> Override | None:
+    return read(with_home(word))
+
+
+@cache
+def read(word: str) -> Override | None:
+    """Return what a word says; None if it cannot be read. Reading one takes a millisecond."""
     try:
-        (found,) = parsed([word])
+        (found,) = OverridesParser.create().parse_overrides([word])
         found.value()
     except HydraException:
         return None
-    return found
+    override: Override = found
+    return override
 
 
 def _first_wrong(key: str, value: str) -> str:

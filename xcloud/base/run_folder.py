@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -16,8 +17,20 @@ from pathlib import Path
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.locks import POLL_S, LockTaken, locked
+from xcloud.base.wording import MAX_NAME_BYTES
 
 LOCK_FILE = ".lock"
+
+
+def file_name(text: str, end: str = "") -> str:
+    """Return a text with an end as the name of a file: one that would be too long is cut, and a
+    digest of all of it tells it from others that begin alike."""
+    name = f"{text}{end}"
+    if len(name.encode()) <= MAX_NAME_BYTES:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    kept = text.encode()[: MAX_NAME_BYTES - len(end.encode()) - 13].decode(errors="ignore")
+    return f"{kept}-{digest}{end}"
 
 
 @contextmanager

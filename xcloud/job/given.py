@@ -8,16 +8,17 @@ module of the package composes.
 from __future__ import annotations
 
 import contextlib
-import difflib
+import copy
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -25,17 +26,24 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.overrides import as_override, parsed, unreadable, with_home, with_plus
+from xcloud.base.overrides import (
+    as_override,
+    for_hydra,
+    groups_of,
+    parsed,
+    read,
+    sets_value,
+    unreadable,
+)
 from xcloud.base.run_folder import check_is_folder
-from xcloud.base.wording import meant, unknown_key
+from xcloud.base.wording import meant
 from xcloud.contracts.one_way import OneWayModel
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     Settings,
     build,
-    dotted,
-    fill_in,
     flatten,
+    looked_up,
     policy_file,
     read_plain,
     resolved,
@@ -146,10 +154,6 @@ def _composing(conf_dir: Path) -> Iterator[None]:
             GlobalHydra.instance().hydra = outer
 
 
-def _is_group(override: Override) -> bool:
-    return bool(GlobalHydra.instance().config_loader().get_group_options(override.key_or_group))
-
-
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
     """Return an experiment file with settings changed as on a command line.
 
@@ -158,27 +162,29 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     """
     if wrong := unreadable(overrides):
         raise ConfigError("\n".join(wrong))
+    for word in overrides:
+        if word.startswith("~") or re.match(r"\+*hydra[./]", word):
+            raise ConfigError(f"{word}: give settings of the run as key=value to resume it")
     config = OmegaConf.create(read_config(path))
     this_clouds_policy().check_build(resolved(config))
+    is_group = groups_of(conf_dir)
     try:
-        with _composing(conf_dir):
-            for word in parsed(overrides):
-                if word.is_delete():
-                    raise ConfigError(
-                        f"{word.input_line}: give settings as key=value to resume a run"
-                    )
-                key = word.key_or_group.replace("/", ".")
-                value: Any = word.value()
-                if _is_group(word):
-                    chosen = compose("config", overrides=[str(word.input_line)])
-                    value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif not (word.is_add() or is_optional(config, key=key)):
-                    for line in hint(config, key=key):
-                        raise ConfigError(line)
+        for found in parsed(for_hydra(overrides, is_group=is_group)):
+            if found.is_delete() or sets_value(found, is_group=is_group):
+                set_values(config, words=[found])
+            else:
+                key = found.key_or_group.replace("/", ".")
+                chosen = composed([str(found.input_line)], conf_dir)
+                value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(in_one_line(error)) from error
     return config
+
+
+def set_values(config: DictConfig, words: Sequence[Override]) -> None:
+    """Set or delete what words say in a composed config, as Hydra does. Raises as Hydra."""
+    ConfigLoaderImpl._apply_overrides_to_config(list(words), config)
 
 
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Settings, bool]:
@@ -202,44 +208,94 @@ def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
     """
     try:
         with _composing(conf_dir):
-            return _compose([*map(with_home, words)])
+            return compose("config", overrides=for_hydra(words, is_group=groups_of(conf_dir)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            "\n".join(explained(error, overrides=words, conf_dir=conf_dir))
-        ) from error
+        raise ConfigError("\n".join(explained(error, overrides=words))) from error
 
 
-def _compose(words: Sequence[str]) -> DictConfig:
-    """Compose a config, within `_composing`; optional settings need no plus. Raises as Hydra."""
-    try:
-        return compose("config", overrides=[*words])
-    except (HydraException, OmegaConfBaseException):
-        completed = _with_plus(words)
-        if completed == [*words]:
-            raise
-        return compose("config", overrides=completed)
+class Composer:
+    """Composes the points of a sweep. Points that choose the same options of groups share what
+    Hydra composes of these; then the values of each are set, as Hydra does.
+
+    load: composes what words choose. Raises as Hydra.
+    """
+
+    def __init__(
+        self, load: Callable[[Sequence[str]], DictConfig], is_group: Callable[[str], bool]
+    ) -> None:
+        self._load = load
+        self._is_group = cache(is_group)
+        self._shared: dict[tuple[str, ...], SharedChoices] = {}
+
+    @classmethod
+    def of(cls, conf_dir: Path) -> Composer:
+        """Return the composer of what stands in conf_dir."""
+        return cls(lambda words: composed(words, conf_dir), is_group=groups_of(conf_dir))
+
+    def __call__(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the settings of a point as plain data, "???" where there is no value.
+
+        Raises ConfigError with one line for each word that is wrong.
+        """
+        choices: list[str] = []
+        values: list[Override] = []
+        for word in for_hydra(words, is_group=self._is_group):
+            found = read(word)
+            if found is None:
+                raise ConfigError("\n".join(unreadable(words)))
+            of_group = self._is_group(found.key_or_group) and found.is_delete()
+            if of_group or not (found.is_delete() or sets_value(found, is_group=self._is_group)):
+                choices.append(word)
+            else:
+                values.append(found)
+        try:
+            if tuple(choices) not in self._shared:
+                self._shared[tuple(choices)] = SharedChoices(self._load(choices))
+            return self._shared[tuple(choices)].with_values(values)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError("\n".join(explained(error, overrides=words))) from error
 
 
-def completed(words: Sequence[str], conf_dir: Path) -> list[str]:
-    """Return the words of a command line as Hydra takes them: with a + before each setting that a
-    class has and no chosen file names. Those of groups that cannot be composed are returned as
-    they are."""
-    try:
-        with _composing(conf_dir):
-            return _with_plus(words)
-    except (HydraException, OmegaConfBaseException):
-        return [*words]
+class SharedChoices:
+    """What Hydra composes of the options that points choose. A value that no other setting refers
+    to is set in plain data, which takes a hundredth of the time."""
 
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self._plain = looked_up(config)
+        raw = str(OmegaConf.to_container(config))
+        inside = re.findall(r"\$\{([^${}]*)\}", raw)
+        self._referred = {f"{name}." for text in inside for name in re.findall(r"[\w.]+", text)}
 
-def _with_plus(words: Sequence[str]) -> list[str]:
-    config = _chosen(parsed(words))
-    return with_plus(words, is_optional=lambda key: is_optional(config, key=key))
+    def with_values(self, words: Sequence[Override]) -> dict[str, Any]:
+        """Return plain settings with these values. Raises as Hydra."""
+        settings = copy.deepcopy(self._plain)
+        if all(self._is_set(settings, word) for word in words):
+            return settings
+        config = self._config.copy()
+        set_values(config, words=words)
+        return looked_up(config)
 
-
-def _chosen(overrides: Sequence[Override]) -> DictConfig:
-    """Compose what overrides choose from groups and add, without the settings they change."""
-    chosen = [o for o in overrides if _is_group(o) or o.is_add()]
-    return compose("config", overrides=[str(o.input_line) for o in chosen])
+    def _is_set(self, settings: dict[str, Any], word: Override) -> bool:
+        """Set a plain value; return False for what Hydra is to set."""
+        key = word.key_or_group
+        value = word.value()
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        if word.is_delete() or not is_plain or "${" in str(value) or "\\" in str(value):
+            return False
+        below = f"{key}."
+        if any(n.startswith((below, ".")) or below.startswith(n) for n in self._referred):
+            return False
+        *path, last = key.split(".")
+        node: Any = settings
+        for part in path:
+            if not isinstance(node.get(part), dict):
+                return False
+            node = node[part]
+        if isinstance(node.get(last), dict | list):
+            return False
+        node[last] = value
+        return True
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
@@ -262,13 +318,9 @@ def option(group: str, name: str, conf_dir: Path) -> Any:
     return build(resolved(OmegaConf.select(config, group)))
 
 
-def explained(
-    error: Exception, overrides: Sequence[str], conf_dir: Path, is_sweep: bool = False
-) -> list[str]:
-    """Say why a command line does not compose, a line for each word that is wrong."""
-    if wrong := unreadable(overrides, is_sweep=is_sweep):
-        return wrong
-    return hints(overrides, conf_dir=conf_dir) or [in_one_line(error)]
+def explained(error: Exception, overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
+    """Say why a command line does not compose, a line for each word that cannot be read."""
+    return unreadable(overrides, is_sweep=is_sweep) or [in_one_line(error)]
 
 
 def in_one_line(error: Exception) -> str:
@@ -276,6 +328,8 @@ def in_one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()[: 1 + ("your default list" in str(error))]
     lines += str(error.__cause__ or "").strip().splitlines()[:1]
     message = " ".join(dict.fromkeys(lines))
+    if twice := re.match(r"Multiple values for ([^.]+)\.", message):
+        return f"{twice[1]} is chosen already; to choose another write {twice[1]}=OPTION"
     _, found, below = str(error).partition("Available options in ")
     options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
     options = [option for option in options if not option.startswith("_")]  # parts of others
@@ -285,86 +339,6 @@ def in_one_line(error: Exception) -> str:
     wrong = message.split("'")[-2]  # group/option
     near = meant(wrong.rpartition("/")[2], known=options)
     return f"there is no {wrong}{near} There are: {', '.join(options)}"
-
-
-def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
-    """Return a line for each override that sets a key the chosen groups do not have.
-
-    It names the nearest key and all its neighbours. Empty if the groups themselves cannot be
-    composed.
-    """
-    try:
-        with _composing(conf_dir):
-            found = parsed(overrides)
-            keys = [
-                override.get_key_element()
-                for override in found
-                if not (_is_group(override) or override.is_add() or override.is_delete())
-                and not override.is_sweep_override()
-            ]
-            config = _chosen(found)
-    except (HydraException, OmegaConfBaseException):
-        return []
-    return [
-        line
-        for key in keys
-        if not (key.startswith("hydra.") or is_optional(config, key=key))
-        for line in hint(config, key=key)
-    ]
-
-
-def is_optional(config: DictConfig, key: str) -> bool:
-    """Return whether a key can be added: a class has it, and the config leaves its default."""
-    return _has(effective(config), key=key) and not _has(config, key=key)
-
-
-def effective(config: DictConfig) -> dict[str, Any]:
-    """Return the settings of a config with the defaults of their classes, as they are written."""
-    found = [str(key) for key in config if key != "hydra"]
-    plain = OmegaConf.to_container(OmegaConf.masked_copy(config, found))
-    filled: dict[str, Any] = fill_in(plain)
-    return filled
-
-
-def _has(node: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(node, Mapping | DictConfig) or part not in node.keys():
-            return False
-        node = node._get_node(part) if isinstance(node, DictConfig) else node[part]
-    return True
-
-
-def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """Yield a line if no setting has this key, with its nearest neighbour or the nearest
-    anywhere.
-    """
-    settings = effective(config)
-    node: Any = settings
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, Mapping):
-            return
-        if part not in node:
-            if not node:  # a mapping whose entries a user names
-                yield f"{key} would be an entry of your own: write +{key}=VALUE"
-                return
-            path = ".".join(parts[:depth])
-            own = ""
-            if key == "task.path":
-                own = "; with profile=files it is the folder of your corpus"
-            known = [str(name) for name in node if name != "_target_"]
-            like = _elsewhere(settings, key=key)
-            yield unknown_key(path, name=part, known=known, elsewhere=like) + own
-            return
-        node = node[part]
-
-
-def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
-    """Return the setting with nearly the last name of `key` that is most like it, if any."""
-    last = {name: name.rpartition(".")[2] for name, _ in dotted(settings, path="")}
-    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
-    found = [name for name in last if last[name] in near]
-    return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
 
 
 class FollowedJob(Protocol):
@@ -405,9 +379,9 @@ def compose_follow_up(
                 raise ConfigError(wrong[0])
             named = parsed(experiment.follow_up)
             if policy is not None:
-                _check_words(named)
-            own_words = map(with_home, experiment.follow_up)
-            config = _compose([*given, *own_words])
+                _check_words(named, is_group=groups_of(conf_dir))
+            words = for_hydra([*given, *experiment.follow_up], is_group=groups_of(conf_dir))
+            config = compose("config", overrides=words)
         OmegaConf.set_struct(config, False)
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             config.tracker = settings.plain["tracker"]
@@ -425,7 +399,7 @@ def compose_follow_up(
     return following
 
 
-def _check_words(words: Sequence[Override]) -> None:
+def _check_words(words: Sequence[Override], is_group: Callable[[str], bool]) -> None:
     """Refuse overrides from elsewhere that lead out of conf/ or read this machine.
 
     These are Hydra's own settings (its search path), and an option that is a path.
@@ -433,7 +407,7 @@ def _check_words(words: Sequence[Override]) -> None:
     for word in words:
         key = word.key_or_group
         value = str(word.value())
-        leads_out = _is_group(word) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", value)
+        leads_out = is_group(key) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", value)
         if key.split("/")[0].split(".")[0] in ("hydra", "defaults") or leads_out:
             raise ConfigError(f"{word.input_line}: an experiment from elsewhere may not ask this")
 

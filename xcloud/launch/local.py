@@ -93,6 +93,7 @@ def run_in_owned(
     again: the words that tell the user how to go on with a run that was stopped.
     unsaved: the words for one that was stopped before it had a checkpoint.
     """
+    settings.job.tracker.check()
     job = settings.job
     file = run_dir / EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file

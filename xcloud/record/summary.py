@@ -13,7 +13,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
-from xcloud.base.units import score_digits
+from xcloud.base.units import LESS_IS_BETTER, score_digits
 from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import (
     MALFORMED,
@@ -386,3 +386,12 @@ def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def main_score(summary: Mapping[str, Any]) -> float | None:
+    """Return the main score of a run so that less is better, as sweepers minimise: a score of
+    which more is better is negative. None: the run has no score."""
+    for name, value in summary.get("quality", {}).items():
+        if value is not None:
+            return float(value) if name in LESS_IS_BETTER else -float(value)
+    return None

@@ -323,16 +323,27 @@ class Table:
 
     @property
     def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-        """For each line its link, and its cells: the text, and whether it is a number."""
+        """For each line its link, and its cells: the text, and whether its column has numbers."""
         texts = self.cells.map(cell_text)
+        is_number = [False] * texts.shape[1]
+        for index in range(texts.shape[1]):
+            known = [text for text in texts.iloc[:, index] if text not in ("–", "-", "")]
+            is_number[index] = bool(known) and all(map(_NUMBER.match, known))
         for link, row in zip_longest(self.links, texts.itertuples(index=False), fillvalue=""):
-            yield link, [(text, bool(_NUMBER.match(text))) for text in row]
+            yield (
+                link,
+                [
+                    (text, bool(known and _NUMBER.match(text)))
+                    for text, known in zip(row, is_number, strict=True)
+                ],
+            )
 
 
 @dataclass(frozen=True)
 class Page:
     """name: of the file, without .html. facts: (what, text), such as ("Verdict", "reproduced").
-    up: what the link to the front page says; none on the front page, whose pictures are links."""
+    up: what the link to the front page says; none on the front page, whose pictures are links.
+    notes: what a reader may open below; then tables come before pictures."""
 
     name: str
     title: str
@@ -341,6 +352,7 @@ class Page:
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     up: str = ""
+    notes: Sequence[str] = ()
 
 
 def cell_text(value: Any) -> str:

@@ -85,13 +85,12 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     if not results.scores or results.rows.empty or cost not in results.rows:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
-    places = np.arange(len(marks))
     if len(results.sweeps) > 1:
         colours = marks.sweep.map(results.sweeps.index)
-        shapes = places
-    else:
-        colours = places
-        shapes = places // len(LINES)
+        shapes = np.arange(len(marks))
+    else:  # the number of a setting, so that it has one colour in all pictures
+        colours = marks.index
+        shapes = marks.index // len(LINES)
     labels = results.labels[marks.index]
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
@@ -117,6 +116,8 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
         )  # fmt: skip
     plain(axes, grid="both")
     axes.margins(0.12)
+    if marks[score].min() >= 0 > axes.get_ylim()[0]:
+        axes.set_ylim(bottom=0)  # no score is below
     shown = ""
     if marks[f"{score}_std"].notna().any():
         shown = " (mean ± std over seeds)"
@@ -128,9 +129,8 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
         sign = -1 if score in LESS_IS_BETTER else 1
         best = front(marks.step_time_s, qualities=sign * marks[score])
         if marks.share_left_out.notna().any():
-            axes.plot(
-                [], [], " ", label="(!) computed at another speed: no trade-off front"
-            )  # what it would show is the machine
+            note = "(!) computed at another speed: no trade-off front"  # it would show the machine
+            axes.set_title(note, fontsize=8.5, color=INK, loc="left")
         elif len(best) > 1:
             axes.step(
                 best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
@@ -184,9 +184,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
-            label = row.setting
-            if row.cluster not in row.setting and rows.cluster.nunique() > 1:
-                label += f", {row.cluster}"
+            label = _label_of_curve(row, results=results)
             curves[label] = losses
             if number in chosen:
                 reference = label
@@ -195,6 +193,21 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     if len(curves) < 2:
         return "", {}
     return reference, curves
+
+
+def _label_of_curve(row: Any, results: Results) -> str:
+    if row.cluster in row.setting or results.rows.cluster.nunique() == 1:
+        return str(row.setting)
+    return f"{row.setting}, {row.cluster}"
+
+
+def colours_of_curves(results: Results) -> dict[str, str]:
+    """Return the colour of each setting, which it has in the other pictures too, by the label of
+    its curve."""
+    return {
+        _label_of_curve(row, results=results): LINES[int(number) % len(LINES)]
+        for number, row in results.rows.iterrows()
+    }
 
 
 def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
@@ -208,7 +221,9 @@ def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
     return losses.dropna(how="all").dropna(axis="columns", how="all")
 
 
-def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
+def write_losses(
+    folder: Path, reference: str, curves: Curves, title: str, colours: Mapping[str, str]
+) -> Path:
     heights = [1]
     height_in = 4.6
     if reference:  # a second panel shows the differences to it
@@ -219,15 +234,16 @@ def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Pa
     others = {label: losses for label, losses in curves.items() if label != reference}
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
-        pale = {"color": "#B5B5B5", "linewidth": 4.5}
+        pale = {"color": colours[reference], "linewidth": 4.5, "alpha": 0.35}
         _draw_losses(panels[0], losses=curves[reference], style=pale, label=reference)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference},\nsame seed")
     for index, (setting, losses) in enumerate(others.items()):
         label = setting
-        style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
+        style = {"color": colours[setting], "linewidth": 1.6,
                  "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
-        if reference and (differences := losses - curves[reference]).notna().any(axis=None):
+        differences = losses - curves[reference] if reference else losses.iloc[:0]
+        if differences.notna().any(axis=None):
             _draw_losses(
                 panels[1], losses=differences.dropna(axis="columns", how="all"), style=style
             )

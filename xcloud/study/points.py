@@ -24,7 +24,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -33,7 +33,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
 from xcloud.base.overrides import as_override
 from xcloud.base.project import code_digests, commit
-from xcloud.base.run_folder import LOCK_FILE, owned
+from xcloud.base.run_folder import LOCK_FILE, file_name, owned
 from xcloud.job import config as configs
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import settings_of
@@ -65,6 +65,7 @@ UNCOMPRESSED = "none"  # the label of the reference among compressions
 class Point:
     """One experiment of a study.
 
+    sweep: the sweep that it belongs to; "" in a claim.
     label: in a sweep, what tells it from points that differ in more than their seed.
     row: in a claim, its name and its folder, whatever its settings are.
     """
@@ -75,6 +76,7 @@ class Point:
     experiment: Job
     label: str = ""
     row: str = ""
+    sweep: str = ""
 
     @classmethod
     def of(cls, overrides: Overrides, config: Any) -> Point:
@@ -82,9 +84,16 @@ class Point:
         made = configs.Settings.of(config)
         return cls(overrides, made, settings=made.flat, experiment=made.job)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         return identity(self.settings)
+
+    @property
+    def named(self) -> configs.Settings:
+        """Its settings with the names that the sweep gave it, as its run reads them."""
+        if self.sweep:
+            return self.config.changed({"sweep": self.sweep, "label": self.label})
+        return self.config
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -99,9 +108,8 @@ class Point:
     @property
     def folder(self) -> str:
         """The name as a shell-safe folder name: "fp16-svd-0.6+int8_s1"."""
-        return self.row or re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
-            f"_s{self.experiment.seed}"
-        )
+        safe = re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.")
+        return self.row or file_name(safe, end=f"_s{self.experiment.seed}")
 
 
 def identity(settings: Settings, *without: str) -> str:
@@ -198,7 +206,26 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    return {_key(override): override.partition("=")[2] for override in overrides}
+    """Return the values by key; numbers of one value as one text."""
+    return {_key(override): _spelled(override.partition("=")[2]) for override in overrides}
+
+
+@cache
+def _spelled(value: str) -> str:
+    """Return a value as it is written shortest: 0 for 0.0, 0.001 for 1e-3."""
+    try:
+        return str(_one_kind(float(value))) if re.match(r"[-+.\d]", value) else value
+    except (ValueError, OverflowError):
+        return value
+
+
+def _one_kind(value: object) -> object:
+    """Return a number that is whole as an int, however a file or a command line spells it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_one_kind(entry) for entry in value]
+    return value
 
 
 def _key(override: str) -> str:
@@ -221,7 +248,7 @@ def deciding(settings: Settings) -> Settings:
     """The settings that decide the result."""
     silent = [SPLIT] if is_unsplit(settings) else []
     return {
-        key: value
+        key: _one_kind(value)
         for key, value in settings.items()
         if not _below(key, heads=BESIDE)
         and not key.endswith("cache_dir")

@@ -133,7 +133,13 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     reference, curves = pictures.curves_of(results)
     if curves:
         written.append(
-            pictures.write_losses(folder, reference=reference, curves=curves, title=title)
+            pictures.write_losses(
+                folder,
+                reference=reference,
+                curves=curves,
+                title=title,
+                colours=pictures.colours_of_curves(results),
+            )
         )
     say(f"in {folder}: {', '.join(path.name for path in written)}")
     return written
@@ -263,7 +269,7 @@ def remarks_of(results: Results) -> Iterator[str]:
         plus_minus(rows[rows[f"{s}_std"].isna()], score=s).notna().any() for s in results.scores
     ):
         yield "± of a score of a single run is its standard error over the test samples."
-    crowd = max((run.at_once for run in results.runs), default=1)
+    crowd = results.num_at_once
     if crowd > 1:
         yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     yield from _drift_remarks(results)
@@ -386,14 +392,17 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
         title="Settings, best first", cells=cells, links=[f"{link}.html" for link in links]
     )
     shown = [Picture(file=p, text=p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
-    facts = [("Note", line) for line in remarks_of(results)]
     pages = [
         _setting_page(link, results=results, runs=results.of_row[number])
         for link, number in zip(links, results.rows.index, strict=True)
     ]
     return write_site(
         Page(
-            name="index", title=title, facts=facts, command="", pictures=shown, tables=[settings]
+            name="index",
+            title=title,
+            pictures=shown,
+            tables=[settings],
+            notes=[*remarks_of(results)],
         ),
         studies=pages,
         folder=folder,
@@ -404,7 +413,8 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
     settings = runs[0].settings
     entry = read_points(runs[0].run_dir.parent)
     differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
-    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
+    own = [key for key in differing if settings.get(key) is not None]  # others have the rest
+    what = pd.DataFrame({"setting": own, "value": [str(settings[key]) for key in own]})
     points = results.points.loc[[results.runs.index(run) for run in runs]]
     points = points.dropna(axis="columns", how="all")
     points = points.drop(columns=[*differing, "sweep", "label", "identity"], errors="ignore")
@@ -414,7 +424,7 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
     command = ""
     if made:
         command = shlex.join(["python", "run.py", *made["overrides"]])
-    tables = [Table(title="What differs", cells=what)] * bool(differing) + [
+    tables = [Table(title="What differs", cells=what)] * bool(own) + [
         Table(title="Runs", cells=points)
     ]
     return Page(

@@ -77,6 +77,17 @@ class PointResult:
         return str(self.summary.get("status", "unfinished"))
 
     @property
+    def span_s(self) -> tuple[float, float] | None:
+        """When it began and ended, in seconds; None if that is not known, or the run was resumed
+        in between. Starts are recorded by the second, so of its end a second is left out."""
+        begun = self.summary.get("started_at")
+        took_s = self.summary.get("wall_s")
+        if not begun or not took_s or self.summary.get("num_resumes"):
+            return None
+        began_s = datetime.fromisoformat(str(begun)).timestamp()
+        return began_s, began_s + max(0.0, float(took_s) - 1.0)
+
+    @property
     def scores(self) -> list[str]:
         """Names, the task's main score first; leaks and what `evaluate` measured, if it did. Empty
         unless the run has finished."""
@@ -156,6 +167,16 @@ class Results:
             there = alone.groupby([rows.sweep, rows.workload]).transform("mean")
             rows[f"{name}_share_of_one_cloud"] = rows[name] / there
         return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
+
+    @cached_property
+    def num_at_once(self) -> int:
+        """How many points ran at once, at most: as their launcher says, or as their times show."""
+        changes: list[tuple[float, int]] = []
+        for run in self.runs:
+            if run.span_s is not None:
+                changes += [(run.span_s[0], 1), (run.span_s[1], -1)]
+        running = np.cumsum([change for _, change in sorted(changes)])
+        return max([1, *(run.at_once for run in self.runs), *map(int, running)])
 
     @property
     def labels(self) -> pd.Series:

@@ -55,6 +55,7 @@ INTERRUPTED = 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MAX_REASONS = 10  # shown of why points are invalid
 OUTPUT_FILE = "run.log"
+SAY_EVERY_S = 5.0  # while points are checked
 
 Compose = Callable[[Sequence[str]], Any]
 
@@ -88,7 +89,7 @@ class Processes:
 
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""
-        point.config.write(run_dir / EXPERIMENT_FILE)
+        point.named.write(run_dir / EXPERIMENT_FILE)
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, threads=threads)
         self._running.append(process)
@@ -251,7 +252,9 @@ class Sweep:
     """One sweep; `run` runs it.
 
     again: what a user gives to continue it, a command or a call.
-    causes: why points failed.
+    drops_invalid: points that cannot run do not refuse the others, for a sweeper that learns from
+        each what it asks for next.
+    causes: why points failed or cannot run.
     """
 
     name: str
@@ -259,15 +262,43 @@ class Sweep:
     settings: LauncherSettings
     processes: Processes
     again: str
-    causes: Mapping[Overrides, str] = field(default_factory=dict)
+    drops_invalid: bool = False
+    causes: dict[Overrides, str] = field(default_factory=dict)
+    _folders: dict[Overrides, Path] = field(default_factory=dict)
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
         points, wrong = composed_points(asked, compose=compose)
-        if wrong:
+        if wrong and not self.drops_invalid:
             self._forget_folder()
             reasons = reasons_of(wrong, asked=asked)
             return refuse("the sweep is refused, nothing was started; " + reasons[0], *reasons[1:])
+        for reason, refused in wrong.items():
+            for overrides in refused:
+                self.causes[overrides] = reason
+                say(f"left out: {' '.join(overrides)}: {reason}")
+        if not points:
+            return REFUSED
+        code = self._run_points(points)
+        ran = {
+            p.identity: self._folders[p.overrides] for p in points if p.overrides in self._folders
+        }
+        for point in points:  # those that are equal to another one as well
+            if point.identity in ran:
+                self._folders[point.overrides] = ran[point.identity]
+        return code
+
+    def summary_of(self, overrides: Overrides) -> dict[str, Any]:
+        """Return the figures of a point that has run. Raises RunFailed, with the cause, if it has
+        not finished."""
+        folder = self._folders.get(overrides)
+        summary = read_summary(folder) if folder else {}
+        if summary.get("status") != "finished":
+            cause = self.causes.get(overrides) or summary.get("cause") or "it has not run"
+            raise RunFailed(f"{' '.join(overrides)}: {cause}")
+        return summary
+
+    def _run_points(self, points: Sequence[Point]) -> int:
         unique = {point.identity: point for point in reversed(points)}  # the first of equal ones
         try:
             state = SweepState(self.folder)
@@ -288,10 +319,11 @@ class Sweep:
         ]
         name_points(points, earlier=earlier)
         for point in points:
-            point.config = point.config.changed({"sweep": self.name, "label": point.label})
+            point.sweep = self.name
         runner = Runner(state=state, settings=self.settings, processes=self.processes)
-        self.causes = runner.causes
         decisions = runner.decide(points)
+        for decision in decisions:
+            self._folders[decision.point.overrides] = self.folder / decision.folder
         self._announce(decisions, todo=runner.todo, num_others=len(earlier))
         tracker = points[0].experiment.tracker
         page = self.name, tracker, [point.settings for point in points]
@@ -299,15 +331,16 @@ class Sweep:
         try:
             runner.run()
         except (KeyboardInterrupt, SystemExit):
-            left = runner.num_left + len(self.causes)
+            left = runner.num_left + len(runner.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             say(f"continue it:    {self.again}")
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
+        self.causes |= runner.causes
         close_sweep(self.folder, tracker=tracker)
-        if not self.causes:
+        if not runner.causes:
             return FINISHED
-        failed = f"{len(self.causes)} of {len(runner.todo)} points failed"
+        failed = f"{len(runner.causes)} of {len(runner.todo)} points failed"
         which = "them"
         if runner.num_left:
             failed += f", {runner.num_left} not tried (stop_on_failure)"
@@ -345,7 +378,8 @@ def command_again(name: str) -> str:
     program = run_command()
     if Path(words[0]).name == "run.py":
         program = f"python {shlex.quote(os.path.relpath(words[0]))}"
-    return f"{program} {shlex.join([*words[1:], f'sweep={name}'])}"
+    typed = [word.removeprefix("++") for word in words[1:]]  # which entry.main has put there
+    return f"{program} {shlex.join([*typed, f'sweep={name}'])}"
 
 
 def refuse(*reasons: str) -> int:
@@ -360,13 +394,21 @@ def composed_points(
     """Return a point for each of the overrides that can run, and the others by reason."""
     points: list[Point] = []
     checked = set[str]()
+    trackers: list[Any] = []
     wrong: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share a reason
-    for overrides in asked:
+    said_at_s = time.monotonic()
+    for number, overrides in enumerate(asked):
+        if time.monotonic() > said_at_s + SAY_EVERY_S:
+            said_at_s = time.monotonic()
+            say(f"checked {number} of {len(asked)} points")
         try:
             point = Point.of(overrides, compose(overrides))
             if point.identity not in checked:
                 checked.add(point.identity)
                 point.experiment.check()
+            if (tracker := point.config.plain["tracker"]) not in trackers:
+                point.experiment.tracker.check()
+                trackers.append(tracker)
             points.append(point)
         except XcloudError as error:
             wrong.setdefault(_one_line(error), []).append(overrides)

@@ -13,6 +13,7 @@ addressed relative to the server that shows them (mlflow-artifacts:/), so a proj
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import logging
@@ -20,11 +21,15 @@ import math
 import os
 import posixpath
 import re
+import shlex
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -232,6 +237,76 @@ class Store:
     def tracking_uri(self) -> str:
         path = str(self.database).replace("%", "%25").replace("?", "%3F")  # it is unquoted
         return self.uri or f"sqlite:///{path}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about an experiment that is deleted."""
+        return (
+            f"If the experiment {self.experiment!r} was deleted there: restore it "
+            f"(MLFLOW_TRACKING_URI={shlex.quote(without_password(self.tracking_uri))} mlflow "
+            "experiments restore --experiment-id ID), choose another one with "
+            "tracker.experiment=NAME, or record nothing there with tracker=none"
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError if the store would refuse all of a run: its experiment is deleted, or
+        what lies in its place is no store. It asks in a moment, without MLflow; a server that does
+        not answer may come back, and is no reason."""
+        if self.uri is None:
+            stage = self._stage_here()
+        else:
+            stage = self._stage_at_server()
+        if stage == "deleted":
+            raise ConfigError(
+                f"MLflow at {without_password(self.tracking_uri)} would refuse all of this run: "
+                f"its experiment {self.experiment!r} is deleted. {self.remedy}"
+            )
+
+    def _stage_here(self) -> str:
+        if not self.database.exists():
+            return ""
+        ask = "SELECT lifecycle_stage FROM experiments WHERE name = ?"
+        try:
+            place = f"{self.database.as_uri()}?mode=ro"
+            with contextlib.closing(sqlite3.connect(place, uri=True, timeout=1.0)) as database:
+                found = database.execute(ask, (self.experiment,)).fetchone()
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error) or "no such table" in str(error):
+                return ""  # another process writes, or MLflow is about to make its tables
+            raise self._no_store(error) from None
+        except sqlite3.DatabaseError as error:
+            raise self._no_store(error) from None
+        return found[0] if found else ""
+
+    def _no_store(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.database} is no store of MLflow ({error}): move it away, or choose another "
+            "folder with tracker.root=FOLDER"
+        )
+
+    def _stage_at_server(self) -> str:
+        named = urllib.parse.urlencode({"experiment_name": self.experiment})
+        page = f"{self.tracking_uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?{named}"
+        request = urllib.request.Request(page)
+        if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+            request.add_header("Authorization", f"Bearer {token}")
+        elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
+            both = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
+            coded = base64.b64encode(both.encode()).decode()
+            request.add_header("Authorization", f"Basic {coded}")
+        try:
+            with urllib.request.urlopen(request, timeout=5.0) as answer:
+                return str(json.loads(answer.read(10**6))["experiment"]["lifecycle_stage"])
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise ConfigError(
+                    f"MLflow at {self.tracking_uri} would refuse all of this run: HTTP "
+                    f"{error.code}. Give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+                    "or MLFLOW_TRACKING_TOKEN, in the environment"
+                ) from None
+            return ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def client(self) -> Any:
         """An MlflowClient; creates the tables of an empty store."""

@@ -34,6 +34,7 @@ from xcloud.base.settings import Address, WritePath, settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector, moment
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.files import read_json, replace_text
+from xcloud.record.summary import read_summary
 from xcloud.tracking.mlflow_store import (
     COSTS,
     CurvePoint,
@@ -62,7 +63,7 @@ REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, i
 TOKEN_TAG = "run_folder_token"  # which a run in MLflow and the file that names it have in common
 RESUMED_TAG = "resumed."  # before a parameter that another attempt has changed
 NOTE_TAG = "mlflow.note.content"  # shown above everything else, as Markdown
-STEPS_PER_ATTEMPT = 10**9  # MLflow shows the value of the highest step as the latest one
+STEPS_PER_ATTEMPT = 10**9  # of MLflow's steps; see final_step
 FINISH_ATTEMPTS = 3
 _STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 
@@ -108,6 +109,9 @@ class Tracker:
 
     store: ClassVar[Any] = None
 
+    def check(self) -> None:
+        """Raise ConfigError if the place of the records would refuse all of a run."""
+
     def start(self, run: TrackedRun) -> Recording:
         return Recording()
 
@@ -128,7 +132,7 @@ class MlflowTracker(Tracker):
     """
 
     root: WritePath = "mlruns"
-    experiment: Annotated[str, Field(min_length=1)] = "xcloud"
+    experiment: Annotated[str, Field(min_length=1, max_length=500)] = "xcloud"
     uri: Address | None = None
     flush_s: Annotated[float, Field(gt=0, le=600)] = 1.0
     finish_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
@@ -145,6 +149,9 @@ class MlflowTracker(Tracker):
     @property
     def store(self) -> Store:
         return Store(root=project_root() / self.root, experiment=self.experiment, uri=self.uri)
+
+    def check(self) -> None:
+        self.store.check()
 
     def start(self, run: TrackedRun) -> MlflowSender:
         sender = MlflowSender(tracker=self, run=run)
@@ -189,9 +196,7 @@ class MlflowSender(threading.Thread, Recording):
         if note:
             tags[NOTE_TAG] = note
         now_s = time.time()
-        # A resumed run may end at an earlier step than it had come to before.
-        attempt = int(summary.get("num_resumes") or 0)
-        step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+        step = final_step(summary)
         metrics = final_metrics(summary, figures=self._run.figures)
         values = points_of(metrics, at_s=now_s, step=step)
         self._ending = [
@@ -264,7 +269,7 @@ class MlflowSender(threading.Thread, Recording):
                 self._client.set_terminated(self.run_id, *self._ended)
                 self._complete = True
         except Exception as error:  # Whatever MLflow raises, the run continues.
-            self._warn(f"{type(error).__name__}: {error}")
+            self._warn(f"{type(error).__name__}: {error}", is_final=_is_refusal(error))
             return False
         self._trouble = ""
         return True
@@ -456,15 +461,17 @@ class MlflowSender(threading.Thread, Recording):
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, values[0].step)])
 
-    def _warn(self, reason: str) -> None:
-        """Warn once, however many attempts fail."""
+    def _warn(self, reason: str, is_final: bool = False) -> None:
+        """Warn once, however many attempts fail. is_final: sending again will not help."""
         self._trouble = reason[:400]
         if not self._warned:
             self._warned = True
+            again = f"what MLflow lacks is sent again from {EVENTS_FILE} until the run ends"
+            if is_final:
+                again = f"its record is in the run folder alone. {self._store.remedy}"
             log.warning(
-                "MLflow at %s does not accept what is logged (%s). The run continues; what MLflow "
-                "lacks is sent again from %s until the run ends.",
-                *(self._store.tracking_uri, self._trouble, EVENTS_FILE),
+                "MLflow at %s does not accept what is logged (%s). The run continues; %s.",
+                *(self._store.tracking_uri, self._trouble, again),
             )
 
 
@@ -498,6 +505,13 @@ def run_named_by(file: Path, store: Store, client: Any) -> dict[str, Any]:
     return {}
 
 
+def final_step(summary: Mapping[str, Any]) -> int:
+    """Return the step at which MLflow has the final values of an attempt. MLflow shows the value
+    of the highest step, and a resumed run may end earlier than it had come to before."""
+    attempt = int(summary.get("num_resumes") or 0)
+    return attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+
+
 def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -> str:
     """Add figures that were measured after a run to its record. Return why MLflow lacks them; ""
     if it has them, or if the run was never recorded."""
@@ -511,8 +525,12 @@ def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -
         tracked = run_named_by(file, store=store, client=client)
         if not tracked:
             return f"{store.tracking_uri} does not have the run that {file} names"
+        step = final_step(read_summary(run_dir))
         for name, value in figures.items():
-            client.log_metric(tracked["run_id"], legal_name(name), value)
+            key = legal_name(name)
+            there = client.get_metric_history(tracked["run_id"], key)
+            last = max([step, *(metric.step for metric in there)])
+            client.log_metric(tracked["run_id"], key, value, step=last)
     except Exception as error:  # whatever MLflow raises: the scores are in the run folder
         return f"{type(error).__name__}: {error}"
     return ""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from xcloud.job.given import Composer
+    from xcloud.study.runner import Sweep
 
 
 def sweep_name(given: str | None) -> str:
@@ -48,6 +50,7 @@ class SweepLauncher(Launcher):
 
     def __init__(self, also: Mapping[str, object] | None = None, **given: object) -> None:
         self.given: dict[str, Any] = {**given, "also": None if also is None else dict(also)}
+        self._composed: Composer | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -66,43 +69,67 @@ class SweepLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        from xcloud.study.points import with_also
-        from xcloud.study.runner import Processes, Sweep, command_again, signals_as_ctrl_c
+        """Run the points. With our own sweeper the process exits if some failed, as Hydra would
+        show the first failure's traceback and exit with 1; any other sweeper is told of each point
+        what became of it."""
+        from xcloud.study.runner import INTERRUPTED, signals_as_ctrl_c
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        given = [tuple(word.removeprefix("++") for word in words) for words in job_overrides]
+        is_ours = str(self.config.hydra.sweeper.get("_target_", "")).startswith(__name__)
+        with signals_as_ctrl_c():
+            sweep, code = self.run_points(given, drops_invalid=not is_ours)
+        if is_ours and code:
+            sys.exit(code)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        return [_returned(sweep, words) for words in given]
+
+    def run_points(
+        self, given: Sequence[tuple[str, ...]], drops_invalid: bool
+    ) -> tuple[Sweep, int]:
+        """Run the points of these words, and return their sweep and its exit code."""
+        from xcloud.study.points import with_also
+        from xcloud.study.runner import Processes, Sweep, command_again
+
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
-        also = self.settings.also or {}
-        asked = with_also([tuple(overrides) for overrides in job_overrides], also=also)
         name = self.config.get("sweep") or folder.name
         sweep = Sweep(
             name=name,
             folder=folder,
             settings=self.settings,
             processes=Processes(self.settings.parallel),
+            drops_invalid=drops_invalid,
             again=command_again(name),
         )
-        with signals_as_ctrl_c():
-            code = sweep.run(asked, self._compose)
-        if code:
-            sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
-        return [JobReturn(status=JobStatus.COMPLETED)] * len(asked)
+        if self._composed is None:
+            self._composed = self._composer()
+        return sweep, sweep.run(with_also(given, also=self.settings.also or {}), self._composed)
 
-    def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the config of a point. Raises ConfigError with one line."""
-        from xcloud.base.errors import ConfigError
-        from xcloud.base.project import conf_dir
-        from xcloud.job.given import completed, explained, in_one_line
+    def _composer(self) -> Composer:
+        """Return what composes a point, from all places that Hydra looks in."""
+        from xcloud.job.given import Composer
 
-        load = self.context.config_loader.load_sweep_config
-        try:
-            return load(self.config, list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            with_plus = completed(overrides, conf_dir=conf_dir())
-            if with_plus == [*overrides]:
-                said = explained(error, overrides=overrides, conf_dir=conf_dir())
-                raise ConfigError("; ".join(said)) from error
-        try:
-            return load(self.config, with_plus)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(in_one_line(error)) from error
+        loader = self.context.config_loader
+
+        def load(words: Sequence[str]) -> DictConfig:
+            config = loader.load_sweep_config(self.config, list(words))
+            return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+        return Composer(load, is_group=lambda key: bool(loader.get_group_options(key)))
+
+
+def _returned(sweep: Sweep, words: tuple[str, ...]) -> JobReturn:
+    """Return what a sweeper of Hydra reads of a point: its main score, of which less is better, or
+    why it has none."""
+    from xcloud.base.errors import XcloudError
+    from xcloud.record.summary import main_score
+
+    job = JobReturn(overrides=words, status=JobStatus.COMPLETED)
+    try:
+        job.return_value = main_score(sweep.summary_of(words))
+    except XcloudError as error:
+        job.status = JobStatus.FAILED
+        job.return_value = error
+    return job
