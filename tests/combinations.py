@@ -49,6 +49,7 @@ from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer
+from xcloud.features.two_buffered.schedule import TwoBuffered
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.job.strategy import Strategy
@@ -179,6 +180,7 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "schedule": {
         "gpipe": GPipe, "1f1b": OneForwardOneBackward, "zero_bubble": ZeroBubble,
+        "two_buffered": TwoBuffered,
     },
     "micro_batches": {"4": 4, "3": 3, "8": 8},
     "compression": {

@@ -91,6 +91,7 @@ NAMED = {
             "__main__.py",  # a command
         },
     ),
+    "two_buffered": (r"(?i)two_?buffered|OverlappedUpdates", {"security/policy.py"}),
     # Kinds of work of their own, with settings in the core: who imports them.
     "checkpoints": (
         r"features\.checkpoints",

@@ -21,6 +21,8 @@ from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.replicas.links import averager_of_ends, replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import tied_gradients
+from xcloud.features.two_buffered.schedule import TwoBuffered
+from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import CPU
@@ -137,7 +139,10 @@ def ranks(
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
-        trainer = Trainer(
+        make: type[Trainer] = Trainer
+        if isinstance(schedule, TwoBuffered):
+            make = TwoBufferedTrainer
+        trainer = make(
             held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
             LossReport(
                 place.replica > 0 and (is_private or not strategy.traits.trains_locally),
@@ -147,7 +152,7 @@ def ranks(
         hooks: list[Hook] = [ChannelMemories([*wiring.boundaries.channels.values()])]
         if privacy is not None and privacy.unit == "sample":
             hooks.append(PrivateGradients(privacy, trainer))
-        elif are_early:
+        elif are_early and make is Trainer:
             hooks.append(overlapped_sums(trainer, wiring.groups))
         tied = tied_gradients(
             trainer,
@@ -167,6 +172,11 @@ def ranks(
     joined = wired(layout, boundaries, compression, kept_bytes=kept_bytes)
     # In turn: threads share torch's generator.
     held = [pipeline(one, layout, stages()) for one in joined]
+    if isinstance(schedule, TwoBuffered):
+        held = [
+            TwoBufferedPipeline(p.rank, p.layout, p.stages, p.ports, p.device, p.seed, p.clock)
+            for p in held
+        ]
     both = zip(joined, held, strict=True)
     return in_threads([lambda one=one, own=own: made(one.wiring, own) for one, own in both])
 

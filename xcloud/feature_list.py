@@ -40,6 +40,7 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.sentinel.feature import DepartureWatch
     from xcloud.features.sharding.feature import Sharding
     from xcloud.features.tied.feature import TiedEnds
+    from xcloud.features.two_buffered.feature import OverlappedUpdates
     from xcloud.features.weight_patches.feature import WeightPatches
 
     return (
@@ -53,4 +54,5 @@ def all_features() -> Sequence[Feature]:
         DepartureWatch(),
         AutopilotFeature(),
         WeightPatches(),
+        OverlappedUpdates(),
     )

@@ -88,6 +88,11 @@ no_plan = plain(
     setting="plan= prices one compression for the whole run",
     remedy="leave plan= out",
 )
+one_update_at_a_time = plain(
+    lambda job: job.schedule.overlaps_updates,
+    setting="schedule={job.schedule.label} begins the next update before",
+    remedy="choose schedule=gpipe or one_forward_one_backward",
+)
 one_pipeline = plain(
     lambda job: job.cluster.num_replicas > 1,
     setting="strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",

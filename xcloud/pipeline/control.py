@@ -72,14 +72,26 @@ class StageSums:
 
         values: stage -> number, for the stages that this leader speaks for.
         """
+        self.report(step, values=values)
+        return self.total(step, values=values, signal_at=signal_at)
+
+    def report(self, step: int, values: Mapping[int, float]) -> None:
+        """Send this leader's numbers to the first leader, who keeps its own."""
+        first = self.leaders[0]
+        if self.rank != first:
+            norms = torch.full((len(self.leader_of),), torch.nan, dtype=torch.float64)
+            for stage, value in values.items():
+                norms[stage] = value
+            self.out[first].send(MessageKey(Kind.NORM, step), (norms,), _NORMS)
+
+    def total(
+        self, step: int, values: Mapping[int, float], signal_at: Callable[[int], Signal]
+    ) -> Reply:
+        """Return the sum of what all leaders have reported of this step."""
         key = MessageKey(Kind.NORM, step)
         num_stages = len(self.leader_of)
         first, *others = self.leaders
         if self.rank != first:
-            norms = torch.full((num_stages,), torch.nan, dtype=torch.float64)
-            for stage, value in values.items():
-                norms[stage] = value
-            self.out[first].send(key, (norms,), _NORMS)
             return reply_of(self.incoming[first].recv(key, overdue_s=self.overdue_s), first=first)
         collected = dict(values)
         for leader in others:

@@ -110,6 +110,24 @@ class InFlight:
             torch.autograd.backward(outputs)
 
 
+@dataclass
+class UnderWay:
+    """One rank's micro-batches of a pass, from the first forward to the last backward.
+
+    batches: by micro-batch of the schedule, the fields that this rank may see.
+    weight: what the loss of the whole update is divided by.
+    loss: the sum so far, divided by `weight`.
+    deferred: by (stage, micro-batch), what splits a backward and is still to compute the rest.
+    """
+
+    now: Pass
+    batches: Mapping[int, Batch]
+    weight: float
+    loss: Tensor
+    deferred: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Pipeline:
     """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
@@ -156,32 +174,46 @@ class Pipeline:
         after_micro_batch: called with each stage whose gradients of a micro-batch are all there.
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
-        now = Pass(step=step, first_micro_batch=first_micro_batch)
         actions, splits = self._plan(schedule)
-        in_flight: dict[tuple[int, int], InFlight] = {}
-        deferred = {place: split() for place, split in splits.items()}
-        loss = torch.zeros((), device=self.device)
+        under_way = UnderWay(
+            now=Pass(step=step, first_micro_batch=first_micro_batch),
+            batches=batches,
+            weight=weight,
+            loss=torch.zeros((), device=self.device),
+            deferred={place: split() for place, split in splits.items()},
+        )
         for action in actions:
-            self.clock.place = now.place(action)
-            place = (action.stage, action.micro_batch)
-            if action.kind == "forward":
-                batch = batches[action.micro_batch]
-                received = self._receive(action, batch, now)
-                work = self._forward(
-                    action, batch, received=received, now=now, weights=deferred.get(place)
-                )
-                in_flight[place] = work
-                if work.loss is not None:
-                    loss += work.loss.detach() / weight
-            elif action.kind == "backward":
-                self._backward(action, work=in_flight.pop(place), now=now, weight=weight)
-            else:
-                with self.clock.during("weights"):
-                    deferred.pop(place).compute()
-            if action.kind != "forward" and place not in deferred:
-                after_micro_batch(action.stage)
+            self.compute(action, under_way, after_micro_batch)
         self.clock.place = NOWHERE
-        return loss
+        return under_way.loss
+
+    def compute(
+        self, action: Action, under_way: UnderWay, after_micro_batch: Callable[[int], None]
+    ) -> None:
+        """Compute one action of a pass: receive what it needs, and send on what it gives."""
+        now = under_way.now
+        self.clock.place = now.place(action)
+        place = (action.stage, action.micro_batch)
+        if action.kind == "forward":
+            batch = under_way.batches[action.micro_batch]
+            received = self._receive(action, batch, now)
+            deferred = under_way.deferred.get(place)
+            work = self._forward(action, batch, received=received, now=now, weights=deferred)
+            under_way.in_flight[place] = work
+            if work.loss is not None:
+                under_way.loss += work.loss.detach() / under_way.weight
+        elif action.kind == "backward":
+            work = under_way.in_flight.pop(place)
+            self._backward(action, work=work, now=now, weight=under_way.weight)
+        else:
+            with self.clock.during("weights"):
+                under_way.deferred.pop(place).compute()
+        if action.kind != "forward" and place not in under_way.deferred:
+            after_micro_batch(action.stage)
+
+    def module(self, stage: int, now: Pass) -> Stage:
+        """Return what computes a stage in this pass."""
+        return self.stages[stage]
 
     @torch.no_grad()
     def predict(
@@ -243,7 +275,7 @@ class Pipeline:
             if self.device.type == "cuda":
                 torch.cuda.manual_seed(seed)
             with self.autocast(), weights or nullcontext():
-                output: StageOutput = self.stages[action.stage](received, batch)
+                output: StageOutput = self.module(action.stage, now)(received, batch)
         sent = output.send
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)

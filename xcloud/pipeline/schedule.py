@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from xcloud.base.settings import Positive, settings
 
@@ -43,6 +43,8 @@ class SplitBackward(AbstractContextManager[object]):
 
 class Schedule(ABC):
     num_micro_batches: int
+    overlaps_updates: ClassVar[bool] = False
+    """Whether the next update begins before this one has ended."""
 
     @property
     @abstractmethod
@@ -142,19 +144,28 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
 
     Raises ValueError for a schedule that deadlocks.
     """
-    queues = [deque(schedule.actions(stage, num_stages=num_stages)) for stage in range(num_stages)]
-    done: set[Action] = set()
+    orders = {s: schedule.actions(s, num_stages=num_stages) for s in range(num_stages)}
+    return in_ticks(orders, num_stages=num_stages, done=set(), label=schedule.label)
+
+
+def in_ticks(
+    orders: Mapping[int, Sequence[Action]], num_stages: int, done: set[Action], label: str
+) -> list[list[Action]]:
+    """Return what equal stages do in each tick, given the order of each and what is done before.
+
+    Raises ValueError for orders that deadlock.
+    """
+    queues = {stage: deque(orders[stage]) for stage in sorted(orders)}
+    done = set(done)
     ticks: list[list[Action]] = []
-    while any(queues):
+    while any(queues.values()):
         tick = [
             queue[0]
-            for queue in queues
+            for queue in queues.values()
             if queue and _has_input(queue[0], num_stages=num_stages, done=done)
         ]
         if not tick:
-            raise ValueError(
-                f"{schedule.label} with {num_stages} stages waits for itself for ever"
-            )
+            raise ValueError(f"{label} with {num_stages} stages waits for itself for ever")
         for action in tick:
             queues[action.stage].popleft()
         done.update(tick)

@@ -256,7 +256,7 @@ class Trainer(StatefulTree):
             else:
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
-                self._step_optimizers(report.learning_rate)
+                self._step_optimizers(report.learning_rate, step)
                 work = self.feed.work
             report.signal = reply.signal
             report.num_samples = self.feed.work.num_own if 0 in self.stages else 0
@@ -339,16 +339,20 @@ class Trainer(StatefulTree):
         """
         clock = self.pipeline.clock
         reply = Reply(math.nan)
-        with clock.during("clip"):
-            squares = {
-                number: self._squared_norm(stage.buffer)
-                for number, stage in self.stages.items()
-                if stage.group.leads
-            }
+        squares = self._squared_norms()
         if squares:
             with clock.during("wait"):
                 reply = self.sums.sum_over_stages(step, values=squares, signal_at=hooks.signal)
         return self._within_stages(reply)
+
+    def _squared_norms(self) -> dict[int, float]:
+        """Return the squared norm of each stage that this rank speaks for."""
+        with self.pipeline.clock.during("clip"):
+            return {
+                number: self._squared_norm(stage.buffer)
+                for number, stage in self.stages.items()
+                if stage.group.leads
+            }
 
     def _within_stages(self, reply: Reply) -> Reply:
         """Pass the reply from each stage's leader to its other ranks, and return it."""
@@ -383,7 +387,7 @@ class Trainer(StatefulTree):
                     stage.buffer.scale(limit / norm)
         return norm
 
-    def _step_optimizers(self, learning_rate: float) -> None:
+    def _step_optimizers(self, learning_rate: float, step: int) -> None:
         with self.pipeline.clock.during("optimizer"):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:

@@ -139,6 +139,10 @@ class FeatureAtRank:
         """Return what makes the pipeline, from the arguments of Pipeline."""
         return make
 
+    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
+        """Return what makes the trainer, from the arguments of Trainer."""
+        return make
+
     def complete(self, built: BuiltRank, pipeline: Pipeline) -> None:
         """Act once the stages have all the values that a run begins with, which a checkpoint to go
         on from has not replaced yet."""

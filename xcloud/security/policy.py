@@ -70,7 +70,8 @@ tasks.text_sources.DemoText tasks.text_sources.FolderText tasks.text_sources.Hub
 tasks.text_sources.PublicText tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
 tasks.tokenizer.TrainedTokenizer tasks.translation.DemoTranslation
 tasks.translation.FolderTranslation tasks.translation.HubTranslation tasks.wit3.Wit3Translation
-pipeline.muon.Muon pipeline.settings.Checkpoints pipeline.settings.Optimizer
+features.two_buffered.schedule.TwoBuffered pipeline.muon.Muon pipeline.settings.Checkpoints
+pipeline.settings.Optimizer
 pipeline.settings.Patches pipeline.settings.Training
 """.split()
 )

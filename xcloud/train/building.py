@@ -251,7 +251,10 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
         of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
     )
     is_private = any(feature.hides_losses for feature in features)
-    return Trainer(
+    make: Callable[..., Trainer] = Trainer
+    for feature in features:
+        make = feature.trainer(make)
+    return make(
         pipeline=pipeline,
         schedule=job.schedule,
         settings=job.training,

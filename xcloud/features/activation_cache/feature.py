@@ -19,6 +19,7 @@ from xcloud.job.needs import (
     Use,
     all_clouds_stay,
     compression_changes_rows,
+    one_update_at_a_time,
     plain,
     sharding_clouds,
 )
@@ -96,6 +97,7 @@ class ActivationCaching(Feature):
                 constant_boundary: "keeps rows that are the same in every epoch",
                 rows_arrive_alike: "keeps rows as they arrived in the first epoch",
                 kept_stages_whole: "leaves out what a rank need not compute again",
+                one_update_at_a_time: "looks at the batch of one update",
             },
             without="set it to 0",
             reads_model=True,

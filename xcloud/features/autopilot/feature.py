@@ -10,7 +10,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compression_plans import Selectable
 from xcloud.features.autopilot.pilot import Switching, pilot_of
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, no_plan, one_pipeline
+from xcloud.job.needs import Lack, Use, no_plan, one_pipeline, one_update_at_a_time
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
@@ -40,6 +40,7 @@ class AutopilotFeature(Feature):
             why={
                 no_plan: "changes the compression",
                 one_pipeline: "decides in one rank for a single pipeline",
+                one_update_at_a_time: "changes settings where an update has ended",
                 one_rank_at_metered_ends: "measures a real network from one rank at each end",
             },
             without="set autopilot=off",

@@ -96,7 +96,7 @@ TABLE: Mapping[str, Row] = {
     ),
     "compression": Row("compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE}),
     "schedule, accumulation": Row(
-        r"schedule|training\.accumulate_steps", FORGETS,
+        r"schedule(?!\.predict)|training\.accumulate_steps", FORGETS,
         others={"elastic": _elastic(_REMEMBERED), **_NONE},
     ),
     LANES: Row(

@@ -14,6 +14,7 @@ from xcloud.features.leak_meter.observers import (
     observed,
 )
 from xcloud.job.job import PipelineJob
+from xcloud.job.needs import Use, one_update_at_a_time
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -23,10 +24,16 @@ from xcloud.rank.role import RankContext
 class LeakMeasurement(Feature):
     """An observation of the last updates, and attacks on what was observed."""
 
-    left_out_of_trials = MappingProxyType({"security.meter": None})
+    uses = (
+        Use(
+            setting="security.meter",
+            asked=lambda job: job.security.meter is not None,
+            why={one_update_at_a_time: "observes whole updates"},
+            without="set security/meter=none",
+        ),
+    )
 
-    def is_used(self, job: PipelineJob) -> bool:
-        return job.security.meter is not None
+    left_out_of_trials = MappingProxyType({"security.meter": None})
 
     def describe(self, job: PipelineJob) -> str:
         if job.cluster.crosses_clouds:

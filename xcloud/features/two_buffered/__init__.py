@@ -1,0 +1,1 @@
+"""The schedule that drains no pipeline between updates: its gradients are one update old."""

@@ -1,0 +1,69 @@
+"""The two-buffered schedule as a feature: updates overlap, and gradients are one update old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xcloud.features.two_buffered.schedule import TwoBuffered
+from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import (
+    Use,
+    no_plan,
+    no_privacy,
+    one_pipeline,
+    plain,
+    untied_ends,
+    whole_stages,
+)
+from xcloud.pipeline.pipeline import Pipeline
+from xcloud.pipeline.trainer import Trainer
+from xcloud.rank.feature import Feature, FeatureAtRank
+from xcloud.rank.role import RankContext
+
+one_pass = plain(
+    lambda job: job.training.accumulate_steps > 1,
+    setting="training.accumulate_steps={job.training.accumulate_steps} makes several passes",
+    remedy="set it to 1 and raise schedule.num_micro_batches",
+)
+nothing_taken_back = plain(
+    lambda job: job.training.on_divergence == "skip" and job.compression.has_memory,
+    setting="training.on_divergence=skip takes back what compression remembers of an update",
+    remedy="set training.on_divergence=stop, or a compression without memory",
+)
+
+
+class OverlappedUpdates(Feature):
+    """Updates of which the next begins before the one in front of it has ended."""
+
+    uses = (
+        Use(
+            setting="schedule=two_buffered",
+            asked=lambda job: isinstance(job.schedule, TwoBuffered),
+            why={
+                one_pass: "lets two updates overlap, each of one pass",
+                one_pipeline: "lets the updates of one pipeline overlap",
+                no_privacy: "computes two updates at a time",
+                untied_ends: "computes two updates at a time",
+                whole_stages: "keeps two copies of whole stages",
+                nothing_taken_back: "has messages of two updates under way",
+                no_plan: "is not known to the planner",
+            },
+            without="choose schedule=gpipe or one_forward_one_backward",
+        ),
+    )
+
+    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
+        return OverlappedUpdatesAtRank()
+
+
+class OverlappedUpdatesAtRank(FeatureAtRank):
+    """Builds the pipeline and the trainer whose updates overlap."""
+
+    changes_each_gradient = True  # two updates add gradients, so no sum may begin in a backward
+
+    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
+        return TwoBufferedPipeline
+
+    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
+        return TwoBufferedTrainer

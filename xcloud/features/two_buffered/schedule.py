@@ -1,0 +1,111 @@
+"""The order in which a stage computes where the pipeline is not drained between updates.
+
+Counted from 0: m micro-batches of an update, p stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from xcloud.base.settings import Positive, settings
+from xcloud.pipeline.schedule import Action, Schedule, in_ticks
+
+
+@settings("schedule")
+class TwoBuffered(Schedule):
+    """While an update's gradients come back, the next update's micro-batches go out.
+
+    Every gradient is one update old, whatever the number of stages: update k moves the weights
+    that update k-1 made by a gradient at the weights of update k-2. Two copies of the weights live
+    at a time, one for the micro-batches of each of the two updates under way. Neither the bubble
+    nor the round trip is in a step, as long as the round trip is shorter than what a stage
+    computes in an update.
+
+    Source: PipeDream-2BW (Narayanan et al., arXiv:2006.09503). Differences: the gradient is
+    computed at w + (w - the w before), a prediction of the weights that it will move, and the
+    order of the actions is this one's own.
+    """
+
+    overlaps_updates: ClassVar[bool] = True
+    num_micro_batches: Positive = 4
+    """Pieces that an update is cut into, over all ranks of a stage together."""
+    predict: bool = True
+    """Whether gradients are computed where the weights are expected to be when they move. False
+    computes them at the weights as they were, as PipeDream-2BW does."""
+
+    @property
+    def label(self) -> str:
+        return f"two buffered m={self.num_micro_batches}"
+
+    def num_ahead(self, stage: int, num_stages: int) -> int:
+        """Return how many backwards of the next update a stage computes before this update ends.
+
+        All at the last stage, none at the first, evenly between: so the last stage has told the
+        norm of an update, and received the next micro-batches, before the first stage answers.
+        """
+        return round(self.num_micro_batches * stage / max(1, num_stages - 1))
+
+    def window(self, stage: int, num_stages: int) -> list[Action]:
+        """Return what a stage computes from one update to the next, in order.
+
+        Micro-batches 0 to m-1 are of this update, m to 2m-1 those of the next one.
+        """
+        m = self.num_micro_batches
+        ahead = self.num_ahead(stage, num_stages=num_stages)
+        order = []
+        for i in range(m):
+            forward = Action("forward", stage, micro_batch=m + i)
+            backward = Action("backward", stage, micro_batch=ahead + i)
+            # The last stage's backward follows its own forward; every other one waits for less.
+            order += [forward, backward] if ahead == m else [backward, forward]
+        return order
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        """Return a pass of its own: what the first update begins with, and what ends the last."""
+        m = self.num_micro_batches
+        window = self.window(stage, num_stages=num_stages)
+        return next_part(window, m) + this_part(window, m)
+
+
+def this_part(window: Sequence[Action], num_micro_batches: int) -> list[Action]:
+    """Return what a window has of its own update."""
+    return [action for action in window if action.micro_batch < num_micro_batches]
+
+
+def next_part(window: Sequence[Action], num_micro_batches: int) -> list[Action]:
+    """Return what a window has of the next update, numbered from 0."""
+    return [
+        action._replace(micro_batch=action.micro_batch - num_micro_batches)
+        for action in window
+        if action.micro_batch >= num_micro_batches
+    ]
+
+
+def window_of_rank(
+    schedule: TwoBuffered,
+    stages: Sequence[int],
+    num_stages: int,
+    turn_of: Mapping[int, tuple[int, int]],
+) -> list[Action]:
+    """Return the order in which one rank works on all stages that it holds, in one window.
+
+    turn_of: stage -> (first, period), see pipeline.schedule.rank_actions.
+    """
+    m = schedule.num_micro_batches
+    windows = {stage: schedule.window(stage, num_stages=num_stages) for stage in range(num_stages)}
+    order = windows[stages[0]]
+    if len(stages) > 1:
+        before: set[Action] = set()  # what earlier windows have computed of this update
+        for stage in windows:
+            ahead = schedule.num_ahead(stage, num_stages=num_stages)
+            before |= {Action("forward", stage, micro_batch=i) for i in range(m)}
+            before |= {Action("backward", stage, micro_batch=i) for i in range(ahead)}
+        ticks = in_ticks(windows, num_stages=num_stages, done=before, label=schedule.label)
+        order = [action for tick in ticks for action in reversed(tick)]
+    return [
+        action
+        for action in order
+        if action.stage in turn_of
+        and action.micro_batch % m % turn_of[action.stage][1] == turn_of[action.stage][0]
+    ]

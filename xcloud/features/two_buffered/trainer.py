@@ -1,0 +1,252 @@
+"""Training in which the forwards of an update begin before the update in front of it has ended.
+
+Of update k, whose weights before are w[k-1]:
+
+    window k     backwards of batch k, forwards (at later stages backwards, too) of batch k+1
+    norm         of batch k, told by each stage as soon as its last backward of it is done
+    update k     w[k] = optimizer(w[k-1], gradient of batch k)
+    then         the copy that batch k used takes what batch k+2 will use: w[k] + (w[k] - w[k-1])
+
+Before anything that needs the links to be empty (an evaluation, a checkpoint, a stop, the end)
+the window has no part of the next batch. What is computed is the same then, only later.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.comm.state import State, StateTree, copy_of, fill
+from xcloud.comm.step_clock import NOWHERE
+from xcloud.contracts.model import Stage
+from xcloud.features.two_buffered.schedule import (
+    TwoBuffered,
+    next_part,
+    this_part,
+    window_of_rank,
+)
+from xcloud.net.frame import Kind
+from xcloud.pipeline.control import Reply, Signal
+from xcloud.pipeline.exchange import FlatBuffer, Work
+from xcloud.pipeline.hook import Hook, StepReport
+from xcloud.pipeline.pipeline import Pass, Pipeline, UnderWay
+from xcloud.pipeline.schedule import Action
+from xcloud.pipeline.trainer import NO_HOOKS, Trainer
+
+
+class WeightCopy:
+    """The weights that one of the two updates under way computes with, and its gradients.
+
+    modules: by stage, copies that share every tensor which is not trained with the original.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self.modules: dict[int, Stage] = {}
+        self.buffers: dict[int, FlatBuffer] = {}
+        self._originals: dict[int, list[nn.Parameter]] = {}
+        for number, stage in stages.items():
+            shared = [p for p in stage.parameters() if not p.requires_grad]
+            tensors = [*shared, *stage.buffers()]
+            module = copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors})
+            module.train()
+            self.modules[number] = module
+            self.buffers[number] = FlatBuffer(module.parameters())
+            self._originals[number] = [p for p in stage.parameters() if p.requires_grad]
+
+    def give_gradients(self) -> None:
+        """Let the optimizers of the original weights see this copy's gradients."""
+        for number, buffer in self.buffers.items():
+            for original, own in zip(self._originals[number], buffer.parameters, strict=True):
+                original.grad = own.grad
+
+    @torch.no_grad()
+    def keep_originals(self) -> None:
+        for original, own in self._pairs:
+            own.copy_(original)
+
+    @torch.no_grad()
+    def look_ahead(self) -> None:
+        """Turn the weights w before an update, which were kept, into w' + (w' - w)."""
+        for original, own in self._pairs:
+            own.neg_().add_(original, alpha=2)
+
+    @property
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [
+            pair
+            for number, buffer in self.buffers.items()
+            for pair in zip(self._originals[number], buffer.parameters, strict=True)
+        ]
+
+    def state_dict(self) -> State:
+        return {name: copy_of(value) for name, value in self._named.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        fill(self._named, state=state, owner="a copy of the weights")
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": p.detach()
+            for number, module in self.modules.items()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+
+
+@dataclass(eq=False)
+class TwoBufferedPipeline(Pipeline):
+    """A pipeline in which each of the two updates under way computes with weights of its own."""
+
+    copies: tuple[WeightCopy, ...] = field(default=(), init=False)
+
+    def module(self, stage: int, now: Pass) -> Stage:
+        if now.kind is Kind.EVALUATION:
+            return self.stages[stage]
+        return self.copies[now.step % 2].modules[stage]
+
+
+@dataclass
+class Batch:
+    """What this rank keeps of one update's batch until the update is made.
+
+    total_loss, squared_norms: known once the last backward is done.
+    """
+
+    under_way: UnderWay
+    work: Work
+    total_loss: float | None = None
+    squared_norms: dict[int, float] = field(default_factory=dict)
+
+
+class TwoBufferedTrainer(Trainer):
+    """A trainer whose updates overlap: see the head of this file."""
+
+    pipeline: TwoBufferedPipeline
+    schedule: TwoBuffered
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        stages = self.pipeline.stages
+        self._copies = (WeightCopy(stages), WeightCopy(stages))
+        self.pipeline.copies = self._copies
+        turns = self.pipeline.turns
+        num_stages = self.pipeline.num_stages
+        self._window = window_of_rank(
+            self.schedule, stages=sorted(stages), num_stages=num_stages, turn_of=turns
+        )
+        m = self.schedule.num_micro_batches
+        ahead = [self.schedule.num_ahead(stage, num_stages=num_stages) for stage in stages]
+        self._ends_a_window_early = min(ahead) == m
+        self._batches: dict[int, Batch] = {}
+        self._held_signal = Signal.GO_ON
+
+    def children(self) -> StateTree:
+        return {**super().children(), "copy 0": self._copies[0], "copy 1": self._copies[1]}
+
+    def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
+        report = super().update(step, hooks)
+        if report.skipped is not None or not self.schedule.predict:
+            self._copies[step % 2].keep_originals()
+        # A stop or a checkpoint waits for the next update, which begins nothing further.
+        signal = max(self._held_signal, report.signal)
+        is_drained = step + 1 not in self._batches
+        report.signal = signal if is_drained else Signal.GO_ON
+        self._held_signal = Signal.GO_ON if is_drained else signal
+        del self._batches[step]
+        return report
+
+    def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
+        if step not in self._batches:
+            self._fetch(step)
+            self._run(next_part(self._window, self.schedule.num_micro_batches), step, hooks)
+            if self._ends_a_window_early:
+                self._end_batch(step, hooks)
+        hooks.begin(step)
+        window = self._window
+        if self._goes_ahead(step):
+            self._fetch(step + 1)
+        else:
+            window = this_part(window, self.schedule.num_micro_batches)
+        self._run(window, step, hooks)
+        if not self._ends_a_window_early:
+            self._end_batch(step, hooks)
+        elif step + 1 in self._batches:
+            self._end_batch(step + 1, hooks)
+        self._use(step)
+        return self._batches[step].under_way.loss
+
+    def _exchange_gradients(self, step: int, loss: Tensor, hooks: Hook) -> float | None:
+        return self._batches[step].total_loss  # exchanged when its last backward was done
+
+    def _agree(self, step: int, hooks: Hook) -> Reply:
+        reply = Reply(float("nan"))
+        squares = self._batches[step].squared_norms
+        if squares:
+            with self.pipeline.clock.during("wait"):
+                reply = self.sums.total(step, values=squares, signal_at=hooks.signal)
+        return self._within_stages(reply)
+
+    def _step_optimizers(self, learning_rate: float, step: int) -> None:
+        weights = self._copies[step % 2]
+        weights.keep_originals()
+        super()._step_optimizers(learning_rate, step)
+        weights.look_ahead()
+
+    def _goes_ahead(self, step: int) -> bool:
+        """Return whether the next update's micro-batches begin before this update has ended. All
+        ranks answer alike."""
+        every = self.settings.evaluate_every
+        is_evaluated = every > 0 and step % every == 0
+        is_last = step >= self.settings.max_steps
+        return not (is_evaluated or is_last) and self._held_signal is Signal.GO_ON
+
+    def _fetch(self, step: int) -> None:
+        """Take the batch of an update, whose gradients are zero from now on."""
+        for buffer in self._copies[step % 2].buffers.values():
+            buffer.zero()
+        with self.pipeline.clock.during("fetch"):
+            pieces = self.feed.begin(step, self.schedule.num_micro_batches, 1)
+            batches = self.feed.batches(pieces)
+        under_way = UnderWay(
+            now=Pass(step=step),
+            batches=batches,
+            weight=self.feed.work.weight,
+            loss=torch.zeros((), device=self.pipeline.device),
+        )
+        self._batches[step] = Batch(under_way=under_way, work=self.feed.work)
+
+    def _run(self, actions: list[Action], step: int, hooks: Hook) -> None:
+        """Compute the actions of a window: those of its own update, and those of the next."""
+        m = self.schedule.num_micro_batches
+        for action in actions:
+            is_next = action.micro_batch >= m
+            own = action._replace(micro_batch=action.micro_batch % m)
+            under_way = self._batches[step + is_next].under_way
+            self.pipeline.compute(own, under_way, hooks.after_micro_batch)
+        self.pipeline.clock.place = NOWHERE
+
+    def _end_batch(self, step: int, hooks: Hook) -> None:
+        """Exchange the gradients of a batch whose backwards are done, and report their norms."""
+        self._use(step)
+        batch = self._batches[step]
+        hooks.after_backward(step)
+        batch.total_loss = super()._exchange_gradients(step, batch.under_way.loss, hooks)
+        batch.squared_norms = self._squared_norms()
+        if batch.squared_norms:
+            self.sums.report(step, values=batch.squared_norms)
+
+    def _use(self, step: int) -> None:
+        """Let everything around the pipeline see the gradients and the samples of this update."""
+        weights = self._copies[step % 2]
+        weights.give_gradients()
+        self.feed.work = self._batches[step].work
+        self.stages = {
+            number: replace(stage, buffer=weights.buffers[number])
+            for number, stage in self.stages.items()
+        }
