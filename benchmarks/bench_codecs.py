@@ -23,6 +23,7 @@ from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.comm.transform import Transform
 from xcloud.net.frame import TensorSpec
 
 ROUNDS = 7
@@ -41,6 +42,8 @@ def compressors() -> Iterator[tuple[str, Compressor]]:
         yield f"svd({rate:.3g})", Svd(rate)
         yield f"svd({rate:.3g}) 2 iterations", Svd(rate, iterations=2)
     yield "fp16(svd(0.6))", Chain(svd=Svd(0.6), fp16=Cast("float16"))
+    for step in (0.8, 1.6, 3.2):
+        yield f"transform({step})", Transform(step)
     yield "int8(svd(0.2))", Chain(svd=Svd(0.2), int8=BlockInt(8))
 
 
@@ -78,8 +81,8 @@ def sample_tensors(num_rows: int, num_features: int) -> list[Tensor]:
 
 def row(name: str, compressor: Compressor, tensors: list[Tensor], spec: TensorSpec) -> str:
     """One line of the table. MB/s: float32 bytes encoded in a second."""
-    num_bytes = sum(part.num_bytes for part in compressor.wire_specs(spec))
     parts = [compressor.compress(tensor) for tensor in tensors[:2]]  # warm start, caches
+    num_bytes = sum(part.nbytes for part in parts[1])
     error = relative_error(tensors[1], compressor.decompress(parts[1], spec))
     encode_s = median_s([lambda x=x: compressor.compress(x) for x in tensors])
     decode_s = median_s([lambda: compressor.decompress(parts[1], spec)] * ROUNDS)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xcloud.comm.compressor import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor, Tensors
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
+from xcloud.comm.transform import Transform
 from xcloud.net.frame import TensorSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "add-a-compressor.md"
@@ -46,10 +47,20 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),
     (Chain(cocktail=RandomTopK(0.5, 0.5), int4=BlockInt(4)), 0.87),
     (Chain(powersgd=PowerSgd(4), int8=BlockInt(8)), 0.96),
+    (Transform(0.25), 0.075),
+    (Transform(1.6), 0.5),
+    (Chain(rows=TopRows(0.5), transform=Transform(0.5)), 0.75),
 ]
 # The skeleton of docs/add-a-compressor.md, as a newcomer would copy it.
 exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
 ERRORS.append((Fp8Rows(), 0.03))  # type: ignore[name-defined]  # noqa: F821
+
+
+def admitted(compressor: Compressor, spec: TensorSpec, parts: Tensors) -> bool:
+    """Return whether a receiver of a tensor of this spec takes the parts."""
+    promised = compressor.wire_specs(spec)
+    pairs = zip(promised, parts, strict=True)
+    return all(one.admits(TensorSpec.of(part)) for one, part in pairs)
 
 
 def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:

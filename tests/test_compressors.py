@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.codecs import COMPRESSORS, ERRORS, relative_error, rounding
+from tests.codecs import COMPRESSORS, ERRORS, admitted, relative_error, rounding
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd, outer_sum
@@ -46,12 +46,12 @@ def test_round_trip_keeps_shape_and_dtype(compressor: Compressor) -> None:
 
 
 @every_compressor
-def test_sends_exactly_the_bytes_it_promises(compressor: Compressor) -> None:
+def test_sends_the_bytes_it_promises_or_fewer_where_they_vary(compressor: Compressor) -> None:
     for dtype, shape in product(DTYPES, SHAPES):
         tensor = gaussian(*shape, dtype=dtype)
         parts = copy.deepcopy(compressor).compress(tensor)
 
-        assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+        assert admitted(compressor, TensorSpec.of(tensor), parts)
         assert all(part.is_contiguous() for part in parts)
 
 
@@ -68,7 +68,7 @@ def test_any_shape_survives_even_without_values(
     parts = copy.deepcopy(compressor).compress(tensor)
     seen = copy.deepcopy(compressor).decompress(parts, TensorSpec.of(tensor))
 
-    assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+    assert admitted(compressor, TensorSpec.of(tensor), parts)
     assert seen.shape == tensor.shape
     assert seen.isfinite().all()
 
@@ -230,7 +230,7 @@ def test_error_on_a_gpu_is_that_on_a_cpu(compressor: Compressor) -> None:
     on_gpu = copy.deepcopy(compressor).decompress(parts, TensorSpec.of(tensor))
     expected = relative_error(tensor, arrives(compressor, tensor))
 
-    assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+    assert admitted(compressor, TensorSpec.of(tensor), parts)
     assert all(part.is_cuda for part in parts) and on_gpu.is_cuda
     # Stochastic rounding draws other numbers there.
     assert relative_error(tensor, on_gpu.cpu()) == pytest.approx(expected, rel=0.1, abs=1e-5)

@@ -26,6 +26,8 @@ from tests.local_replicas import MEAN, rounds_of
 from tests.owners import folder_of_keys, keys_of
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, FrameError, XcloudError
+from xcloud.comm.bit_planes import decode as decode_planes
+from xcloud.comm.bit_planes import encode as encode_planes
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Compressor, Tensors
@@ -43,6 +45,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.comm.transform import Transform
 from xcloud.doctor.talk import Facts, pack_facts, unpack_facts
 from xcloud.features.autopilot.pilot import like
 from xcloud.features.one_way.feed import Order
@@ -69,7 +72,15 @@ from xcloud.line.mailbox_lines import Entry, Note, NoteKind, decode_note, encode
 from xcloud.line.pieces import HEADER, Assembly
 from xcloud.line.sealing import open_sealed, seal
 from xcloud.net.failure_detector import FailureDetector
-from xcloud.net.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.net.frame import (
+    Frame,
+    Kind,
+    MessageKey,
+    TensorSpec,
+    decode_frame,
+    encode_frame,
+    seal_frame,
+)
 from xcloud.net.peer import Peer
 from xcloud.net.words import Message, WordKind, decode, encode
 from xcloud.pipeline.control import (
@@ -234,6 +245,33 @@ def boundary(compressor: Compressor) -> Parser:
         return receiver.recv(key, {"ids": ids})
 
     return Parser([honest], take)
+
+
+def bit_planes() -> Parser:
+    draw = np.random.default_rng(0)
+    edges = [0, 3, 9, 24]
+    codes = np.round(draw.standard_normal((40, 24)) * np.repeat([9.0, 2.0, 0.3], np.diff(edges)))
+    codes[7, 0] = 5000
+    coded = encode_planes(codes.astype(np.int32), edges)
+    assert coded is not None
+    return Parser(
+        [coded.tobytes()],
+        lambda data: decode_planes(np.frombuffer(data, np.uint8), num_rows=40, edges=edges),
+    )
+
+
+def rows_in_a_basis() -> Parser:
+    """A message with its basis, and the next one, which needs it."""
+    rows = torch.randn(200, 24, generator=torch.Generator().manual_seed(1))
+    spec, sender, receiver = TensorSpec.of(rows), Transform(1.0), Transform(1.0)
+    (bound,) = sender.wire_specs(spec)
+
+    def take(parts: Tensors) -> object:
+        if len(parts) != 1 or not bound.admits(TensorSpec.of(parts[0])):
+            raise FrameError("no channel passes it on")
+        return receiver.decompress(parts, spec=spec)
+
+    return Parser([sender.compress(rows), sender.compress(rows)], take)
 
 
 def packed_ids() -> Parser:
@@ -434,8 +472,9 @@ def checkpoint_headers(folder: Path) -> Parser:
 PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
-        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
-        ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
+        frames, bit_planes, rows_in_a_basis, packed_ids, ranked_ids, gaps, orders, batches,
+        norms, measures, answers, codes, ages, facts, tables, verdicts, words, told_steps,
+        contributions, hub, member, reports,
         greetings, doctors_facts, pieces, sealed, mailbox_objects, notes,
         checkpoint_headers, weight_objects,
     )

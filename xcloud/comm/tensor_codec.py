@@ -163,6 +163,12 @@ class TensorCodec(StatefulTree):
                     "average again and again without feedback: set feedback to true, or choose a "
                     "compressor that needs none (docs/strategies.md lists them)"
                 )
+            if any(part.is_bound for part in compressor.wire_specs(spec)):
+                raise ConfigError(
+                    f"{compressor.label}, chosen for {name!r}, makes messages of several sizes, "
+                    "which averages cannot carry: give compression.averaging another compressor, "
+                    "such as xcloud.comm.precision.BlockInt"
+                )
             is_kept = feedback and compressor.feedback in ("useful", "needed")
             self._coded.append(
                 _Coded(

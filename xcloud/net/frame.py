@@ -27,14 +27,25 @@ from xcloud.base.errors import ConfigError, FrameError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and type of a tensor: enough to count its bytes or to receive it."""
+    """The shape and type of a tensor: enough to count its bytes or to receive it.
+
+    is_bound: the tensor has one axis, and may be shorter.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_bound: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
+
+    def admits(self, found: TensorSpec) -> bool:
+        """Return whether a tensor of the spec `found` is what this one promises."""
+        if not self.is_bound:
+            return found == self
+        is_short = len(found.shape) == 1 and found.shape[0] <= self.shape[0]
+        return is_short and found.dtype == self.dtype
 
     @property
     def numel(self) -> int:

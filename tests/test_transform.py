@@ -1,0 +1,235 @@
+"""Transform coding, and the entropy code below it."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.channels import IDENTITY, InProcessLink
+from tests.codecs import admitted, relative_error
+from xcloud.base.errors import ConfigError, FrameError
+from xcloud.comm import bit_planes
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.precision import BlockInt
+from xcloud.comm.step_clock import StepClock
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.comm.transform import MAX_FEATURES, Transform
+from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.simulator.codec_timer import time_codec
+
+H = 48
+
+
+def rows(num: int, seed: int = 0, rotation: int = 0, num_features: int = H) -> Tensor:
+    """Rows whose components are as unequal as those of a model, around a mean."""
+    generator = torch.Generator().manual_seed(rotation)
+    basis = torch.linalg.qr(torch.randn(num_features, num_features, generator=generator)).Q
+    generator.manual_seed(100 + seed)
+    sizes = torch.arange(1, num_features + 1) ** -0.7
+    drawn = torch.randn(num, num_features, generator=generator)
+    return (drawn * sizes) @ basis.T + torch.arange(num_features) / num_features
+
+
+def crossed(sender: Transform, receiver: Transform, tensor: Tensor) -> tuple[Tensor, int]:
+    """What arrives, and its bytes."""
+    parts = sender.compress(tensor)
+    assert admitted(sender, TensorSpec.of(tensor), parts)
+    return receiver.decompress(parts, spec=TensorSpec.of(tensor)), parts[0].nbytes
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.05, 0.4, 2.0, 300.0])
+@pytest.mark.parametrize(
+    ("num_rows", "edges"),
+    [(0, [0, 5]), (1, [0, 1]), (1, [0, 3000]), (70, [0, 1, 9, 9, 40]), (3, [0, 2, 4])],
+)
+def test_whole_numbers_come_back_and_nothing_is_left_over(
+    scale: float, num_rows: int, edges: list[int]
+) -> None:
+    draw = np.random.default_rng(3)
+    sizes = scale * np.linspace(2.0, 0.0, edges[-1])
+    codes = np.round(draw.standard_t(3, (num_rows, edges[-1])) * sizes).astype(np.int32)
+    coded = bit_planes.encode(codes, edges)
+    if coded is None:
+        assert scale == 300.0  # some 14 planes of every value: rather in larger steps
+        return
+    assert np.array_equal(bit_planes.decode(coded, num_rows, edges), codes)
+    for wrong in (coded[:-1], np.append(coded, np.uint8(0)), coded[:3]):
+        with pytest.raises(FrameError):
+            bit_planes.decode(wrong, num_rows, edges)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.002, 1.2), (0.02, 1.04), (0.2, 1.05), (0.5, 1.05)])
+def test_places_cost_little_more_than_their_entropy(share: float, most: float) -> None:
+    draw = np.random.default_rng(1)
+    codes = (draw.random((2000, 64)) < share).astype(np.int32)
+    codes *= draw.choice([-1, 1], codes.shape)
+    coded = bit_planes.encode(codes, [0, 64])
+    assert coded is not None
+    share = float((codes != 0).mean())
+    entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share) + share  # and signs
+    assert 8 * len(coded) / codes.size < most * entropy
+
+
+def test_rows_without_a_value_cost_a_bit_each_at_most() -> None:
+    codes = np.zeros((8000, 64), dtype=np.int32)
+    codes[::100] = np.random.default_rng(1).integers(-1, 2, (80, 64))
+    coded = bit_planes.encode(codes, [0, 64])
+    assert coded is not None and len(coded) < 80 * 64 * 1.7 / 8 + 100
+
+
+def test_numbers_beyond_24_bits_and_more_codes_than_values_are_refused() -> None:
+    codes = np.full((2, 3), 1 << 23, dtype=np.int32)
+    coded = bit_planes.encode(codes, [0, 3])
+    assert coded is not None and np.array_equal(bit_planes.decode(coded, 2, [0, 3]), codes)
+    many = np.full(4000, 255, dtype=np.uint8)  # 32,000 numbers of no length
+    head = np.frombuffer(np.array([len(many)], dtype="<u4").tobytes(), dtype=np.uint8)
+    with pytest.raises(FrameError, match="at most"):
+        bit_planes.decode(np.concatenate([head, many]), 2, [0, 3])
+
+
+def test_a_basis_comes_once_there_are_rows_enough_and_saves_bytes_at_equal_error() -> None:
+    sender, receiver = Transform(1.6), Transform(1.6)
+    sizes, errors = [], []
+    for number in range(10):
+        tensor = rows(80, seed=number)
+        seen, num_bytes = crossed(sender, receiver, tensor)
+        sizes.append(num_bytes)
+        mean = torch.arange(H) / H
+        errors.append(relative_error(tensor - mean, seen - mean))
+    first = 8 * H // 80  # the fifth message has 400 rows before it and in it
+    assert sizes[first] > sizes[0] > 1.5 * sizes[-1]
+    assert max(sizes[first + 1 :]) < 1.1 * min(sizes[first + 1 :])
+    assert max(errors) < 0.55 and errors[-1] < 1.3 * errors[0]
+
+
+def test_fewer_bytes_than_whole_numbers_of_a_scale_each_at_equal_error() -> None:
+    """The reason for all of it: BlockInt(4) of all features."""
+    sender, receiver = Transform(0.25), Transform(0.25)
+    for number in range(8):
+        tensor = rows(80, seed=number)
+        seen, num_bytes = crossed(sender, receiver, tensor)
+    plain = BlockInt(4)
+    parts = plain.compress(tensor)
+    error = relative_error(tensor, plain.decompress(parts, TensorSpec.of(tensor)))
+    assert relative_error(tensor, seen) < error
+    assert num_bytes < 0.9 * sum(part.nbytes for part in parts)
+
+
+def test_a_basis_follows_rows_that_turn_and_takes_a_ninth_of_the_bytes() -> None:
+    sender, receiver = Transform(1.0), Transform(1.0)
+    numbers, sent, late = [], 0, []
+    for number in range(160):
+        tensor = rows(80, seed=number, rotation=int(number >= 40))
+        seen, num_bytes = crossed(sender, receiver, tensor)
+        assert relative_error(tensor, seen) < 0.4
+        assert sender._basis is None or torch.equal(
+            sender._basis.codes_KH,
+            receiver._basis.codes_KH,  # type: ignore[union-attr]
+        )
+        numbers.append(-1 if sender._basis is None else sender._basis.number)
+        sent += num_bytes
+        late.append(num_bytes)
+    assert numbers == sorted(numbers) and numbers[0] == -1 and numbers[-1] >= 3
+    assert np.median(late[-20:]) < 1.15 * np.median(late[20:38]) < np.median(late[41:48])
+    assert numbers[-1] * H * H < sent / 8
+
+
+def test_a_small_message_after_a_large_one_costs_little() -> None:
+    """So one step serves all gradients, as one table of sizes would."""
+    sender, receiver = Transform(1.0), Transform(1.0)
+    for number in range(8):
+        _, usual = crossed(sender, receiver, rows(80, seed=number))
+    small = rows(80, seed=9) - torch.arange(H) / H
+    _, num_bytes = crossed(sender, receiver, small / 20 + torch.arange(H) / H)
+    assert num_bytes < usual / 10
+    seen, num_bytes = crossed(sender, receiver, 1000 * small)
+    assert seen.isfinite().all() and num_bytes <= 80 * H + 700
+
+
+@pytest.mark.parametrize("what", ["none", "another width", "not first"])
+def test_a_message_in_a_basis_that_has_not_come_is_refused(what: str) -> None:
+    sender, receiver = Transform(1.0), Transform(1.0)
+    for number in range(6):
+        parts = sender.compress(rows(80, seed=number))
+        if what == "not first" and number == 3:
+            receiver.decompress(parts, TensorSpec((80, H), torch.float32))
+    spec = TensorSpec((80, H - 1 if what == "another width" else H), torch.float32)
+    with pytest.raises(FrameError, match="has not come"):
+        receiver.decompress(parts, spec)
+
+
+def test_rows_too_wide_for_a_basis_and_rows_of_other_widths_cross_without() -> None:
+    sender, receiver = Transform(1.0), Transform(1.0)
+    wide_rows = torch.randn(20, MAX_FEATURES + 1, generator=torch.Generator().manual_seed(1))
+    assert relative_error(wide_rows, crossed(sender, receiver, wide_rows)[0]) < 0.32
+    assert sender.features == 0
+    for number in range(6):
+        crossed(sender, receiver, rows(80, seed=number))
+    other = rows(30, num_features=12)
+    assert relative_error(other, crossed(sender, receiver, other)[0]) < 0.4
+    assert sender.features == H
+
+
+def test_averages_refuse_messages_of_several_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"transform\(2.2\), chosen for 'w', .*averaging"):
+        TensorCodec({"w": torch.Size([8, 8])}, lambda name, shape: Transform(), 1, feedback=True)
+    with pytest.raises(ConfigError, match=r"Transform.step"):
+        Transform(0.01)
+
+
+D = 6
+FIELDS = (
+    BoundaryField("counts", (), torch.int16),
+    BoundaryField("hidden", (D,), torch.float32, "counted"),
+)
+
+
+class Ends:
+    """Both ends of a channel over one link."""
+
+    def __init__(self) -> None:
+        self.link = InProcessLink()
+
+        def codecs() -> Codecs:
+            return Codecs([(None, Codec(Transform(1.0), NoMemory()))])
+
+        own = (FIELDS, codecs, StepClock(), IDENTITY)
+        self.sender = SendChannel(self.link, *own)
+        self.receiver = ReceiveChannel(self.link, *own, torch.device("cpu"), 5.0, 40)
+
+    def cross(self, step: int, kind: Kind = Kind.ACTIVATION) -> Tensor:
+        counts = torch.tensor([20, 5 + step], dtype=torch.int16)
+        hidden = rows(25 + step, seed=step, num_features=D)
+        key, samples = MessageKey(kind, step), {"ids": torch.arange(2)}
+        self.sender.send(key, {"counts": counts, "hidden": hidden}, samples)
+        return self.receiver.recv(key, samples)["hidden"]
+
+
+def test_a_channel_goes_on_bit_for_bit_and_evaluation_leaves_it_alone() -> None:
+    """Also where the evaluation's message is the one that would have brought the basis."""
+    plain, evaluated, resumed = Ends(), Ends(), Ends()
+    for step in range(1, 6):
+        seen = plain.cross(step)
+        if step == 2:
+            with_basis = copy.deepcopy(evaluated.sender.codecs["hidden"].at(1).compressor)
+            with_basis.compress(rows(27, seed=2, num_features=D))
+            assert isinstance(with_basis, Transform) and with_basis._basis is not None
+        if step > 1:
+            evaluated.cross(step, Kind.EVALUATION)
+        assert torch.equal(evaluated.cross(step), seen)
+        if step > 1:
+            assert torch.equal(resumed.cross(step), seen), step
+        resumed = Ends()
+        resumed.sender.load_state_dict(plain.sender.state_dict())
+        resumed.receiver.load_state_dict(plain.receiver.state_dict())
+
+
+def test_planning_takes_the_bytes_of_a_message_once_there_is_a_basis() -> None:
+    spec = TensorSpec((100, H), torch.float32)
+    priced = time_codec(Transform(2.2), [spec], torch.device("cpu"))
+    assert 2 * 100 < priced.num_bytes < 5 * 100
+    assert priced.num_bytes < sum(part.num_bytes for part in Transform(2.2).wire_specs(spec)) / 10

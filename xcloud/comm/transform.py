@@ -1,0 +1,462 @@
+"""Transform coding: a row in the principal components of the rows before it, every component in
+steps of one size, and an entropy code for the whole numbers that this gives. One codec for one
+direction of a boundary; pure tensor code, no links.
+
+Shapes: R rows (tokens), H features, K components that are sent, S classes of components of like
+variance.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xcloud.base.errors import FrameError
+from xcloud.base.settings import settings
+from xcloud.comm import bit_planes
+from xcloud.comm.bit_planes import Bits
+from xcloud.comm.compressor import Compressor, Family, Feedback, Tensors, refuse_integers, wide
+from xcloud.comm.low_rank import matrix_shape
+from xcloud.comm.state import State, copy_of
+from xcloud.net.frame import TensorSpec
+
+MAX_FEATURES = 2048  # of rows with a basis
+_ROWS_PER_FEATURE = 8  # before there is a basis
+_SETUP_SHARE = 8  # bytes of rows for one of a basis
+_ROWS_OF_A_MESSAGE = 512  # that a basis is measured on, at most
+_ROWS_LATER = 128  # the same of a message once there is one
+_KEPT = 0.25  # steps that a component's deviation must have, to be in a basis
+_REST = 0.85  # steps from which what components leave of a feature is sent
+_DEAD = 1 / 6  # of a step, that a component is made smaller before it is rounded
+_FADE = 0.1  # weight of a message in the running mean square
+_NEAR = 64.0  # times that a message's mean square may differ from it
+_CLASSES_PER_OCTAVE = 2
+_NUM_CLASSES = 16
+_FEW_ROWS = 16  # their features are one class
+_LARGEST_CODE = 1 << (bit_planes.MOST_BITS - 1)
+_RANGE = (1e-15, 1e15)  # of the largest value, beyond which squares approach float32's limits
+
+# kind, number of the basis, components
+_HEAD = struct.Struct("<BBH")
+_NOTHING, _NOT_FINITE, _ALONE, _IN_BASIS, _WITH_BASIS = range(5)
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """Principal components as both ends have them. Never changed in place.
+
+    number: counts the bases of a channel, modulo 256.
+    mean: float32 [H], what is subtracted before.
+    codes: int8 [K, H], the components but for their length.
+    classes: uint8 [K], ascending: the first have the largest variance.
+    """
+
+    number: int
+    mean_H: Tensor
+    codes_KH: Tensor
+    classes_K: Tensor
+
+    @property
+    def rows_KH(self) -> Tensor:
+        """Return the components, each of length 1."""
+        wide_KH = self.codes_KH.float()
+        unit_KH: Tensor = wide_KH / torch.linalg.vector_norm(wide_KH, dim=1, keepdim=True)
+        return unit_KH
+
+    def edges(self, num_features: int) -> list[int]:
+        """Return where classes begin among components and, as the last class, features."""
+        return [*_edges(self.classes_K.numpy()), len(self.classes_K) + num_features]
+
+    def packed(self) -> Bits:
+        parts = (self.mean_H.view(torch.uint8), self.classes_K, self.codes_KH.view(torch.uint8))
+        return np.concatenate([part.reshape(-1).numpy() for part in parts])
+
+
+@settings("Transform", frozen=False)
+class Transform(Compressor):
+    """Whole numbers of one step for all values, in an entropy code, in a basis of principal
+    components that the sender measures and sends.
+
+    x_hat = mean + delta * (B^T q + r),  q = round(B (x - mean) / delta), r: see below,
+    delta = step * a running root mean square of x - mean
+
+    Small components round to zero and cost next to nothing, so no rank need be chosen: one step
+    for all is reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3). As
+    delta hardly differs between messages, a small gradient costs little, too. Messages differ in
+    size, which tells an onlooker something of their content.
+
+    The basis B. The first rows cross in their own features, around the message's own mean and at a
+    step of its own root mean square. Once there are 8 H of them, the sender takes the principal
+    components that deviate by a quarter of delta or more, and sends them in 8 bits each, in front
+    of the message that uses them first. So it does again whenever the rows since then took 8 times
+    the bytes of the basis, with older moments halved each time: a basis follows what training
+    moves, and takes a ninth of the bytes at most. r is what the components leave of a feature
+    where that is 0.85 delta or more. Rows of more than 2,048 features have no basis: finding one
+    takes seconds.
+
+    Rounding: components are made smaller by a sixth of delta first, which saves more bytes than a
+    larger step at the same error (as coders of video do).
+
+    Wire: one part, uint8, at most 1 byte a value and some more, H * (H + 5) with a basis. Kind u8,
+    number of the basis u8, components u16, delta float32 (float64 for such tensors); with a basis
+    mean float32 [H], classes of components by deviation uint8 [K], their entries int8 [K, H]; then
+    the codes of q and r (bit_planes.py). delta doubles where they would be longer than promised.
+
+    step: bytes against error. 2.2 costs rows of MiniLM 23 bytes a token at a quarter of the
+        variance, its gradients 9, whose usual step is larger.
+    """
+
+    family: ClassVar[Family] = "precision"
+    feedback: ClassVar[Feedback] = "useful"
+    own_names = ("seen", "since", "features", "mean_square", "moments", "number", "mean",
+                 "codes", "classes")  # fmt: skip
+
+    step: Annotated[float, Field(ge=0.05, le=64.0)] = 2.2
+
+    def __post_init__(self) -> None:
+        self.seen = 0  # rows that the moments are of, since the run began
+        self.since = 0  # bytes sent since the last basis
+        self.features = 0
+        self._moments_HH: Tensor | None = None
+        self._mean_square = 0.0  # of a centred value, a running mean
+        self._basis: _Basis | None = None
+
+    @property
+    def label(self) -> str:
+        return f"transform({self.step:g})"
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        num_rows, num_features = matrix_shape(spec.shape)
+        most = _head_bytes(spec) + _most_bytes(num_rows, num_features)
+        if self._may_have_basis(num_features):
+            most += num_features * (num_features + 5)
+        return (TensorSpec(shape=(most,), dtype=torch.uint8, is_bound=True),)
+
+    def compress(self, tensor: Tensor) -> Tensors:
+        refuse_integers(tensor)
+        spec = TensorSpec.of(tensor)
+        num_rows, num_features = matrix_shape(spec.shape)
+        matrix_RH = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
+        largest = 0.0
+        if matrix_RH.numel():
+            low, high = torch.aminmax(matrix_RH)
+            largest = float(torch.maximum(-low, high))
+        if not math.isfinite(largest):
+            return self._message(spec, kind=_NOT_FINITE, device=tensor.device)
+        if largest == 0:
+            return self._message(spec, kind=_NOTHING, device=tensor.device)
+        if not _RANGE[0] < largest < _RANGE[1]:
+            return self._alone(spec, matrix_RH / largest, unit=largest)
+        has_new = False
+        if self._may_have_basis(num_features) and self.features in (0, num_features):
+            self._learn(matrix_RH)
+            has_new = self._is_due()
+            if has_new:
+                self._basis = self._measured()
+                self.since = 0
+        basis = self._basis
+        if basis is None or len(basis.mean_H) != num_features:
+            return self._alone(spec, matrix_RH, unit=1.0)
+        return self._in_basis(spec, matrix_RH, basis=basis, has_new=has_new)
+
+    def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
+        device = parts[0].device
+        data = parts[0].cpu().contiguous().numpy()
+        num_rows, num_features = matrix_shape(spec.shape)
+        head_bytes = _head_bytes(spec)
+        if len(data) < head_bytes:
+            raise FrameError(f"a message of {len(data)} bytes, its head alone has {head_bytes}")
+        kind, number, num_components = _HEAD.unpack_from(data.tobytes()[: _HEAD.size])
+        delta = float(np.frombuffer(data[_HEAD.size : head_bytes].tobytes(), _delta_type(spec))[0])
+        rest = data[head_bytes:]
+        if kind in (_NOTHING, _NOT_FINITE):
+            if len(rest):
+                raise FrameError(f"{len(rest)} bytes too many")
+            value = 0.0 if kind == _NOTHING else math.nan
+            return torch.full(spec.shape, value, dtype=spec.dtype, device=device)
+        if not 0 < delta < math.inf:
+            raise FrameError(f"the step of a message is {delta}")
+        if kind == _ALONE:
+            mean_H, codes_RH = _decode_alone(rest, spec)
+            seen = torch.from_numpy(codes_RH).to(device, wide(spec.dtype)) * delta
+            return _narrowed(seen + mean_H.to(seen), spec)
+        if kind == _WITH_BASIS and self._may_have_basis(num_features):
+            basis, rest = _unpacked(rest, number, num_components, num_features)
+            self._basis = basis
+        elif kind != _IN_BASIS:
+            raise FrameError(f"a message of kind {kind}")
+        known = self._basis
+        if known is None or known.number != number or len(known.mean_H) != num_features:
+            raise FrameError(f"basis {number} of {num_features} features has not come")
+        codes = bit_planes.decode(rest, num_rows=num_rows, edges=known.edges(num_features))
+        values = torch.from_numpy(codes).to(device, wide(spec.dtype)) * delta
+        values_RK, rest_RH = torch.split(values, [len(known.codes_KH), num_features], dim=1)
+        rest_RH = rest_RH + known.mean_H.to(values)
+        seen = torch.addmm(rest_RH, values_RK, known.rows_KH.to(values))
+        return _narrowed(seen, spec)
+
+    def _may_have_basis(self, num_features: int) -> bool:
+        return 2 <= num_features <= MAX_FEATURES
+
+    def _learn(self, matrix_RH: Tensor) -> None:
+        """Add rows of a message to the moments."""
+        most = _ROWS_OF_A_MESSAGE if self._basis is None else _ROWS_LATER
+        rows_RH = matrix_RH[:: -(-len(matrix_RH) // most)]
+        self.features = matrix_RH.shape[1]
+        self.seen += len(rows_RH)
+        with_ones_RH = torch.cat([rows_RH, rows_RH.new_ones(len(rows_RH), 1)], dim=1)
+        moments_HH = (with_ones_RH.T @ with_ones_RH).double().cpu()
+        if self._moments_HH is not None:
+            moments_HH += self._moments_HH
+        self._moments_HH = moments_HH
+
+    def _is_due(self) -> bool:
+        if self._basis is None:
+            return self.seen >= _ROWS_PER_FEATURE * self.features
+        return self.since >= _SETUP_SHARE * self._basis.packed().nbytes
+
+    def _measured(self) -> _Basis:
+        """Return the components of the moments, and halve these."""
+        assert self._moments_HH is not None
+        moments_HH = self._moments_HH / self._moments_HH[-1, -1]
+        mean_H = moments_HH[-1, :-1]
+        covariance_HH = moments_HH[:-1, :-1] - torch.outer(mean_H, mean_H)
+        values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
+        sd_H = values_H.flip(0).clamp_min(0).sqrt()
+        mean_square = float(sd_H.square().mean())
+        if self._basis is None:
+            self._mean_square = mean_square
+        num_kept = max(1, int((sd_H > _KEPT * self.step * math.sqrt(mean_square)).sum()))
+        rows_KH = vectors_HH.flip(1).T[:num_kept]
+        codes_KH = (rows_KH * (127 / rows_KH.abs().amax(1, keepdim=True))).round().to(torch.int8)
+        self._moments_HH = self._moments_HH / 2
+        number = 0 if self._basis is None else (self._basis.number + 1) % 256
+        classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
+        return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
+
+    def _in_basis(
+        self, spec: TensorSpec, matrix_RH: Tensor, basis: _Basis, has_new: bool
+    ) -> Tensors:
+        rows_KH = basis.rows_KH.to(matrix_RH)
+        around_RH = matrix_RH - basis.mean_H.to(matrix_RH)
+        own = float(around_RH.square().mean())
+        usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
+        self._mean_square = usual + _FADE * (own - usual)
+        edges = basis.edges(num_features=matrix_RH.shape[1])
+
+        def codes(delta: float) -> Tensor:
+            codes_RK = _rounded(around_RH @ rows_KH.T / delta, smaller=_DEAD)
+            rest_RH = around_RH / delta - codes_RK @ rows_KH
+            return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
+
+        delta, coded = _coded(codes, self.step * math.sqrt(self._mean_square), edges, spec)
+        self.since += len(coded)
+        if has_new:
+            coded = np.concatenate([basis.packed(), coded])
+        return self._message(
+            spec,
+            kind=_WITH_BASIS if has_new else _IN_BASIS,
+            device=matrix_RH.device,
+            number=basis.number,
+            num_components=len(basis.codes_KH),
+            delta=delta,
+            content=coded,
+        )
+
+    def _alone(self, spec: TensorSpec, matrix_RH: Tensor, unit: float) -> Tensors:
+        """Return a message that needs no other one."""
+        num_features = matrix_RH.shape[1]
+        order_H = np.arange(num_features)
+        edges = [0, num_features]
+        head = np.zeros(0, dtype=np.uint8)
+        if len(matrix_RH) >= _FEW_ROWS:
+            mean_H = matrix_RH.mean(0)
+            matrix_RH = matrix_RH - mean_H
+            sd_H = matrix_RH.square().mean(0).sqrt().cpu().double().numpy()
+            classes, order_H, edges = _by_class(_classes(sd_H))
+            means = (mean_H * unit).cpu().numpy().astype(_delta_type(spec))
+            head = np.concatenate([means.view(np.uint8), classes])
+        largest = float(matrix_RH.abs().max()) or 1.0
+        rms = float(matrix_RH.square().mean().sqrt()) or 1.0
+        delta = largest / max(1, round(largest / rms / self.step))  # what is alone is kept
+        values_RH = matrix_RH[:, torch.from_numpy(order_H).to(matrix_RH.device)]
+        delta, coded = _coded(
+            lambda delta: _rounded(values_RH / delta, smaller=0.0),
+            delta,
+            edges,
+            spec,
+            taken=len(head),
+        )
+        return self._message(
+            spec,
+            kind=_ALONE,
+            device=matrix_RH.device,
+            delta=delta * unit,
+            content=np.concatenate([head, coded]),
+        )
+
+    def _message(
+        self,
+        spec: TensorSpec,
+        kind: int,
+        device: torch.device,
+        number: int = 0,
+        num_components: int = 0,
+        delta: float = 0.0,
+        content: Bits | None = None,
+    ) -> Tensors:
+        head = _HEAD.pack(kind, number, num_components)
+        head += np.array([delta], dtype=_delta_type(spec)).tobytes()
+        parts = [np.frombuffer(head, dtype=np.uint8)]
+        if content is not None:
+            parts.append(content)
+        return (torch.from_numpy(np.concatenate(parts)).to(device),)
+
+    def own(self) -> State:
+        """All that the next message depends on; nothing of it is ever changed in place."""
+        state: State = {"seen": self.seen, "since": self.since, "features": self.features}
+        if self._moments_HH is not None:
+            state["moments"] = copy_of(self._moments_HH)
+        if (basis := self._basis) is not None:
+            state |= {
+                "number": basis.number,
+                "mean_square": torch.tensor(self._mean_square, dtype=torch.float64),
+                "mean": copy_of(basis.mean_H),
+                "codes": copy_of(basis.codes_KH),
+                "classes": copy_of(basis.classes_K),
+            }
+        return state
+
+    def take(self, own: State) -> None:
+        self.__post_init__()
+        for name in ("seen", "since", "features"):
+            setattr(self, name, int(own.get(name, 0)))
+        if "moments" in own:
+            self._moments_HH = torch.as_tensor(own["moments"])
+        if "codes" in own:
+            self._mean_square = float(own["mean_square"])
+            self._basis = _Basis(
+                number=int(own["number"]),
+                mean_H=torch.as_tensor(own["mean"]),
+                codes_KH=torch.as_tensor(own["codes"]),
+                classes_K=torch.as_tensor(own["classes"]),
+            )
+
+
+def _rounded(values: Tensor, smaller: float) -> Tensor:
+    """Return the nearest whole numbers to values that are made smaller, as far as they can be
+    sent."""
+    sizes = (values.abs() - smaller).clamp(0, _LARGEST_CODE).round_()
+    return sizes.copysign_(values)
+
+
+def _coded(
+    codes_of: Callable[[float], Tensor],
+    delta: float,
+    edges: list[int],
+    spec: TensorSpec,
+    taken: int = 0,
+) -> tuple[float, Bits]:
+    """Return the step, and the codes of a message, which are not longer than a receiver takes.
+
+    codes_of: returns the codes for a step. delta: the step to begin with. taken: bytes of the
+    message that others need.
+    """
+    most = _most_bytes(*matrix_shape(spec.shape)) - taken
+    delta = float(np.array(delta, dtype=_delta_type(spec)))  # as it will be read
+    while True:
+        codes = codes_of(delta).to(torch.int32).cpu().numpy()
+        coded = bit_planes.encode(codes, edges=edges)
+        if coded is not None and len(coded) <= most:
+            return delta, coded
+        delta *= 2
+
+
+def _decode_alone(rest: Bits, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any]]:
+    """Return the mean and the codes of a message that needs no other one. Raises FrameError."""
+    num_rows, num_features = matrix_shape(spec.shape)
+    means = np.zeros(num_features)
+    order_H = np.arange(num_features)
+    edges = [0, num_features]
+    if num_rows >= _FEW_ROWS:
+        mean_bytes = np.dtype(_delta_type(spec)).itemsize * num_features
+        num_bytes = mean_bytes + (num_features + 1) // 2
+        if len(rest) < num_bytes:
+            raise FrameError("means and classes of features are cut short")
+        means = np.frombuffer(rest[:mean_bytes].tobytes(), dtype=_delta_type(spec))
+        pairs = rest[mean_bytes:num_bytes]
+        classes_H: Bits = np.stack([pairs >> 4, pairs & 15], axis=1).ravel()[:num_features]
+        _, order_H, edges = _by_class(classes_H)
+        rest = rest[num_bytes:]
+    codes = bit_planes.decode(rest, num_rows=num_rows, edges=edges)
+    in_order = np.empty_like(codes)
+    in_order[:, order_H] = codes
+    return torch.from_numpy(means.copy()), in_order
+
+
+def _unpacked(rest: Bits, number: int, num_rows: int, num_features: int) -> tuple[_Basis, Bits]:
+    """Return the basis at the start of a message, and what follows. Raises FrameError."""
+    sizes = np.cumsum([4 * num_features, num_rows, num_rows * num_features])
+    if not 1 <= num_rows <= num_features or len(rest) < sizes[-1]:
+        raise FrameError(
+            f"a basis of {num_rows} components for {num_features} features in {len(rest)} bytes"
+        )
+    own = torch.from_numpy(rest[: sizes[-1]].copy())
+    mean_H = own[: sizes[0]].view(torch.float32)
+    classes_K = own[sizes[0] : sizes[1]]
+    codes_KH = own[sizes[1] :].view(torch.int8).view(num_rows, num_features)
+    if not mean_H.isfinite().all() or not codes_KH.any(1).all():
+        raise FrameError("a basis with a component of length 0, or a mean that is not finite")
+    if (classes_K.diff() < 0).any() or int(classes_K[-1]) >= _NUM_CLASSES:
+        raise FrameError("components of a basis are not in the order of their classes")
+    return _Basis(number, mean_H=mean_H, codes_KH=codes_KH, classes_K=classes_K), rest[sizes[-1] :]
+
+
+def _classes(sd_C: npt.NDArray[Any]) -> Bits:
+    """Return the class of each column by its deviation: the largest ones have 0."""
+    relative_C = np.maximum(sd_C, 1e-300) / max(float(sd_C.max()), 1e-300)
+    octaves_C = np.round(-_CLASSES_PER_OCTAVE * np.log2(relative_C))
+    classes_C: Bits = octaves_C.clip(0, _NUM_CLASSES - 1).astype(np.uint8)
+    return classes_C
+
+
+def _by_class(classes_C: Bits) -> tuple[Bits, npt.NDArray[Any], list[int]]:
+    """Return classes as bytes, the order of columns by class, and where classes begin in it."""
+    order_C = np.argsort(classes_C, kind="stable")
+    padded = np.pad(classes_C, (0, len(classes_C) % 2))
+    pairs = ((padded[::2] << 4) | padded[1::2]).astype(np.uint8)
+    return pairs, order_C, _edges(classes_C[order_C])
+
+
+def _edges(classes_C: Bits) -> list[int]:
+    """Return where classes begin among columns that are ordered by them, and the number last."""
+    inner: list[int] = (np.flatnonzero(np.diff(classes_C)) + 1).tolist()
+    return [0, *inner, len(classes_C)]
+
+
+def _narrowed(seen: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the rows as they were meant; rounding leads beyond no dtype's range."""
+    largest = torch.finfo(spec.dtype).max
+    return seen.clamp(-largest, largest).to(spec.dtype).view(spec.shape)
+
+
+def _most_bytes(num_rows: int, num_features: int) -> int:
+    """Return the most bytes of the codes of a message."""
+    return num_rows * num_features + num_rows + 9 * num_features + 256
+
+
+def _head_bytes(spec: TensorSpec) -> int:
+    return _HEAD.size + np.dtype(_delta_type(spec)).itemsize
+
+
+def _delta_type(spec: TensorSpec) -> str:
+    return "<f8" if spec.dtype == torch.float64 else "<f4"
