@@ -13,12 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from benchmarks.namespaces import inside
 from tests.runs import ROOT, command, free_port, read
 from tests.toy import toy_config
 from xcloud.line.keys import LineKeys, make_key, read_line_keys
+from xcloud.security.places import leads_of
 
 
 @cache
@@ -73,11 +75,16 @@ class Owners:
         wan = ["cluster/wan=sealed"]
         if mailbox is not None:
             wan = ["cluster/wan=mailbox", f"cluster.wan.url={mailbox}"]
-        reached = ", ".join(str(one) for one in (mailbox, bucket) if one is not None)
         config = OmegaConf.create(compose(cluster, [*wan, *overrides]))
         for name, value in (changed or {}).items():
             OmegaConf.update(config, name, value, force_add=True)
         self.clouds = tuple(str(name) for name in config.cluster.clouds)
+        plain = OmegaConf.to_container(config, resolve=True)
+        lines = [lead.value for lead in leads_of(plain) if lead.to == "line"]
+        reached = yaml.safe_dump(
+            [str(one) for one in (mailbox, bucket) if one is not None] + lines,
+            default_flow_style=True,
+        )
         self.file = folder / "experiment.yaml"
         self.file.write_text(OmegaConf.to_yaml(config))
         constructors = "".join(f"  - {name}\n" for name in _TOYS)
@@ -90,7 +97,7 @@ class Owners:
             known = ", ".join(f"{peer}: [{peer}.pem]" for peer in peers)
             (own / "policy.yaml").write_text(
                 f"me: {me}\npeers: {{{known}}}\nwrite: [{folder / 'cache'}, .cache, mlruns]\n"
-                f"addresses: [{reached}]\n"
+                f"addresses: {reached.strip()}\n"
                 f"constructors:\n{constructors}"
             )
 

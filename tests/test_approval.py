@@ -84,7 +84,7 @@ def test_certificates_are_shown_to_be_compared_with_the_number(
 ) -> None:
     file = written(tmp_path, "cluster/wan=sealed", "cluster.clouds.cloud_a.address=host:7000")
     policy = copy_keys(tmp_path / "own")
-    policy.write_text("me: cloud_b\npeers: {cloud_a: [cloud_a.pem]}\n")
+    policy.write_text("me: cloud_b\npeers: {cloud_a: [cloud_a.pem]}\naddresses: ['host:7000']\n")
     monkeypatch.setenv("XCLOUD_POLICY", str(policy))
     code, said = approve(file)
     assert code == 0

@@ -355,6 +355,7 @@ def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
 ) -> None:
     case = cases[0]
     policy = {"me": "cloud_a", "peers": {"cloud_b": ["cloud_b.pem"]}, "approved": [case.digest]}
+    policy["addresses"] = [*case.layout.clouds["cloud_b"].addresses]
     case.policy_file.write_text(yaml.safe_dump(policy))
     monkeypatch.setenv("XCLOUD_POLICY", str(case.policy_file))
     words = ["doctor", str(case.file), "--run-dir", str(case.run_dir), "--wait", "0"]

@@ -11,9 +11,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -28,21 +28,32 @@ from tests.toy import toy_config
 from xcloud.base import project
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import ReadPath
+from xcloud.base.yaml_text import from_yaml
 from xcloud.job import approval, given, strict_policy
 from xcloud.job import config as configs
 from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.security import places
-from xcloud.security.policy import CONSTRUCTORS, MAX_SETTINGS, Policy
+from xcloud.security.policy import CONSTRUCTORS, MAX_NUMBER, Policy, bound_of
 from xcloud.show.following import monitor_of
 
 ROOT = project.project_root()
 Reader = Callable[[Path], object]
+
+
+def approved(file: Path) -> None:
+    """Raise what `approve` says, which asks nothing of a file that it would refuse."""
+    asked = given.read_to_approve(file)
+    assert approval.main([str(file), "--yes"]) == (asked.refusal is not None)
+    if asked.refusal is not None:
+        raise asked.refusal
+
+
 READERS: dict[str, Reader] = {
     "translate, generate, export, evaluate": given.read_settings,
     "resume": lambda file: with_overrides(file, [], CONF),
-    "approve": lambda file: approval.main([str(file), "--yes"]),
+    "approve": lambda file: approved(file),
     "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),
     "worker": lambda file: given.read_shared(file, file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
@@ -110,7 +121,7 @@ def test_attacks_1_to_3_a_target_that_is_no_constructor_is_neither_imported_nor_
 
     message = refused(READERS[reader], file)
 
-    assert message.startswith("tracker._target_ is ") and "policy.yaml" in message
+    assert "tracker._target_ is " in message and "policy.yaml" in message
     assert not owned.exists() and "evil_module" not in sys.modules
 
 
@@ -127,9 +138,9 @@ def test_a_constructor_that_the_policy_names_is_called(
 ) -> None:
     file = written(tmp_path, OmegaConf.create(toy_config("local")))
     message = refused(given.read_settings, file)
-    assert message.endswith("constructors: [tests.toy.ToyTask]")
+    assert message.startswith("2 things are refused:\n- task._target_ is 'tests.toy.ToyTask'")
 
-    policy(constructors=["tests.toy.ToyTask", "tests.toy.ToyModel"])
+    policy(**yaml.safe_load(message[message.index("constructors: ") :]))
 
     assert given.read_settings(file).job.name == "toy"
 
@@ -170,6 +181,13 @@ CODE = "_target_=pathlib.Path.write_text", "self=OWNED", "data=x"
         (["recipe=../../OWNED"], "may not ask this"),
         (["+exp=/OWNED"], "may not ask this"),
         (["+defaults=[exp/toy]"], "may not ask this"),
+        ([r"tracker.experiment=$\{oc.env:A_SECRET\}"], "may not ask this"),
+        ([r"tracker.experiment='$\{oc.env:A_SECRET\}'"], "may not ask this"),
+        ([r"++training.x=[$\{oc.env:A_SECRET\}]"], "may not ask this"),
+        (["++task.name={a: 1}"], "may not ask this"),
+        (["++task.name=str(1)"], "may not ask this"),
+        (["seed=1,2"], "makes no experiment"),
+        (["~tracker"], "may not ask this"),
     ],
     ids=str,
 )
@@ -184,6 +202,20 @@ def test_what_follows_a_run_that_was_read_may_call_no_more_than_the_run(
     with pytest.raises(ConfigError, match=said):
         compose_follow_up(configs.Settings.of(config), CONF, tmp_path, own=False)
     assert not owned.exists()
+
+
+def test_no_interpolation_of_another_owner_is_resolved_however_it_came_to_be_one(
+    tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second check, behind that of the words: of what was composed."""
+    monkeypatch.setenv("A_SECRET", "s3cr3t")
+    monkeypatch.setattr(given, "_check_words", lambda words, is_group: None)
+    config = composed("+exp=electra_multilingual")
+    for word in (r"tracker.experiment=$\{oc.env:A_SECRET\}", r"++task.x=[{a: $\{oc.env:HOME\}}]"):
+        config.follow_up = ["+exp=xnli_zero_shot", "tracker=mlflow", word]
+        settings = configs.Settings.of(config)
+        with pytest.raises(ConfigError, match="may not read this machine"):
+            compose_follow_up(settings, CONF, tmp_path, own=False)
 
 
 def test_what_follows_is_what_was_checked(tmp_path: Path, policy: object) -> None:
@@ -325,20 +357,37 @@ def test_attack_9_folders_addresses_and_ranks_are_bounded(
     tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
     given = {"task__source_tokenizer": tokenizer, **folder, key.replace(".", "__"): value}
     message = refused(SHARING[reader], written(tmp_path, **given))
-    assert key in message.split(" ")[0] and "policy.yaml" in message
+    assert f"{key} is " in message and "policy.yaml" in message
 
 
-@pytest.mark.parametrize(("reader", "bound"), each_once(SHARING, [*MAX_SETTINGS.items()]))
-def test_attack_12_restarts_checkpoints_and_open_ports_are_bounded_without_a_requirement(
-    reader: str, bound: tuple[str, int], tmp_path: Path, policy: Callable[..., None]
+BOUNDED = {
+    "launch.max_restarts": 101,
+    "training.checkpoint.keep": 101,
+    "training.checkpoint.every_minutes": 1e5,
+    "training.activation_cache_mb": 20_000,
+    "training.max_steps": 10**12,
+    "cluster.liveness.join_within_s": 8 * 86_400,
+    "cluster.liveness.overdue_after_s": 9e8,
+    "cluster.liveness.lost_after_s": 9e8,
+    "cluster.liveness.interval_s": 1e-6,
+    "cluster.reconnect_s": 8e8,
+    "cluster.link_budget_bytes": 10**17,
+}
+
+
+@pytest.mark.parametrize(("reader", "bound"), each_once(SHARING, [*BOUNDED.items()]))
+def test_attack_12_what_costs_this_machine_itself_is_bounded_without_a_requirement(
+    reader: str, bound: tuple[str, float], tmp_path: Path, policy: Callable[..., None]
 ) -> None:
-    key, most = bound
-    file = written(tmp_path, **{key: most + 1})
+    key, value = bound
+    config = composed("+exp=abnet_iwslt", "cluster.wan=sealed")
+    OmegaConf.update(config, key, value, force_add=True)
+    file = written(tmp_path, config)
     message = refused(SHARING[reader], file)
-    assert message.startswith(f"{key} is {most + 1}") and f"at most {most}. " in message
+    assert f"{key} is {value}" in message and re.search("at (most|least) [0-9]", message)
 
-    policy(**yaml.safe_load(message[message.index("require: ") :]))
-    SHARING[reader](file)
+    allowed = Policy(**yaml.safe_load(message[message.index("require: ") :]))
+    assert not allowed.refused(from_yaml(file.read_text()), tmp_path)
 
 
 def test_a_link_in_the_project_leads_nowhere_else(
@@ -548,10 +597,10 @@ def test_what_a_policy_allows_is_read_written_and_contacted(
     }
     file = written(tmp_path, **changed)
     for key, line in (
-        ("write", "write: [.cache, mlruns, /srv/cache/mlflow]"),
-        ("addresses", "addresses: [http://inside:5000]"),
+        ("write", "write: [.cache, mlruns, /srv/cache/mlflow, /srv/cache]"),
+        ("addresses", "addresses: ['http://inside:5000']"),
     ):
-        assert refused(READERS["worker"], file).endswith(line)
+        assert line in refused(READERS["worker"], file)
         policy(
             write=["/srv/cache"],
             **({"addresses": ["http://inside:5000"]} if key == "addresses" else {}),
@@ -611,7 +660,7 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
 
 
 WORDS = """
-address choices classes clouds column compressors config dev experiment follow_up generators
+choices classes clouds column compressors config dev experiment follow_up generators
 holders hooks
 label label_column language languages links metrics name names pairs pairs_config profile
 reader revision
@@ -622,8 +671,7 @@ text_columns text_key train train_language weights
 
 def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
     """A new setting that is a text stands in this list, once somebody has seen that nothing is
-    opened by it, or is marked where it is declared (base.settings.Leads). A cloud's `address` is
-    dialled for the certificates in the policy's `peers` alone: that is its permission."""
+    opened by it, or is marked where it is declared (base.settings.Leads)."""
     unmarked = set[str]()
     for target in CONSTRUCTORS:
         made = get_object(target)
@@ -635,6 +683,113 @@ def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
             if re.search(r"\bstr\b", hint) and "Leads(" not in hint:
                 unmarked.add(field.name)
     assert unmarked == set(WORDS.split())
+
+
+COSTS_WHAT_TRAINING_COSTS = """
+accumulate_steps adapter_size alpha batch_size batch_tokens batches_per_step block blocks_per_stage
+calibration_texts check_every clip clip_norm confirm cross_attention_heads dev_share dwell
+encoder_layers_per_stage eps eval_batch_size eval_samples evaluate_every every every_steps factor
+feed_forward fragments head_rank hidden in_flight iterations layer layers layer_norm_eps
+learning_rate legs length length_extra length_penalty length_ratio loss_weight max_answer_tokens
+max_epochs max_eval_samples max_length max_skips_in_a_row max_steps max_tokens max_train_samples
+micro_batches min_count min_producers noise num_dev num_heads num_in_flight num_in_memory
+num_kv_heads num_layers num_decoder_layers num_encoder_layers num_micro_batches num_pairs num_ranks
+num_test num_texts num_train overlap power r rank replica replicas router_loss rows share sigma
+size sizes stages steps test_share trial_steps type_vocab_size until_step vocab_size
+vocabulary_chunk warmup_steps weight_decay whole_every worth max_texts
+num_monolingual stride beta outages max_question
+"""
+
+
+def test_every_number_of_a_constructor_is_bounded_or_costs_what_training_costs() -> None:
+    """A new setting that is a number has bounds in its annotation or in MAX_SETTINGS, or stands in
+    this list once somebody has seen what a huge one costs the machine itself."""
+    unbounded = set[str]()
+    for target in CONSTRUCTORS:
+        made = get_object(target)
+        if not dataclasses.is_dataclass(made):
+            continue
+        hints = get_type_hints(made, include_extras=True)
+        for field in dataclasses.fields(made):
+            for kind, meta in leaves_of(hints[field.name]):
+                has_end = any(re.search(r"\b(le|lt)=", repr(one)) for one in meta)
+                if kind in (int, float) and not has_end and bound_of(field.name) == MAX_NUMBER:
+                    unbounded.add(field.name)
+    assert unbounded <= set(COSTS_WHAT_TRAINING_COSTS.split())
+
+
+def leaves_of(hint: Any, meta: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield the types that an annotation is made of, each with what is annotated around it."""
+    if get_origin(hint) is Annotated:
+        inner, *around = get_args(hint)
+        yield from leaves_of(inner, (*meta, *around))
+    elif get_args(hint) and get_origin(hint) is not Literal:
+        for one in get_args(hint):
+            yield from leaves_of(one, meta)
+    else:
+        yield hint, meta
+
+
+def test_what_is_refused_is_told_at_once_with_the_lines_that_allow_it(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    given_here = {
+        "tracker__uri": "http://mlflow.here:5000",
+        "cache_dir": "/srv/cache",
+        "launch__max_restarts": 500,
+    }
+    file = written(
+        tmp_path,
+        composed(
+            "+exp=abnet_iwslt", "cluster/wan=sealed", "cluster.clouds.cloud_a.address=h:7000"
+        ),
+        **given_here,
+    )
+    for read in (READERS["worker"], READERS["approve"]):
+        message = refused(read, file)
+        for key in (*given_here, "cluster__clouds__cloud_a__address"):
+            assert f"- {key.replace('__', '.')} is " in message
+    lines = message.partition("put it into policy.yaml of this cloud:\n")[2]
+    policy(**yaml.safe_load(lines))
+    for read in (READERS["worker"], READERS["approve"]):
+        read(file)
+
+
+def test_a_line_to_paste_writes_no_other_key(tmp_path: Path) -> None:
+    evil = "http://x]\npeers: {cloud_b: [evil.pem]}\n#"
+    policy = Policy(addresses=["a"])
+    for one in policy.refused({"tracker": {"uri": evil}}, tmp_path):
+        (line,) = policy.lines_for([one])
+        assert yaml.safe_load(line) == {"addresses": ["a", evil]} and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("allowed", "address", "num_ranks", "is_allowed"),
+    [
+        ([], "10.0.0.5:22", 1, False),
+        (["10.0.0.5:22"], "10.0.0.5:22", 1, True),
+        (["10.0.0.5:22"], "10.0.0.5:23", 1, False),
+        (["10.0.0.5:7000"], "10.0.0.5:7000", 4, False),
+        (["10.0.0.5:7000-7003"], "10.0.0.5:7000", 4, True),
+        (["10.0.0.5:7000-7002"], "10.0.0.5:7000", 4, False),
+        (["10.0.0.5:7000-7100"], "10.0.0.5:7040", 4, True),
+        (["10.0.0.6:7000-7100"], "10.0.0.5:7040", 4, False),
+        (["h:1", "i:1"], ["h:1", "i:1"], 2, True),
+        (["h:1"], ["h:1", "i:1"], 2, False),
+        (["h:1"], "0.0.0.0:1", 1, False),
+    ],
+)
+def test_where_a_cloud_listens_and_is_dialled_is_named_by_the_policy(
+    allowed: list[str], address: object, num_ranks: int, is_allowed: bool, tmp_path: Path
+) -> None:
+    cloud = {"_target_": "xcloud.layout.Cloud", "address": address, "num_ranks": num_ranks}
+    settings = {"cluster": {"clouds": {"cloud_b": cloud}}}
+    found = Policy(addresses=allowed).refused(settings, tmp_path)
+    assert (not found) == is_allowed
+    if found:
+        lines = "\n".join(Policy(addresses=allowed).lines_for(found))
+        assert not Policy(**yaml.safe_load(lines)).refused(settings, tmp_path)
 
 
 @pytest.mark.parametrize(

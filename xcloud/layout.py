@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
+from xcloud.base.settings import LineAddress, NotNegative, Positive, PositiveFloat, settings
 from xcloud.base.wording import check_name
 from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, SEALED, Liveness, Wan
 
@@ -231,7 +231,7 @@ class Cloud:
     slowdown: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     shard: bool = False
     replica: NotNegative = 0
-    address: str | Annotated[Sequence[str], Field(min_length=1)] | None = None
+    address: LineAddress | Annotated[Sequence[LineAddress], Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None:

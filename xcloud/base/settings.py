@@ -45,12 +45,12 @@ class Leads:
     mark is a word: nothing is opened by it. security/places.py looks for it.
 
     to: "read" and "write": files; "hub": a checkpoint or data set of the hub, or in a folder;
-        "address": a server; "command": one that is run; "inside": names of files in a folder that
-        another setting leads to.
+        "address": a server; "line": HOST:PORT at which a cloud listens for others; "command": one
+        that is run; "inside": names of files in a folder that another setting leads to.
     shared: what the file holds, where every cloud that reads it must have the same one.
     """
 
-    to: Literal["read", "write", "hub", "address", "command", "inside"]
+    to: Literal["read", "write", "hub", "address", "line", "command", "inside"]
     shared: Literal["text", "tokenizer"] | None = None
 
 
@@ -61,6 +61,7 @@ WritePath = Annotated[str, Field(min_length=1), Leads("write")]
 HubName = Annotated[str, Field(min_length=1), Leads("hub")]
 """owner/name or owner/name@revision on the hub, a folder, or a checkpoint that is installed."""
 Address = Annotated[str, Field(min_length=1), Leads("address")]
+LineAddress = Annotated[str, Field(min_length=1), Leads("line")]
 CommandLine = Annotated[str, Field(min_length=1), Leads("command")]
 """A command that this machine runs. No file from elsewhere may have one, and no file of a run
 does: it is given on the command line."""

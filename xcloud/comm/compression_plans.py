@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.patterns import check_count, check_pattern
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
 from xcloud.comm.compression import Compression, CompressionPlan
@@ -31,7 +32,9 @@ class PerTensor(TensorChoice):
         effect. embeddings: tables of words and positions and the head over the vocabulary, by the
         name; a step changes few of their rows. names: regular expressions to be found in a
         parameter's name, such as "lora_B" or "layers\\.0\\."; the first that is found decides,
-        before vectors and embeddings. What is None counts as the rest.
+        before vectors and embeddings. Of such an expression only single characters may be
+        repeated, and twice at most, so that looking for it takes no time (base.patterns). What is
+        None counts as the rest.
     """
 
     default: Compressor
@@ -40,13 +43,9 @@ class PerTensor(TensorChoice):
     names: Mapping[str, Compressor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_count("compression.averaging.names", len(self.names))
         for pattern in self.names:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"compression.averaging.names: {pattern!r} is no regular expression: {error}"
-                ) from error
+            check_pattern("compression.averaging.names", pattern)
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         """name: of the parameter, its module's name before it; rows of it that an average cuts

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -25,9 +26,20 @@ from xcloud.layout import num_ranks_in_words
 from xcloud.line.keys import describe
 from xcloud.line.mailbox import Mailbox, missing_folder
 from xcloud.record.files import replace_text
-from xcloud.security.policy import CONSTRUCTORS, Policy, plain_text, targets_of
+from xcloud.security.places import leads_of
+from xcloud.security.policy import (
+    CONSTRUCTORS,
+    Meter,
+    Policy,
+    plain_text,
+    targets_of,
+    value_at,
+)
 
-_USES = {"read": "reads", "write": "writes", "hub": "fetches", "address": "contacts"}
+_USES = {
+    "read": "reads", "write": "writes", "hub": "fetches", "address": "contacts",
+    "line": "dials, or listens at", "command": "runs",
+}  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,10 +53,14 @@ def main(words: Sequence[str]) -> int:
     asked = read_to_approve(given.experiment)
     policy = this_clouds_policy()
     where = policy_file()
-    say("\n".join(_described(asked.settings)))
+    if asked.settings is not None:
+        say("\n".join(_described(asked.settings)))
+    else:  # to say more, what is refused would have to be read or fetched
+        say("\n".join(_uses(asked.plain, policy.me)))
     if asked.refusal is not None:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
+    assert asked.settings is not None, "what is not refused is built"
     say("\nto compare by phone with the other owner:")
     if asked.settings.job.cluster.between_owners:
         try:
@@ -84,12 +100,12 @@ def _described(settings: Settings) -> Iterator[str]:
     """Yield, line by line, what a job asks of the clouds that run it."""
     job = settings.job
     yield job.headline
-    for use, names in places_of(settings.plain).items():
-        yield f"{_USES[use]:<10}{_names(names - PACKAGED.keys()) or 'nothing'}"
-    more = _names(targets_of(settings.plain) - CONSTRUCTORS)
-    yield f"{'calls':<10}{more or 'nothing but xcloud'}"
+    yield from _uses(settings.plain, this_clouds_policy().me)
+    yield f"{'keeps':<10}{'; '.join(_kept(settings))}"
     join_h = job.cluster.liveness.join_within_s / 3600
     waits = f"ports open for up to {join_h:g} h until all have joined"
+    if job.cluster.wan == "sealed":
+        waits += f", then up to {job.cluster.reconnect_s:g} s after each cut"
     if isinstance(job.cluster.wan, Mailbox):
         waits = f"no port open; waits for up to {join_h:g} h until all have joined"
     yield f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; {waits}"
@@ -110,6 +126,56 @@ def _described(settings: Settings) -> Iterator[str]:
             yield "  sends nothing to another cloud"
         for message in sent:
             yield f"  sends {message.to} {message.in_words}"
+
+
+def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
+    """Yield, line by line, what a file leads to and calls, all of it, whether allowed or not.
+
+    me: the name of this cloud.
+    """
+    known = this_clouds_policy().constructors
+    targets = targets_of(plain)
+
+    def may_import(target: object) -> bool:
+        return target in CONSTRUCTORS or target in known
+
+    for use, names in places_of(plain, may_import=may_import).items():
+        if use == "line":
+            yield from _lines(plain, me)
+        elif use != "command" or names:
+            yield f"{_USES[use]:<10}{_names(names - PACKAGED.keys()) or 'nothing'}"
+    yield f"{'calls':<10}{_names(targets - CONSTRUCTORS) or 'nothing but xcloud'}"
+
+
+def _lines(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
+    """Yield where clouds listen on sealed lines, and are dialled by the others."""
+    for lead in leads_of(plain, may_import=lambda target: target in CONSTRUCTORS):
+        if lead.to == "line":
+            cloud = lead.where.removeprefix("cluster.clouds.").rpartition(".")[0]
+            is_own = cloud == me
+            yield f"{'listens at' if is_own else 'dials':<10}{lead.value} ({cloud})"
+
+
+def _kept(settings: Settings) -> Iterator[str]:
+    """Yield what stays on this machine's disk beside the figures of the run."""
+    job = settings.job
+    yield "the trained part of the model, and samples of its answers, in the run folder"
+    checkpoints = value_at(job, "training.checkpoint.keep")
+    if checkpoints is not None:
+        yield f"up to {checkpoints} checkpoints"
+    meter = value_at(job, "security.meter")
+    if isinstance(meter, Meter):
+        what = f"a meter: of the last {meter.last_steps} updates up to {meter.max_rows} rows"
+        if getattr(meter, "keep", False):
+            yield (
+                f"{what} of each kind of message, and TEXT AND LABELS of those batches IN PLAIN, "
+                "in observations/ (security.meter.keep)"
+            )
+        else:
+            yield f"{what} and their text, in memory until the run ends (security.meter)"
+    cache = value_at(job, "training.activation_cache_mb")
+    if cache:
+        yield f"up to {cache} MB of received activations, for later epochs"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -52,6 +52,7 @@ from xcloud.job.config import (
 from xcloud.job.job import PipelineJob
 from xcloud.record.files import EVENTS_FILE
 from xcloud.record.summary import read_summary
+from xcloud.security.policy import Policy, Refusal
 
 
 def read_config(
@@ -73,13 +74,14 @@ def settings_of(path: Path) -> dict[str, object]:
     return flatten(read_config(path))
 
 
-def read_settings(path: Path) -> Settings:
+def read_settings(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Settings:
     """Read a run folder's file, which may come from elsewhere, and build its job.
 
+    approve: sees the very bytes that are read.
     It may name xcloud's constructors and those that this cloud's policy allows. Raises ConfigError
     for any other.
     """
-    return Settings.of(read_config(path), this_clouds_policy())
+    return Settings.of(read_config(path, approve=approve), this_clouds_policy())
 
 
 def read_shared(path: Path, run_dir: Path) -> Settings:
@@ -92,19 +94,23 @@ def read_shared(path: Path, run_dir: Path) -> Settings:
 class ToApprove(NamedTuple):
     """A shared file for a person who decides whether it may run in this cloud.
 
+    plain: what the file says.
+    settings: the same with its job, which is built only where the policy allows all that building
+        it could call, read or fetch.
     digest: the SHA-256 of the very bytes that were read.
     refusal: why this cloud's policy would not let it run, apart from `approved`; None if it would.
     """
 
-    settings: Settings
+    plain: Mapping[str, Any]
+    settings: Settings | None
     digest: str
     refusal: ConfigError | None
 
 
 def read_to_approve(path: Path) -> ToApprove:
-    """Read a shared file, which may name the constructors that this cloud's policy allows.
+    """Read a shared file for a person, and all that this cloud's policy refuses of it.
 
-    Raises ConfigError for any other, and for what is no experiment file.
+    Raises ConfigError for what is no experiment file.
     """
     found: list[str] = []
 
@@ -112,13 +118,18 @@ def read_to_approve(path: Path) -> ToApprove:
         found.append(hashlib.sha256(data).hexdigest())
 
     config = read_config(path, approve=note)
-    settings = Settings.of(config, this_clouds_policy())
-    refusal = None
+    policy = this_clouds_policy()
+    plain = resolved(config)
+    refusals = policy.refused(plain, path.absolute().parent)
+    settings = None
+    if all(one.key in ("addresses", "write", "clouds", "require") for one in refusals):
+        settings = Settings.of(config, policy)
+        refusals += _refused_job(settings, policy)
     try:
-        _shared(config, run_dir=path.absolute().parent)
+        policy.refuse(refusals)
     except ConfigError as error:
-        refusal = error
-    return ToApprove(settings, digest=found[0], refusal=refusal)
+        return ToApprove(plain, settings, digest=found[0], refusal=error)
+    return ToApprove(plain, settings, digest=found[0], refusal=None)
 
 
 def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
@@ -130,14 +141,21 @@ def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
     policy = this_clouds_policy()
     policy.check(resolved(config), run_dir)
     settings = Settings.of(config, policy)
-    if settings.job.plan is not None:
-        raise ConfigError(
-            "plan= needs all clouds on one machine, and this file is run by several: take plan= "
-            "out of it, and choose what run.py proposes with plan=show"
-        )
-    policy.check_required(settings.job)
-    policy.check_held(settings.job.cluster.clouds, held_by=settings.job.held_by)
+    policy.refuse(_refused_job(settings, policy))
     return settings
+
+
+def _refused_job(settings: Settings, policy: Policy) -> list[Refusal]:
+    job = settings.job
+    refusals = [*policy.refused_job(job, job.cluster.clouds, held_by=job.held_by)]
+    if job.plan is not None:
+        refusals.append(
+            Refusal(
+                "plan= needs all clouds on one machine, and this file is run by several: take "
+                "plan= out of it, and choose what run.py proposes with plan=show"
+            )
+        )
+    return refusals
 
 
 @contextlib.contextmanager
@@ -385,6 +403,8 @@ def compose_follow_up(
         OmegaConf.set_struct(config, False)
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             config.tracker = settings.plain["tracker"]
+        if policy is not None:
+            _check_interpolations(config, conf_dir)
         following = Settings.of(config, policy)
         if any(OmegaConf.select(config, key) == value for key, value in leaves.items()):
             _check_reading(following.job.pipeline, first=experiment)
@@ -402,14 +422,46 @@ def compose_follow_up(
 def _check_words(words: Sequence[Override], is_group: Callable[[str], bool]) -> None:
     """Refuse overrides from elsewhere that lead out of conf/ or read this machine.
 
-    These are Hydra's own settings (its search path), and an option that is a path.
+    These are Hydra's own settings (its search path), an option that is a path, and whatever is
+    more than a plain value: Hydra's escapes and functions can make an interpolation of one, which
+    reads the environment.
     """
     for word in words:
         key = word.key_or_group
-        value = str(word.value())
-        leads_out = is_group(key) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", value)
-        if key.split("/")[0].split(".")[0] in ("hydra", "defaults") or leads_out:
-            raise ConfigError(f"{word.input_line}: an experiment from elsewhere may not ask this")
+        value = word.value()
+        leads_out = is_group(key) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", str(value))
+        is_own = key.split("/")[0].split(".")[0] in ("hydra", "defaults")
+        values = value if isinstance(value, list) else [value]
+        is_plain = all(one is None or isinstance(one, str | int | float) for one in values)
+        is_plain = is_plain and not (word.is_sweep_override() or word.is_delete())
+        is_plain = is_plain and not re.search(r"[\\${}()]", f"{word.input_line}{value}")
+        if is_own or leads_out or not is_plain:
+            raise ConfigError(
+                f"{word.input_line}: an experiment from elsewhere may not ask this; it may give "
+                "group=option and key=value with plain values"
+            )
+
+
+def _check_interpolations(config: DictConfig, conf_dir: Path) -> None:
+    """Raise ConfigError for an interpolation that stands in no file of conf_dir.
+
+    It looks at what was composed, before anything is resolved, so that no way to write one past
+    the words is a way past this.
+    """
+    known = "".join(file.read_text("utf-8") for file in sorted(conf_dir.rglob("*.yaml")))
+    rest: list[tuple[str, Any]] = [("", OmegaConf.to_container(config))]
+    while rest:
+        where, node = rest.pop()
+        if isinstance(node, dict):
+            rest += [(f"{where}.{key}".lstrip("."), value) for key, value in node.items()]
+            rest += [(f"{where}.{key}".lstrip("."), key) for key in node]
+        elif isinstance(node, list):
+            rest += [(f"{where}[{number}]", value) for number, value in enumerate(node)]
+        elif isinstance(node, str) and "${" in node and node not in known:
+            raise ConfigError(
+                f"{where} of the experiment that follows would be {node!r}: an experiment from "
+                "elsewhere may not read this machine"
+            )
 
 
 def _check_reading(job: PipelineJob, first: FollowedJob) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,17 @@ from xcloud.base.project import POLICY_FILE, this_owners_file
 from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
 from xcloud.job.given import read_settings
-from xcloud.security.places import is_place, leads_of
-from xcloud.security.policy import CONSTRUCTORS, MAX_SETTINGS, Policy, targets_of, value_at
+from xcloud.security.places import is_named, is_place, leads_of
+from xcloud.security.policy import (
+    CONSTRUCTORS,
+    Policy,
+    bounded_settings,
+    targets_of,
+    value_at,
+)
 
 HEADER = """\
-# Written by `python -m xcloud policy --new {file}`: allows that file and no other.
+# Written by `python -m xcloud policy --new {file!a}`: allows that file and no other.
 # What each key says: docs/security.md
 """
 
@@ -30,7 +36,8 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     The file is built to see what it holds, so it may name no constructor that the policy in force
     does not allow. Raises ConfigError.
     """
-    settings = read_settings(file)
+    found: list[bytes] = []  # what is approved is what is built: the file is read once
+    settings = read_settings(file, approve=lambda data, _: found.append(data))
     job = settings.job
     clouds = list(job.cluster.clouds)
     if cloud not in clouds:
@@ -39,12 +46,12 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     allowed = places_of(settings.plain)
     keys: dict[str, Any] = {
         "me": cloud,
-        "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
+        "approved": [hashlib.sha256(found[0]).hexdigest()],
         "constructors": sorted(targets_of(settings.plain) - CONSTRUCTORS),
         "read": sorted(allowed["read"]),
         "write": sorted(allowed["write"]),
         "hub": sorted(allowed["hub"] - PACKAGED.keys()),
-        "addresses": sorted(allowed["address"]),
+        "addresses": sorted(allowed["address"] | allowed["line"]),
         "clouds": clouds,
         "max_ranks": job.cluster.num_ranks,
     }
@@ -53,16 +60,27 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
             keys[what] = {name: [c for c in clouds if name in held[c]] for name in names}
-    bounds = {key: {"max": value_at(job, key)} for key in MAX_SETTINGS}
+    bounds = {
+        setting: {"max": value}
+        for setting in bounded_settings(settings.kept)
+        if (value := value_at(job, setting)) is not None
+    }
     keys["require"] = {"job": type(job).__name__, **bounds}
     return keys
 
 
-def places_of(settings: Mapping[str, Any]) -> dict[str, set[str]]:
+def places_of(
+    settings: Mapping[str, Any], may_import: Callable[[object], bool] = is_named
+) -> dict[str, set[str]]:
     """Return what an experiment leads to, by what is done there: "read", "write", "hub",
-    "address". Its constructors must have been checked before."""
-    places: dict[str, set[str]] = {"read": set(), "write": set(), "hub": set(), "address": set()}
-    for lead in leads_of(settings):
+    "address", "line".
+
+    may_import: whether a constructor may be looked at.
+    """
+    places: dict[str, set[str]] = {
+        use: set() for use in ("read", "write", "hub", "address", "line", "command")
+    }
+    for lead in leads_of(settings, may_import=may_import):
         value = lead.value
         to = lead.to
         if to == "hub":

@@ -264,7 +264,7 @@ def _policy_naming(cloud: str, peers: Sequence[str]) -> str:
             raise ConfigError(f"--peer={peer} is this cloud itself: name the other owner's")
     files = {peer: [f"{peer}.pem"] for peer in peers}
     text: str = yaml.safe_dump({"me": cloud, "peers": files}, sort_keys=False)
-    return text
+    return f"{text}approved: []  # `python -m xcloud approve` puts the files here that may run\n"
 
 
 def _shown(file: Path) -> Certificate:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,34 @@ class Lead:
     revision: str | None = None
 
 
-def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Lead]:
+def is_named(target: object) -> bool:
+    return isinstance(target, str)
+
+
+def leads_of(
+    node: Any,
+    where: str = "",
+    is_foreign: bool = True,
+    may_import: Callable[[object], bool] = is_named,
+) -> Iterator[Lead]:
     """Yield all that these settings lead to, with the defaults of what they leave out.
 
-    Imports the modules of every `_target_`, which must have been checked before.
+    Imports the modules of every `_target_`, which must have been checked before or be refused by
+    may_import.
 
     is_foreign: whether they belong to a constructor that is not xcloud's, or to none.
+    may_import: whether a `_target_` may be looked at. What it takes is guessed otherwise.
     """
     if isinstance(node, list | tuple):
         for index, entry in enumerate(node):
-            yield from leads_of(entry, where=f"{where}[{index}]", is_foreign=is_foreign)
+            yield from leads_of(entry, f"{where}[{index}]", is_foreign, may_import)
     if not isinstance(node, Mapping):
         return
     marks: Mapping[str, Leads] = {}
     named = {str(key): value for key, value in node.items()}
-    if isinstance(node.get("_target_"), str):
+    if "_target_" in named and not may_import(named["_target_"]):
+        is_foreign = True
+    elif "_target_" in named:
         marks, is_foreign = marks_of(named["_target_"])
         made = _made_by(named["_target_"])
         if callable(made):
@@ -65,11 +78,11 @@ def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Le
                 yield Lead(
                     where=path,
                     to=to,
-                    value=text,
+                    value=with_ports(text, named) if to == "line" else text,
                     revision=revision if isinstance(revision, str) else None,
                 )
         if key not in marks:
-            yield from leads_of(value, where=path, is_foreign=is_foreign)
+            yield from leads_of(value, path, is_foreign, may_import)
 
 
 def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
@@ -113,6 +126,35 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _texts(entry)
+
+
+def with_ports(address: str, cloud: Mapping[str, Any]) -> str:
+    """Return HOST:PORT of a cloud's first rank on a machine with all ports of that machine's
+    ranks, as HOST:FIRST-LAST."""
+    port = address.rpartition(":")[2]
+    machines = cloud.get("address")
+    num_machines = len(machines) if isinstance(machines, list | tuple) else 1
+    num_ranks = cloud.get("num_ranks", 1)
+    if not (port.isdecimal() and isinstance(num_ranks, int)):
+        return address
+    more = num_ranks // num_machines - 1
+    return f"{address}-{int(port) + more}" if more > 0 else address
+
+
+def covers(allowed: str, value: str) -> bool:
+    """Return whether an entry of `addresses` names an address, or all ports of a range."""
+    if allowed == value:
+        return True
+    (host, ports), (other, others) = _ports(allowed), _ports(value)
+    return bool(ports and others) and host == other and others <= ports
+
+
+def _ports(address: str) -> tuple[str, set[int]]:
+    host, _, ports = address.rpartition(":")
+    first, _, last = ports.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and len(ports) <= 11):
+        return address, set()
+    return host, set(range(int(first), min(int(last or first), 65_535) + 1))
 
 
 def _guessed(text: str) -> str | None:

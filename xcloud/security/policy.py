@@ -11,9 +11,11 @@ enters its cloud; a layout with a stage that reads or holds a restricted one els
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -26,7 +28,7 @@ from xcloud.base.project import POLICY_FILE, project_root
 from xcloud.base.settings import PACKAGED, Positive, settings
 from xcloud.base.yaml_text import events
 from xcloud.security.defences import Defence, Privacy
-from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
+from xcloud.security.places import Lead, covers, is_place, leads_of, lies_below, link_out
 
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
@@ -86,13 +88,32 @@ _WORDS = {
 }
 
 
-MAX_SETTINGS = {
-    "launch.max_restarts": 100,
-    "training.checkpoint.keep": 100,
-    "cluster.liveness.join_within_s": 7 * 86_400,
+_WEEK_S = 7 * 86_400
+MAX_SETTINGS: Mapping[str, float] = {
+    "max_restarts": 100,
+    "keep": 100,
+    "link_budget_bytes": 2**30,
+    "activation_cache_mb": 16_384,
+    "last_steps": 1_000,
+    "max_rows": 100_000,
+    "minutes": _WEEK_S // 60,
+    "s": _WEEK_S,
 }
-"""What a file from elsewhere may ask for at most, where it costs this cloud what training itself
-does not: starts without end, a full disk, ports that stay open."""
+"""What a file from elsewhere may ask for at most, by the last name of a setting or the last word
+of it: it costs this cloud memory, disk or time that training itself does not."""
+MIN_SETTINGS: Mapping[str, float] = {"interval_s": 0.01}
+"""What it may ask for at least: a heartbeat costs time of both ends."""
+MAX_NUMBER = 1_000_000_000
+"""Any other whole number, but for those that only begin random numbers or are bits a second."""
+
+
+def bound_of(key: str) -> float | None:
+    """Return what a setting of a file from elsewhere may be at most, by its last name."""
+    if key in MAX_SETTINGS:
+        return MAX_SETTINGS[key]
+    if key == "seed" or key.endswith(("_per_s", "_at_s")) or key == "trace":
+        return None
+    return MAX_SETTINGS.get(key.rpartition("_")[2] if "_" in key else "", MAX_NUMBER)
 
 
 OnDeparture = Literal["alarm", "stop", "ignore"]
@@ -173,6 +194,27 @@ class Visibility:
                         )
 
 
+@dataclass(frozen=True, eq=False)
+class Refusal:
+    """A thing that a policy does not let a file do.
+
+    said: a sentence for its owner.
+    key: the key of policy.yaml that could allow it; "" if none does.
+    allow: what that key would have to hold beside what it holds: items of a list, entries of a
+        mapping, or the new value.
+    """
+
+    said: str
+    key: str = ""
+    allow: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Refusal) and self.said == other.said
+
+    def __hash__(self) -> int:
+        return hash(self.said)
+
+
 _SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -194,7 +236,7 @@ class Policy:
     hub: names on the hub that may be fetched, with this machine's token: owner/name, or
         owner/name@revision where the file names a revision.
     addresses: the tracking servers, mailboxes and places for weights that it may name, as written
-        there.
+        there, and HOST:PORT or HOST:FIRST-LAST at which clouds listen on sealed lines.
     clouds: names of those that may take part; None: any.
     holders, weights: as security.holders and security.weights, beside those of the file.
     require: dotted setting of the job -> the value it must have, or {min: …, max: …}. Of an
@@ -250,33 +292,93 @@ class Policy:
 
     def check_build(self, settings: Mapping[str, Any]) -> None:
         """Refuse what building the job would call or make that it may not."""
+        self.refuse(self._refused_to_build(settings))
+
+    def refused(self, settings: Mapping[str, Any], run_dir: Path) -> list[Refusal]:
+        """Return what check_build refuses, what running the job would read, write or contact that
+        it may not, and numbers that cost this machine too much.
+
+        Imports no constructor that is refused.
+        """
+        found = [*self._refused_to_build(settings), *self._refused_clouds(settings)]
+        for lead in leads_of(settings, may_import=self._is_known):
+            found += self._refused_lead(lead, str(run_dir.absolute()))
+        return [*found, *self._refused_numbers(settings)]
+
+    def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
+        """Raise ConfigError with all that `refused` returns."""
+        self.refuse(self.refused(settings, run_dir))
+
+    def refuse(self, refusals: Iterable[Refusal]) -> None:
+        """Raise ConfigError for all of these at once, with the lines that would allow them."""
+        found = list(dict.fromkeys(refusals))
+        if not found:
+            return
+        lines = self.lines_for(found)
+        ask = f"If you want this, put it into {POLICY_FILE} of this cloud: "
+        if len(found) == 1:
+            more = f". {ask}{lines[0]}" if lines else ""
+            raise ConfigError(f"{found[0].said}{more}")
+        said = "".join(f"\n- {one.said}" for one in found)
+        more = f"\n{ask.strip()}\n" + "\n".join(lines) if lines else ""
+        raise ConfigError(f"{len(found)} things are refused:{said}{more}")
+
+    def lines_for(self, refusals: Iterable[Refusal]) -> list[str]:
+        """Return the lines of YAML that replace keys of this policy, so that these are allowed."""
+        keys: dict[str, Any] = {}
+        for one in refusals:
+            if not one.key:
+                continue
+            before = keys.get(one.key, getattr(self, one.key))
+            if isinstance(one.allow, Mapping):
+                merged = {**(before or {})}
+                for name, value in one.allow.items():
+                    merged[name] = value
+                    if isinstance(value, list):
+                        names = [*(getattr(self, one.key).get(name, ())), *value]
+                        merged[name] = list(dict.fromkeys(names))
+                keys[one.key] = merged
+            elif isinstance(one.allow, list):
+                keys[one.key] = list(dict.fromkeys([*(before or ()), *one.allow]))
+            else:
+                keys[one.key] = one.allow
+        return [_in_yaml(key, value) for key, value in keys.items()]
+
+    def _is_known(self, target: object) -> bool:
+        return isinstance(target, str) and (target in self.constructors or target in CONSTRUCTORS)
+
+    def _refused_to_build(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
         num_ranks = 0
+        first: tuple[str, int] | None = None
         for where, key, value in _entries(settings):
             if key == "_target_":
-                known = value in self.constructors or str(value) in CONSTRUCTORS
-                if not (known and isinstance(value, str)):
-                    more = _line("constructors", *self.constructors, str(value))
-                    raise _refusal(
-                        where, value, allowed="xcloud's and this cloud's constructors", line=more
+                allowed = "xcloud's and this cloud's constructors"
+                if where.endswith("]"):
+                    continue  # an entry of a list that is refused as a whole
+                if not isinstance(value, str):
+                    yield Refusal(
+                        f"{where} is {value!r}; it must be a text: {POLICY_FILE} names {allowed}"
                     )
+                elif not self._is_known(value):
+                    yield _refusal(where, value, allowed, "constructors", [value])
             elif key.startswith("_"):
-                raise ConfigError(f"{where}: an experiment file has no such key")
+                yield Refusal(f"{where}: an experiment file has no such key")
             elif key == "num_ranks" and isinstance(value, int):
-                num_ranks += value
-                if num_ranks > self.max_ranks:
-                    allowed = f"{self.max_ranks} ranks in all"
-                    raise _refusal(where, value, allowed=allowed, line=f"max_ranks: {num_ranks}")
-        for lead in leads_of(settings):
+                num_ranks += max(value, 0)
+                if num_ranks > self.max_ranks and first is None:
+                    first = where, value
+        if first is not None:
+            allowed = f"{self.max_ranks} ranks in all"
+            yield _refusal(*first, allowed, "max_ranks", num_ranks)
+        for lead in leads_of(settings, may_import=self._is_known):
             if lead.to == "command":
-                raise ConfigError(
+                yield Refusal(
                     f"{lead.where} is {lead.value!r}, but no experiment file may name a command "
                     "that this machine runs, and no policy allows it: take it out of the file, "
                     "and give one of your own on the command line"
                 )
 
-    def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
-        """Refuse what check_build does, and what running the job would read, write or contact."""
-        self.check_build(settings)
+    def _refused_clouds(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
         names = []
         cluster = settings.get("cluster")
         if isinstance(cluster, Mapping) and isinstance(cluster.get("clouds"), Mapping):
@@ -284,54 +386,58 @@ class Policy:
         allowed = names if self.clouds is None else self.clouds
         for name in names:
             if name not in allowed:
-                more = _line("clouds", *allowed, name)
-                raise _refusal("cluster.clouds", name, allowed=", ".join(allowed), line=more)
+                yield _refusal("cluster.clouds", name, ", ".join(allowed), "clouds", [name])
         if self.me is not None and names and self.me not in names:
-            raise ConfigError(
+            yield Refusal(
                 f"cluster.clouds are {', '.join(names)}, but this cloud is {self.me!r} "
                 f"({POLICY_FILE}, me): it takes no part in this experiment"
             )
-        for lead in leads_of(settings):
-            self._check_lead(lead, str(run_dir.absolute()))
 
-    def _check_lead(self, lead: Lead, run_dir: str) -> None:
+    def _refused_numbers(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
+        for where, key, value in _entries(settings):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            setting = where.partition("[")[0]
+            most = bound_of(key)
+            least = MIN_SETTINGS.get(key)
+            if setting in self.require:
+                continue
+            if most is not None and value > most:
+                allow = {setting: {"max": value}}
+                yield _refusal(where, value, f"at most {most:.10g}", "require", allow)
+            elif least is not None and value < least:
+                allow = {setting: {"min": value}}
+                yield _refusal(where, value, f"at least {least:g}", "require", allow)
+
+    def _refused_lead(self, lead: Lead, run_dir: str) -> Iterator[Refusal]:
         where = lead.where
         value = lead.value
-        if lead.to == "address":
-            if value not in self.addresses:
+        if lead.to == "command":
+            return
+        if lead.to in ("address", "line"):
+            if not any(covers(allowed, value) for allowed in self.addresses):
                 allowed = ", ".join(self.addresses) or "no address"
-                raise _refusal(
-                    where, value, allowed=allowed, line=_line("addresses", *self.addresses, value)
-                )
+                yield _refusal(where, value, allowed, "addresses", [value])
         elif lead.to == "hub" and not is_place(value):
             name = f"{value}@{lead.revision}" if lead.revision else value
             if name not in (*self.hub, *PACKAGED):
                 allowed = f"of the hub {', '.join(self.hub) or 'nothing'}"
-                raise _refusal(where, name, allowed=allowed, line=_line("hub", *self.hub, name))
+                yield _refusal(where, name, allowed, "hub", [name])
         else:
             use = "write" if lead.to == "write" else "read"
             folders = [*getattr(self, use), run_dir]
             allowed = f"files below {', '.join(folders)} (in {project_root()})"
             if not lies_below(value, folders):
-                raise _refusal(
-                    where, value, allowed=allowed, line=_line(use, *getattr(self, use), value)
-                )
-            if use == "read" and (link := link_out(value, folders)) is not None:
+                yield _refusal(where, value, allowed, use, [value])
+            elif use == "read" and (link := link_out(value, folders)) is not None:
                 target = os.path.realpath(link)
-                raise _refusal(
-                    f"{link}, in {where},",
-                    target,
-                    allowed=allowed,
-                    line=_line(use, *self.read, target),
-                )
+                yield _refusal(f"{link}, in {where},", target, allowed, "read", [target])
 
-    def check_required(self, job: object) -> None:
-        """Refuse a job that does not have what this cloud asks of every one."""
-        for key, most in MAX_SETTINGS.items():
-            value = value_at(job, key)
-            if key not in self.require and value > most:
-                more = f"require: {{{key}: {{max: {value:.10g}}}}}"
-                raise _refusal(key, value, allowed=f"at most {most}", line=more)
+    def refused_job(
+        self, job: object, clouds: Iterable[str], held_by: HeldBy
+    ) -> Iterator[Refusal]:
+        """Yield what a job lacks that this cloud asks of every one, and what its clouds would hold
+        that they may not."""
         for key, wanted in self.require.items():
             value = job if key == "job" else value_at(job, key)
             if not _meets(value, wanted):
@@ -341,26 +447,34 @@ class Policy:
                 plain = value
                 if not isinstance(value, str | int | float | None):
                     plain = type(value).__name__
-                raise ConfigError(
+                yield Refusal(
                     f"{key} is {plain!r}, but {POLICY_FILE} of this cloud requires {asked}"
                 )
-
-    def check_held(self, clouds: Iterable[str], held_by: HeldBy) -> None:
         for what, cloud in product(_WORDS, clouds):
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = held_by(cloud, what) if rule else frozenset()
             if held is None:
-                raise ConfigError(
+                yield Refusal(
                     f"{POLICY_FILE} of this cloud has {what}, and a job of this kind has no "
                     "fields or parts that it could restrict; without that rule it can run"
                 )
+                continue
             for name in sorted(held & rule.keys()):
                 if cloud not in rule[name]:
-                    more = f"{what}: {{{_line(name, *rule[name], cloud)}}}"
                     allowed = f"{name!r} only in {', '.join(rule[name]) or 'no cloud'}"
-                    raise _refusal(
-                        f"a cloud that holds {name!r}", cloud, allowed=allowed, line=more
-                    )
+                    where = f"a cloud that holds {name!r}"
+                    allow = {name: [cloud]}
+                    yield _refusal(where, cloud, allowed, what, allow)
+
+
+def bounded_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Return the dotted names of the numbers whose bound is not that of any number."""
+    return [
+        where
+        for where, key, value in _entries(settings)
+        if isinstance(value, int | float) and not isinstance(value, bool) and "[" not in where
+        if bound_of(key) not in (None, MAX_NUMBER) or value > MAX_NUMBER
+    ]
 
 
 def targets_of(settings: Mapping[str, Any]) -> set[str]:
@@ -368,15 +482,29 @@ def targets_of(settings: Mapping[str, Any]) -> set[str]:
     return {str(value) for _, key, value in _entries(settings) if key == "_target_"}
 
 
-def _line(key: str, *names: str) -> str:
-    return f"{key}: [{', '.join(names)}]"
-
-
-def _refusal(where: str, came: object, allowed: str, line: str) -> ConfigError:
-    return ConfigError(
-        f"{where} is {came!r}, but an experiment file from elsewhere is allowed {allowed}. If you "
-        f"want this, put it into {POLICY_FILE} of this cloud: {line}"
+def _in_yaml(key: str, value: object) -> str:
+    """Return a key of a policy in one line. Whatever the words of a file are, they stay words."""
+    text: str = yaml.safe_dump(
+        as_plain(value), default_flow_style=True, sort_keys=False, width=math.inf
     )
+    text = text.removesuffix("...\n").strip()
+    if "\n" in text:  # JSON is YAML whose texts never end a line
+        text = json.dumps(as_plain(value))
+    return f"{key}: {text}"
+
+
+def as_plain(node: Any) -> Any:
+    """Return mappings and sequences as dicts and lists."""
+    if isinstance(node, Mapping):
+        return {key: as_plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [as_plain(value) for value in node]
+    return node
+
+
+def _refusal(where: str, came: object, allowed: str, key: str, allow: Any) -> Refusal:
+    said = f"{where} is {came!r}, but an experiment file from elsewhere is allowed {allowed}"
+    return Refusal(said, key, allow)
 
 
 def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
-
-MAX_GROWTH = 1000
+from xcloud.tasks.tokenizer_bounds import check_growth
 
 
 class TextReader:
@@ -121,36 +120,6 @@ class TextReader:
     def _named(self, text: str) -> str:
         text = self._literal.sub(lambda match: self._names[match[0]], text)
         return self._veiled.sub(lambda match: self._literals[int(match[1])], text)
-
-
-def check_growth(content: Mapping[str, Any]) -> None:
-    """Raise DataError for a tokenizer that could make a text many times as long before it cuts it,
-    by replacements that follow each other."""
-    grown = 1
-    for step in ("normalizer", "pre_tokenizer", "decoder"):
-        for pattern, replaced in _replacements(content.get(step)):
-            # A regular expression may match between any two characters.
-            grown *= len(replaced) + 1 if pattern == "" else max(1, len(replaced) // len(pattern))
-    if grown > MAX_GROWTH:
-        raise DataError(
-            f"this tokenizer may make a text {grown:,} times as long, which would fill the "
-            f"memory; at most {MAX_GROWTH:,} are taken"
-        )
-
-
-def _replacements(step: Any) -> Iterator[tuple[str, str]]:
-    """Yield what the replacements in a step, or in those that it is made of, replace ("" for a
-    regular expression) and what by."""
-    if isinstance(step, dict):
-        pattern = step.get("pattern")
-        replaced = step.get("content")
-        if isinstance(pattern, dict) and isinstance(replaced, str):
-            yield str(pattern.get("String", "")), replaced
-        for part in step.values():
-            yield from _replacements(part)
-    elif isinstance(step, list):
-        for part in step:
-            yield from _replacements(part)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:

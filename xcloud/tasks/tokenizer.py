@@ -35,6 +35,7 @@ from xcloud.pretrained import (
     resolve,
 )
 from xcloud.tasks.text_reader import TextReader
+from xcloud.tasks.tokenizer_bounds import check_growth
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,6 +44,7 @@ FORMAT = "xcloud tokenizer 1"
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
 UNKNOWN_TOKENS = ("[UNK]", "<unk>")
 BYTES = 256
+MAX_SEPARATORS = 8
 
 T = TypeVar("T")
 
@@ -155,6 +157,9 @@ class Tokenizer:
             content = read_json(path)
             if content["format"] != FORMAT:
                 raise ValueError(f"format {quoted(content['format'])}")
+            check_growth(content["tokenizer"])
+            if content["num_separators"] not in range(1, MAX_SEPARATORS + 1):
+                raise ValueError(f"num_separators {quoted(content['num_separators'])}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             how = (content["special"], content["rejoin"], content["num_separators"])
             return Tokenizer(backend, TokenIds(**content["token_ids"]), *how)
@@ -387,8 +392,10 @@ class PretrainedTokenizer(TokenizerChoice):
                 reason = "the hub cannot be reached and no copy is in the cache"
             remedy = "load it once with network access, or give a folder with tokenizer.json"
             raise DataError(f"tokenizer {name}: {reason}; {remedy}") from error
-        if getattr(found, "backend_tokenizer", None) is None:
+        backend = getattr(found, "backend_tokenizer", None)
+        if backend is None:
             raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
+        check_growth(parsed_json(backend.to_str()))
         return found
 
 
