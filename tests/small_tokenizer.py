@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def write_chat_tokenizer(folder: Path) -> None:
+def write_chat_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     """Write a tokenizer of transformers, of single bytes, with a chat template: 259 tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ def write_chat_tokenizer(folder: Path) -> None:
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", additional_special_tokens=special[1:]
     )
-    made.chat_template = TEMPLATE
+    made.chat_template = template
     made.save_pretrained(folder)
 
 

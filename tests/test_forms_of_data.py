@@ -25,7 +25,7 @@ from xcloud.pretrained import WeightFiles, check_checkpoints
 from xcloud.tasks.classification import FolderClassification, HubClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
-from xcloud.tasks.sources import read_lines
+from xcloud.tasks.sources import HubTable, read_lines
 from xcloud.tasks.text_sources import FolderText, HubText, PublicText
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer
@@ -40,6 +40,35 @@ SHARES = {"dev_share": 4, "test_share": 4}
 
 def labelled(folder: Path) -> FolderClassification:
     return FolderClassification(path=str(folder), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+
+
+BY_DATASETS: dict[str, tuple[str, bytes, str]] = {
+    "semicolons": ("train.csv", b"text;label\na;1\n", "has semicolons between names"),
+    "tabs": ("train.csv", b"text\tlabel\na\t1\n", "has tabs between names"),
+    "Latin-1": ("train.csv", "text,label\nni\u00f1o,1".encode("latin-1"), "is not UTF-8.*iconv"),
+    "UTF-16": ("train.csv", "text,label\na,1".encode("utf-16"), "UTF-16 text.*iconv"),
+}
+
+
+@pytest.mark.parametrize("case", BY_DATASETS)
+def test_what_datasets_would_refuse_in_its_words_or_take_is_refused_in_ours(
+    case: str, tmp_path: Path
+) -> None:
+    name, content, message = BY_DATASETS[case]
+    (tmp_path / name).write_bytes(content)
+    task = HubClassification(path=str(tmp_path), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=message):
+        task.check()
+
+
+def test_a_header_in_the_middle_of_a_table_of_datasets_is_no_sample() -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a", "text"], "label": ["1", "label"]})
+    table = HubTable(dataset=rows, where="set, split train")
+    with pytest.raises(DataError, match="this row repeats the names"):
+        list(table.rows(["text", "label"], keys="none"))
+    assert list(table.rows(["label"], keys="none")) == [("1",), ("label",)]  # it may be a class
 
 
 REFUSED: dict[str, tuple[str, bytes, str]] = {

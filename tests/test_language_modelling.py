@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from xcloud.tasks.language_modelling import (
     DemoLanguageModelling,
     Document,
     FolderLanguageModelling,
+    HubLanguageModelling,
     LanguageData,
     columns_of,
     fitted,
@@ -31,6 +33,7 @@ from xcloud.tasks.language_modelling import (
     read_chats,
 )
 from xcloud.tasks.scores import ratio_error
+from xcloud.tasks.sources import HubTable, list_files
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -185,7 +188,7 @@ def test_a_chat_that_is_too_long_loses_its_end_and_one_without_an_answer_is_left
     assert found.pieces == [
         Document(list(range(10)), [False] * 5 + [True] * 5), Document([1, 2], [False, True], 2)
     ]  # fmt: skip
-    assert found[1:] == (3, 1, 1)
+    assert found[1:4] == (3, 1, 1)
 
 
 def test_padding_is_no_token_of_any_vocabulary() -> None:
@@ -273,14 +276,20 @@ def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) ->
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"messages": [{"role": "user", "content": "Hm"}]}], "no message of the role assistant"),
-        ([{"messages": "Hm"}], 'neither "text" nor "messages"'),
+        (
+            [{"messages": [{"role": "user", "content": "Hm"}]}],
+            "no message of the role 'assistant', .* roles are 'user'",
+        ),
+        ([{"messages": "Hm"}], "'Hm' is no list of messages"),
         ([{"text": " "}], "the set of train has no rows"),
         (
             [{"text": "a b"}, {"messages": CHAT}],
             "line 2: no text under 'text'; its keys: messages",
         ),
-        ([{"messages": [*CHAT[:1], {"role": "assistant"}]}], "train.jsonl, row 1: neither"),
+        (
+            [{"messages": [*CHAT[:1], {"role": "assistant"}]}],
+            "train.jsonl, row 1: content of message 2 is None",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_learned_from_is_named(
@@ -290,6 +299,121 @@ def test_a_file_that_cannot_be_learned_from_is_named(
         written(tmp_path, f"{split}.jsonl", *rows)
     with pytest.raises(DataError, match=said):
         task(tmp_path, folder).load(ALL, 0)
+
+
+TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"</s>": 1}}}]
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "utc"}}}
+WRITES_ALL = (
+    "{% for t in tools or [] %}<tool>{{ t | tojson }}{% endfor %}"
+    "{% for d in documents or [] %}<doc>{{ d.text }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def writing_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose template writes tools, documents, calls and thoughts."""
+    path = tmp_path_factory.mktemp("writing_all")
+    write_chat_tokenizer(path, template=WRITES_ALL)
+    return path
+
+
+def of_rows(data: Path, tokenizer: Path, *rows: object, **settings: Any) -> LanguageData:
+    for split in ("train", "dev", "test"):
+        written(data, f"{split}.jsonl", *rows)
+    found = task(data, tokenizer, max_length=512, **settings)
+    found.check()
+    return found.load(ALL, 0)
+
+
+@pytest.mark.parametrize("form", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON text"])
+def test_a_template_gets_the_tools_documents_and_system_message_of_a_row(
+    form: object, tmp_path: Path, writing_all: Path
+) -> None:
+    documents = [{"text": "It rained."}]
+    row = {"messages": CHAT[:2], "tools": form, "documents": documents, "system": "Be brief."}
+    data = of_rows(tmp_path, writing_all, row)
+    reader = CausalTokenizer.load(writing_all)._pretrained
+    messages = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
+    theirs = reader.apply_chat_template(messages, tools=TOOLS, documents=documents, tokenize=False)
+    assert reader.decode(data.batch("train", torch.tensor([0]))["text"][0]) == theirs
+    end = reader.eos_token_id
+    found = data.batch("train", torch.tensor([0]))["text"][0]
+    assert (found == end).sum() == 3, "the end token in the name of a parameter is a word"
+    assert "not used" not in data.describe()
+
+
+@pytest.mark.parametrize("content", ["", None], ids=["empty", "null"])
+def test_a_call_of_a_tool_is_learned_without_content(
+    content: str | None, tmp_path: Path, writing_all: Path
+) -> None:
+    called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    data = of_rows(tmp_path, writing_all, {"messages": [CHAT[0], called]})
+    reader = CausalTokenizer.load(writing_all)._pretrained
+    assert json.loads(reader.decode(learned(data)).removesuffix("</s>")) == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"tools": TOOLS}, "never writes 'tools'.*first in chat 1"),
+        ({"documents": [{"text": "a"}]}, "never writes 'documents'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [CALL]}]}, "never writes 'tool_calls'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "reasoning_content": "x"}]}, "'reasoning_content'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "thinking": "x"}]}, "never writes 'thinking'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "message 2 has weight=0"),
+        ({"images": ["a.png"]}, "its key 'images' is not read here"),
+        ({"system": ["a"]}, "system is .*no text"),
+        ({"tools": "clock"}, "tools is a text that is no JSON"),
+        ({"tools": ["clock"]}, "tools is .*no list of objects"),
+        (
+            {"system": "a", "messages": [{"role": "system", "content": "b"}, *CHAT]},
+            "its key system and its first message, of that role, differ",
+        ),
+    ],
+)
+def test_what_a_chat_would_lose_is_refused(
+    row: dict[str, Any], said: str, tmp_path: Path, folder: Path
+) -> None:
+    with pytest.raises(DataError, match=said):
+        of_rows(tmp_path, folder, {"messages": CHAT[:2], **row})
+
+
+def test_keys_of_messages_that_the_template_does_not_write_are_told(
+    tmp_path: Path, folder: Path
+) -> None:
+    data = of_rows(tmp_path, folder, {"messages": [{**CHAT[0], "name": "Bo"}, CHAT[1]]})
+    said = "train: the chat template does not write 'name' of 1 messages"
+    assert said in data.describe()
+
+
+def test_texts_beside_messages_are_told_and_can_be_chosen(tmp_path: Path, folder: Path) -> None:
+    row = {"text": "Plain words.", "messages": CHAT[:2]}
+    said = of_rows(tmp_path, folder, row).describe()
+    assert "messages are learned, and texts beside them are not (task.column" in said
+    assert "not used: 'text' of 3 rows" in said
+    texts = of_rows(tmp_path, folder, row, column="text")
+    assert "1 texts packed" in texts.describe() and "'messages' of 3" in texts.describe()
+    with pytest.raises(DataError, match=r"no column 'words' \(task.column\); it has text, mess"):
+        of_rows(tmp_path, folder, row, column="words")
+
+
+@pytest.mark.parametrize("document", ["blank_line", "line", "file"])
+def test_a_text_keeps_its_indentation(document: str, tmp_path: Path, folder: Path) -> None:
+    text = "    def f():\n        return 1"
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"\n{text}\n\n")
+    made = task(tmp_path, folder, document=document)
+    [first, *rest] = made.read(ALL).splits["train"].texts["text"]
+    assert "\n".join([first, *rest]) == text
+    written(tmp_path, "train.jsonl", {"text": text + "\n"})
+    [table] = [t for t in list_files(tmp_path, made.form) if t.kind == "json"]
+    assert made.rows_of(table).texts["text"] == [text + "\n"]
+    rows = datasets.Dataset.from_list([{"text": text + "\n"}])
+    hub = HubLanguageModelling(path="owner/name")
+    assert hub.rows_of(HubTable(rows, "hub")).texts["text"] == [text + "\n"]
 
 
 PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
@@ -305,8 +429,11 @@ PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
         ({"conversations": [{"from": "human", "value": "Hi"}]}, "its keys are conversations"),
         ({"prompt": "Hi", "completion": "Hello"}, "its keys are prompt, completion"),
         (PREFERENCE, r"preference data: task=preferences learns from it \(docs/preferences.md\)"),
-        ({"messages": [{"from": "human", "value": "Hi"}]}, "row 1: neither"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "row 1: neither"),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, "row 1: role of message 1 is None"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "row 1: content of message 1 is .*no text",
+        ),
     ],
 )
 def test_other_forms_of_chats_are_refused_before_a_run_with_the_way_to_convert_them(
@@ -415,7 +542,7 @@ def test_a_prompt_takes_a_system_message_or_is_plain(folder: Path, tmp_path: Pat
     [
         ([" "], "there is no chat in it"),
         (["no json"], r"chats.jsonl, line 1: not JSON"),
-        (['{"messages": []}'], r"chats.jsonl, chat 1: neither"),
+        (['{"messages": []}'], r"chats.jsonl, chat 1: .* is no list of messages"),
         (['{"messages": [{"role": "user", "content": "a"}]}', "[1]"], "line 2: .*no object"),
     ],
 )

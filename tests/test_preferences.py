@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,8 @@ from xcloud.job.config import Settings
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.pipeline.batch_plan import BatchPlan
-from xcloud.tasks.language_modelling import CausalTokenizer
+from xcloud.tasks import preferences
+from xcloud.tasks.language_modelling import CausalTokenizer, Chat
 from xcloud.tasks.preferences import (
     DemoPreferences,
     FolderPreferences,
@@ -117,6 +119,117 @@ def test_a_pair_is_two_documents_of_which_the_answers_are_guessed(
     assert found == [(prompt + answer, answer) for answer in answers]
 
 
+CHATS_TWICE = {
+    "prompt": CHATS["prompt"],
+    "chosen": [GREETED, ASKED, ANA],
+    "rejected": [GREETED, ASKED, NOBODY],
+}
+TEXTS_TWICE = {"prompt": "Who?", "chosen": "Who? Ana.", "rejected": "Who? No idea."}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (CHATS_TWICE, RENDERED, ("Ana.</s>", "No idea.</s>")),
+        (TEXTS_TWICE, "Who?", (" Ana.</s>", " No idea.</s>")),
+    ],
+)
+def test_a_prompt_that_both_answers_repeat_is_learned_from_once(
+    row: dict[str, Any], prompt: str, answers: tuple[str, str], tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [row])
+    found = documents(load(tmp_path, checkpoint), checkpoint)
+    assert found == [(prompt + answer, answer) for answer in answers]
+
+
+def test_the_system_message_of_a_row_begins_both_chats(tmp_path: Path, checkpoint: Path) -> None:
+    written(tmp_path, [{**CHATS, "system": "Be brief."}])
+    found = documents(load(tmp_path, checkpoint), checkpoint)
+    assert [text for text, _ in found] == [
+        f"<system>Be brief.</s>{RENDERED}{answer}" for answer in ("Ana.</s>", "No idea.</s>")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({**TEXTS, "system": "Be brief."}, "its key 'system' belongs to chats"),
+        ({**TEXTS, "tools": [{"name": "clock"}]}, "its key 'tools' belongs to chats"),
+        ({**CHATS, "tools": [{"name": "clock"}]}, "never writes 'tools'"),
+        ({**CHATS, "images": ["a.png"]}, "its key 'images' is not read"),
+        (
+            {**CHATS_TWICE, "chosen": [ANA]},
+            "one answer repeats the prompt, and ",
+        ),
+        ({**CHATS_TWICE, "prompt": "Other?"}, "prompt 'Other.' is none of the messages"),
+    ],
+)
+def test_what_a_pair_would_lose_is_refused(
+    row: dict[str, Any], said: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    written(tmp_path, [row])
+    with pytest.raises(DataError, match=said):
+        load(tmp_path, checkpoint)
+
+
+def test_scores_of_pairs_that_nobody_reads_are_told(tmp_path: Path, checkpoint: Path) -> None:
+    written(tmp_path, [{**TEXTS, "score_chosen": 1.0, "score_rejected": 2.0}])
+    said = load(tmp_path, checkpoint).describe()
+    assert "not used: 'score_chosen' of 3 rows, 'score_rejected' of 3 rows" in said
+
+
+USELESS: dict[str, tuple[list[dict[str, Any]], str, int]] = {
+    "equal": ([{**TEXTS, "rejected": " Ana. "}], preferences.EQUAL, 1),
+    "equal chats": ([{**CHATS, "rejected": [ANA]}], preferences.EQUAL, 1),
+    "empty": ([{**TEXTS, "rejected": " "}], preferences.EMPTY, 1),
+    "an empty chat": ([{**CHATS, "chosen": [{**ANA, "content": ""}]}], preferences.EMPTY, 1),
+    "both ways round": (
+        [{**TEXTS, "chosen": "a", "rejected": "b"}, {**TEXTS, "chosen": "b", "rejected": "a"}],
+        preferences.MIRRORED,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", USELESS)
+def test_pairs_that_teach_nothing_are_left_out_and_counted_and_refused_where_all_are(
+    case: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    rows, reason, num = USELESS[case]
+    good = CHATS if isinstance(rows[0]["prompt"], list) else TEXTS
+    written(tmp_path, [good, *rows, good])
+    data = load(tmp_path, checkpoint)
+    assert data.num_samples("train") == 2, "the same pair twice is learned twice"
+    cut = data.num_cut[f"pairs left out: {reason}"]["train"]
+    assert (cut.num, cut.of) == (num, num + 2)
+    written(tmp_path, rows, "train")
+    with pytest.raises(DataError, match=f"train: none of {num} pairs can be learned.*{reason}"):
+        load(tmp_path, checkpoint)
+
+
+def test_the_error_of_a_score_is_that_of_a_mean_over_pairs(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    rows = [{**TEXTS, "chosen": f" {n}"} for n in range(4)]
+    written(tmp_path, rows)
+    data = load(tmp_path, checkpoint)
+    data.reference["test"] = {n: [0, 1, 0, 1] for n in range(4)}
+    gains = [1, 2, 4, 9]  # nats by which the chosen answer became more probable
+    predictions = {n: [-gain * 1_000_000, 1, 0, 1] for n, gain in enumerate(gains)}
+    scores = data.score("test", predictions)
+    assert scores.values["chosen_reward"] == pytest.approx(0.1 * np.mean(gains))
+    assert scores.errors["chosen_reward"] == pytest.approx(0.1 * np.std(gains) / 2, abs=1e-6)
+
+
+def test_a_pair_fits_by_both_its_documents_together(tmp_path: Path, checkpoint: Path) -> None:
+    written(tmp_path, [TEXTS])
+    lengths = [len(text.encode()) for text in ("Who came? Ana.", "Who came? No idea.")]
+    needed = sum(lengths) + 2  # with an end token each
+    assert load(tmp_path, checkpoint, max_length=needed).num_samples("train") == 1
+    with pytest.raises(DataError, match=f"1 do not fit into task.max_length={needed - 1}"):
+        load(tmp_path, checkpoint, max_length=needed - 1)
+
+
 def test_a_special_token_that_stands_in_a_pair_is_cut_like_any_other_word(
     tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -138,7 +251,7 @@ def test_a_pair_that_does_not_fit_whole_is_left_out_and_counted(
     cut = data.num_cut["pairs left out"]["train"]
     assert (cut.num, cut.of, cut.setting) == (1, 2, "task.max_length")
     written(tmp_path, [long], "test")
-    with pytest.raises(DataError, match=r"test: none of 1 pairs fits into task\.max_length=64"):
+    with pytest.raises(DataError, match=r"none of 1 pairs can .* task\.max_length=64"):
         load(tmp_path, checkpoint, max_length=64)
     written(tmp_path, [unanswered])
     with pytest.raises(DataError, match="none of 1 pairs"):
@@ -207,7 +320,7 @@ def test_chats_of_the_test_set_are_shown_with_the_chosen_answer(
 ) -> None:
     written(tmp_path, [CHATS, CHATS])
     task = FolderPreferences(path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint)))
-    assert task.test_chats(1) == [[GREETED, ASKED, ANA]]
+    assert task.test_chats(1) == [Chat([GREETED, ASKED, ANA])]
 
 
 def test_rewards_are_gains_in_log_probability_since_the_start(

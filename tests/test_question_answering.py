@@ -20,10 +20,12 @@ from xcloud.tasks.question_answering import (
     HubQuestionAnswering,
     QuestionAnsweringData,
     Windows,
+    rows_of,
     window_starts,
 )
 from xcloud.tasks.rows import Rows
 from xcloud.tasks.scores import bootstrap_error
+from xcloud.tasks.sources import list_files
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
 SMALL: dict[str, Any] = {
@@ -180,9 +182,17 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         (row("a b", "c"), "paragraph 1: the answer 'c' is not at that place"),
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
-        ({"context": "a", "qas": [{}]}, 'expected {"context", "qas"'),
-        ({"context": "a", "qas": [{"question": None, "answers": ["a"]}]}, "question None or its"),
+        ({"context": "a", "qas": [{}]}, 'qas has {}. Expected {"context", "qas"'),
+        (
+            {"context": "a", "qas": [{"question": None, "answers": ["a"]}]},
+            "question is None, which",
+        ),
         ({"text": "a"}, "no text under 'context'; its keys: text"),
+        ({"context": "a", "qas": {}}, "qas is {}, which is no list"),
+        ({"context": "a 1", "question": "q", "answers": [1]}, "the answer 1 is of another form"),
+        ({"context": "a", "question": "q", "answers": 1}, "answers is 1. Expected"),
+        ({"context": "a", "question": "q", "answers": {"texts": []}}, "is of another form"),
+        ({"context": "a", "question": "q", "answers": [{"text": "a", "start": "0"}]}, "another f"),
     ],
 )
 def test_malformed_paragraphs_are_named(
@@ -192,6 +202,28 @@ def test_malformed_paragraphs_are_named(
     with pytest.raises(DataError) as raised:
         FolderQuestionAnswering(path=str(tmp_path)).load(ALL, 1)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+PLACED = [{"text": "b c", "answer_start": 2}, {"text": "c", "answer_start": 4}]
+ANSWERS: dict[str, Any] = {
+    "a list of objects": PLACED,
+    "an object of lists": {"text": ["b c", "c"], "answer_start": [2, 4]},
+    "starts by their short name": [{"text": "b c", "start": 2}, {"text": "c", "start": 4}],
+    "texts": ["b c", "c"],
+    "an object of texts": {"text": ["b c", "c"]},
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+@pytest.mark.parametrize("is_flat", [True, False], ids=["rows", "qas"])
+def test_every_form_of_answers_is_read_in_rows_and_in_paragraphs(
+    form: str, is_flat: bool, tmp_path: Path
+) -> None:
+    asked = {"question": "q", "answers": ANSWERS[form]}
+    content = {"context": "a b c", **(asked if is_flat else {"qas": [asked]})}
+    write(tmp_path / "train.jsonl", [content])
+    [table] = list_files(tmp_path, FolderQuestionAnswering.form)
+    assert rows_of(table).texts["answers"] == [[("b c", 2), ("c", 4)]]
 
 
 def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:

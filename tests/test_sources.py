@@ -200,14 +200,18 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
         (
             "train.tsv",
             b"fr\ten\na\tb\n",
-            r"no column es; it has fr, en\. Choose with task\.source",
+            r"no column es; it has fr, en, by its .*Choose with task\.source",
         ),
         ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*header has 2"),
         ("train.tsv", b"es\ten\n", "the set of train has no rows"),
         ("train.tsv", b"es\ten\na\tb\n", "train has 1; lower task.dev_share.*or add a set"),
         ("train.tsv", b"es\ten\n\xff\xfe\tb\n", "not UTF-8"),
         ("train.tsv.gz", b"es\ten\na\tb\n", "cannot be read"),
-        ("train.tsv.gz", gzip.compress(b"es\ten\n" * 1000, mtime=0)[:-9], "cannot be read"),
+        (
+            "train.tsv.gz",
+            gzip.compress(b"es\ten\n" + b"a\tb\n" * 1000, mtime=0)[:-9],
+            "cannot be read",
+        ),
         ("train.jsonl", b'{"es": "a", "en": "b"}\nnot json\n', "line 2: not JSON"),
         ("train.jsonl", b'{"es": "a", "de": "b"}\n', "no text under 'en'; its keys: es, de"),
         ("train.jsonl", b"[1, 2]\n", "line 1: a JSON array is no object; expected one per line"),
@@ -216,6 +220,17 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
             b'{"es": "a", "en": "\\ud83d"}\n',
             r"\\ud83d is one half of a char",
         ),
+        ("train.tsv", b"es\ten\na\tb\nes\ten\n", "line 3: this row repeats the names"),
+        ("train.tsv", b"es\ten\na\tb\nES\ten \n", "line 3: this row repeats the names"),
+        (
+            "train.jsonl",
+            b'{"es": "a", "en": "b"}\n{"en": "en", "es": "es"}',
+            "line 2: this row rep",
+        ),
+        ("train.jsonl", b'{"translation": {"es": "es", "en": "en"}}', "line 1: this row repeats"),
+        ("train.tsv", b"Hola.\tHello.\na\tb\n", "by its first line, which names them"),
+        ("train (1).tsv", b"es\ten\na\tb\n", r"train \(1\)\.tsv has the name of a second"),
+        ("train - Copy.tsv", b"es\ten\na\tb\n", "has the name of a second"),
         ("train.tsv", b"", r"train\.tsv is empty"),
         ("train.tsv", b"\n", r"train\.tsv is empty, or its first line is"),
         ("train.tsv", b"es\ten\na\tb\n\nc\td\n", "line 3: empty, and rows follow"),
@@ -229,6 +244,23 @@ def test_malformed_files_say_what_was_expected(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"\A[^\n]*{message}[^\n]*\Z"):  # one line
         read(tmp_path)
+
+
+def test_names_of_files_may_be_in_capitals_and_what_macos_adds_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "TRAIN.TSV").write_text("es\ten\n" + "a\tb\n" * 100)
+    (tmp_path / "Test.tsv").write_text("es\ten\n" + "c\td\n" * 3)
+    (tmp_path / "._train.tsv").write_bytes(bytes(100))
+    assert read(tmp_path).counts == {"train": 98, "dev": 2, "test": 3}
+
+
+def test_a_second_download_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("es\ten\n" + "a\tb\n" * 100)
+    (tmp_path / "test (1).tsv").write_text("es\ten\n" + "c\td\n" * 3)
+    with pytest.raises(DataError, match=r"test \(1\).tsv has the .* task\.test_file=NAME"):
+        read(tmp_path)
+    assert read(tmp_path, test_file="test (1)").counts["test"] == 3
 
 
 def test_a_wrong_column_is_found_before_any_rank_starts(tmp_path: Path) -> None:

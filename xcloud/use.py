@@ -416,7 +416,7 @@ def _prompts(
     else:
         chats = read_chats(Path(arguments.chats))
     found = []
-    for number, messages in enumerate(chats, start=1):
+    for number, (messages, given) in enumerate(chats, start=1):
         asked = messages
         expected = ""
         if messages[-1]["role"] == "assistant":
@@ -425,5 +425,5 @@ def _prompts(
         if not asked:
             raise DataError(f"chat {number} of {arguments.chats}: there is no question in it")
         shown = f"question   {asked[-1]['content']}\n{expected}generated"
-        found.append((shown, text.asked(asked, f"chat {number}")))
+        found.append((shown, text.asked(asked, f"chat {number}", given)))
     return found

@@ -155,7 +155,9 @@ class Classification(TextTask):
             check_are_there(rows.texts.get("label", ()), known=self.known, where=table.where)
             return rows
 
-        corpus = self.arrange(tables, rows_of=rows_of, dev_as_test=True)
+        corpus = self.arrange(
+            tables, rows_of=rows_of, used=lambda table: columns.values(), dev_as_test=True
+        )
         if not self.names_columns:
             return corpus
         *texts, label = columns.values()

@@ -1,7 +1,8 @@
 """Language modelling: every next token of plain texts, or those of the answers in chats, packed
 into samples.
 
-Rows (rows.py) have one column: "text", or "messages", where each row is a chat.
+Rows (rows.py) have one column, "text", or two: "messages", where each row is a chat, and "given",
+what its template gets beside them (tools, documents).
 Batch fields, int64 [B, S]: "text" token ids of prompts and answers; "types" which of the sample's
 documents a token belongs to; "label" the token to be guessed at each place, of answers only.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,9 +24,11 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import settings
+from xcloud.base.terminal import say
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
@@ -39,7 +43,7 @@ from xcloud.tasks.rows import (
     Size,
     SplitTables,
     Text,
-    read,
+    unread_keys,
 )
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
@@ -53,11 +57,36 @@ from xcloud.tasks.tokenizer import (
     digest_32,
 )
 
-Chat = Sequence[Mapping[str, str]]
-"""Messages, each with "role" (system, user, assistant …) and "content"."""
+Messages = Sequence[Mapping[str, Any]]
+"""Messages, each with "role" (system, user, assistant …), "content" and what else there is."""
+
+
+class Chat(NamedTuple):
+    """A chat as a template takes it. given: what it gets beside the messages: tools, documents."""
+
+    messages: Messages
+    given: Mapping[str, Any] = {}
+
 
 TEXT = "text"
 MESSAGES = "messages"
+GIVEN = "given"
+SYSTEM = "system"
+TEMPLATE_KEYS = ("tools", "documents")  # of a row, which a template gets beside the messages
+CHAT_KEYS = (SYSTEM, *TEMPLATE_KEYS)
+"""Keys of a row that are used beside its messages. "system" is the text of a first message."""
+UNREADABLE = frozenset(
+    ("image", "images", "video", "videos", "audio", "audios", "functions", "chat_template",
+     "chat_template_kwargs")
+)  # fmt: skip
+"""Keys of a row that would change what its messages mean, and that nothing here reads."""
+MEANT = frozenset(
+    ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "image",
+     "images", "video", "audio", *TEMPLATE_KEYS)
+)  # fmt: skip
+"""Keys whose messages mean something else without them: a template has to write them."""
+NOT_LEARNED = ("weight", "train", "training")  # keys of an answer that is not to be learned
+MAX_TRIES = 100  # messages of which a template has to write a key once
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
@@ -83,12 +112,19 @@ class Document(NamedTuple):
 
 class Fitted(NamedTuple):
     """The pieces of a split's documents that fit into samples. num: documents. num_cut: of them,
-    those that lost a part. num_left_out: those of which nothing is to be guessed."""
+    those that lost a part. num_left_out: those of which nothing is to be guessed. useless: further
+    ones that are left out, by why. remarks: what else is to be said of them."""
 
     pieces: list[Document]
     num: int
     num_cut: int
     num_left_out: int
+    useless: Mapping[str, int] = {}
+    remarks: Sequence[str] = ()
+
+    @property
+    def num_used(self) -> int:
+        return self.num - self.num_left_out - sum(self.useless.values())
 
 
 def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitted:
@@ -226,18 +262,61 @@ class CausalTokenizer:
     ) -> tuple[list[list[Document]], Fitted]:
         """Return the documents packed, and what of them fitted. Raises DataError if none is to be
         guessed. where: for messages."""
-        chats = rows.texts.get(MESSAGES, ())
+        chats = chats_of(rows)
         self.learns_chats |= bool(chats)
+        remarks = self.check_is_written(chats, where=where)
         documents = self.texts(rows.texts.get(TEXT, ()))
         documents += [
-            self.chat(c, where=f"{where}, chat {n}") for n, c in enumerate(chats, start=1)
+            self.chat(chat.messages, where=f"{where}, chat {n}", given=chat.given)
+            for n, chat in enumerate(chats, start=1)
         ]
         found = fitted(documents, max_length=max_length, split=not chats)
         if not found.pieces:
             said = f"nothing to guess in {found.num:,} {'chats' if chats else 'texts'}: "
             said += "their prompts fill" if chats else "they are too short for"
             raise DataError(f"{where}: {said} task.max_length={max_length}")
-        return pack(found.pieces, max_length=max_length), found
+        return pack(found.pieces, max_length=max_length), found._replace(remarks=remarks)
+
+    def check_is_written(self, chats: Sequence[Chat], where: str) -> list[str]:
+        """Return remarks on keys of messages that the template never writes. Raises DataError for
+        one without which a message means something else: an answer that calls a tool would be
+        empty, and the model would learn to end there."""
+        tried = Counter[str]()
+        num = Counter[str]()
+        first: dict[str, int] = {}
+        written = {"role", "content"}
+        for number, chat in enumerate(chats, start=1):
+            for key, lacking in _lacking_each(chat):
+                if key in written:
+                    continue
+                num[key] += 1
+                first.setdefault(key, number)
+                if tried[key] < MAX_TRIES:
+                    tried[key] += 1
+                    if self._differ(chat, lacking, where=where):
+                        written.add(key)
+        unwritten = sorted(num.keys() - written)
+        for key in unwritten:
+            if key in MEANT:
+                raise DataError(
+                    f"{where}: the chat template of {self._name} never writes {key!r}, which "
+                    f"stands {num[key]:,} times (first in chat {first[key]}): the model would "
+                    "learn to answer without it. Take a tokenizer whose template writes it, or "
+                    f"remove {key!r} from the rows"
+                )
+        return [
+            f"{where.rpartition(', ')[2]}: the chat template does not write {quoted(key)} of "
+            f"{num[key]:,} messages"
+            for key in unwritten
+        ]
+
+    def _differ(self, chat: Chat, other: Chat, where: str) -> bool:
+        """Return whether the template writes two chats differently, or cannot write the other."""
+        text = self.render(chat.messages, ask=False, where=where, given=chat.given)
+        try:
+            return text != self.render(other.messages, ask=False, where=where, given=other.given)
+        except DataError:
+            return True
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Return texts as documents: begin token (where there is one), text, end token, all to be
@@ -245,18 +324,23 @@ class CausalTokenizer:
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
         return [Document(ids=ids, learned=[True] * len(ids)) for ids in found]
 
-    def chat(self, messages: Chat, where: str, num_given: int = 0) -> Document:
+    def chat(
+        self, messages: Messages, where: str, num_given: int = 0, given: Mapping[str, Any] = {}
+    ) -> Document:
         """Return what the tokenizer's own template writes, of which only the assistant's turns are
         to be guessed, those behind the first `num_given` messages. What follows the last of them
         is left out. Each prompt is cut into tokens as it is when a model is asked, and only the
-        template writes special tokens."""
+        template writes special tokens.
+
+        given: what the template gets beside the messages: tools, documents.
+        """
         pieces: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self.render(messages[:number], ask=True, where=where)
-            answered = self.render(messages[: number + 1], ask=False, where=where)
+            asked = self.render(messages[:number], ask=True, where=where, given=given)
+            answered = self.render(messages[: number + 1], ask=False, where=where, given=given)
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
@@ -266,7 +350,11 @@ class CausalTokenizer:
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], learned)]
             done = answered
         if not pieces:
-            raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
+            roles = listed(dict.fromkeys(quoted(message["role"]) for message in messages))
+            raise DataError(
+                f"{where}: no message of the role 'assistant', so nothing to learn; its roles are "
+                f"{roles}"
+            )
         encoded = self._reader.encode_written([text for text, _ in pieces])
         tokens = [
             (token, learned)
@@ -304,9 +392,11 @@ class CausalTokenizer:
             first = [{"role": "system", "content": system}]
         return self.asked([*first, {"role": "user", "content": text}])
 
-    def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
+    def asked(
+        self, messages: Messages, where: str = "prompt", given: Mapping[str, Any] = {}
+    ) -> list[int]:
         """Return a chat up to the place where the assistant is to answer."""
-        return self.encode_written(self.render(messages, ask=True, where=where))
+        return self.encode_written(self.render(messages, ask=True, where=where, given=given))
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """Return the tokens of a plain text. begins: behind the begin token, if there is one."""
@@ -325,10 +415,17 @@ class CausalTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
 
-    def render(self, messages: Chat, ask: bool, where: str) -> str:
-        """Return what the chat template writes. ask: up to where the assistant is to answer."""
+    def render(
+        self, messages: Messages, ask: bool, where: str, given: Mapping[str, Any] = {}
+    ) -> str:
+        """Return what the chat template writes.
+
+        ask: whether to write up to where the assistant is to answer.
+        given: what the template gets beside the messages: tools, documents.
+        """
         plain = [self._reader.veil(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
+        how |= self._reader.veil(dict(given))
         try:
             template = self._pretrained.get_chat_template()
             return template_process().render(template, messages=plain, settings=how)
@@ -345,6 +442,9 @@ class LanguageModelling(TextTask):
 
     tokenizer: the model's own, with its chat template; a TrainedTokenizer is trained on public
         sentences.
+    column: name of the column with texts or chats. None: messages, or else text. A chat's row may
+        also have system, the text of its first message, and tools and documents, which its
+        template gets.
     A cloud that sees the labels but not the text reads the same file and keeps the answers only.
     """
 
@@ -354,20 +454,73 @@ class LanguageModelling(TextTask):
         expected="train.txt (plain text) or train.jsonl (text or messages)",
         endings={"txt": "text", "jsonl": "json"},
     )
-    column = TEXT
     tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=8)] = 128
+    column: Text | None = None
+
+    def column_of(self, table: RowTable) -> str:
+        """Return where the documents of a table stand. Raises DataError for another form."""
+        there = table.columns()
+        for name in (self.column,) if self.column else (MESSAGES, TEXT):
+            if name in there:
+                return name
+        if self.column:
+            said = f"no column {self.column!r} (task.column); it has {listed(there)}"
+            raise DataError(f"{table.where}: {said}")
+        said = f"{table.where}: its keys are {listed(there)}. {FORMS}"
+        if {"chosen", "rejected"} <= {*there}:
+            said += " This is preference data: task=preferences learns from it"
+            raise DataError(f"{said} (docs/preferences.md); for other forms {CONVERTER}")
+        raise DataError(f"{said} Make messages of instructions or conversations: {CONVERTER}")
+
+    def used_keys(self, table: RowTable) -> tuple[str, ...]:
+        column = self.column_of(table)
+        return (column, *(CHAT_KEYS if column != TEXT else ()))
 
     def rows_of(self, table: RowTable) -> Rows:
-        """Return the documents of a table, one a row; empty ones are left out."""
-        rows = read(table, wanted={TEXT: self.column}, keys="task.column")
-        kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
-        return replace(kept, num_empty=rows.num_rows - kept.num_rows)
+        """Return the documents of a table, one a row, as they stand; empty texts are left out."""
+        column = self.column_of(table)
+        rows = list(table.rows((column,), keys="task.column", optional=CHAT_KEYS))
+        if rows and (column == MESSAGES or isinstance(rows[0][0], list)):
+            check_is_readable(table)
+            chats = [
+                chat_of(dict(zip((MESSAGES, *CHAT_KEYS), row, strict=True)), _row(table, number))
+                for number, row in enumerate(rows, start=1)
+            ]
+            return Rows(
+                num_rows=len(chats),
+                texts={MESSAGES: [c.messages for c in chats], GIVEN: [c.given for c in chats]},
+            )
+        for number, (cell, *_) in enumerate(rows, start=1):
+            if not isinstance(cell, str | None):
+                raise DataError(f"{_row(table, number)}: {column!r} is {quoted(cell)}. {FORMS}")
+        texts = [cell for cell, *_ in rows if cell and cell.strip()]
+        return Rows(num_rows=len(texts), texts={TEXT: texts}, num_empty=len(rows) - len(texts))
+
+    def check_tables(self, tables: SplitTables) -> None:
+        every = [table for parts in tables.tables.values() for table in parts[""]]
+        kinds = set[bool]()
+        for table in every:
+            column = self.column_of(table)
+            if isinstance(table, TextFile) and table.kind == "text":
+                kinds.add(False)
+                continue
+            for row in islice(table.rows((column,), "task.column", CHAT_KEYS), 1):
+                kinds.add(isinstance(row[0], list))
+                if isinstance(row[0], list) or column == MESSAGES:
+                    chat_of(dict(zip((MESSAGES, *CHAT_KEYS), row, strict=True)), _row(table, 1))
+        if len(kinds) > 1:
+            raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
 
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.find()
         self.check_tables(tables)
-        return self.arrange(tables, rows_of=self.rows_of)
+        corpus = self.arrange(tables, rows_of=self.rows_of, used=self.used_keys)
+        every = [table for parts in tables.tables.values() for table in parts[""]]
+        if self.column is None and any({TEXT, MESSAGES} <= table.seen.keys() for table in every):
+            said = "messages are learned, and texts beside them are not (task.column chooses)"
+            corpus = replace(corpus, remarks=[*corpus.remarks, said])
+        return corpus
 
     def unit(self, rows: Rows) -> str:
         """Return what the rows of a corpus are, for messages."""
@@ -387,7 +540,7 @@ class LanguageModelling(TextTask):
 
     def test_chats(self, num: int) -> list[Chat]:
         """Return the first chats of the test set, each with its answer."""
-        return list(self.read(frozenset({"text"})).splits["test"].texts[MESSAGES][:num])
+        return chats_of(self.read(frozenset({"text"})).splits["test"])[:num]
 
     def next_command(self, run_dir: Path) -> str | None:
         """Return the command by which the model answers some chats of its test, or goes on from a
@@ -405,6 +558,7 @@ class LanguageData(View[LanguageModelling]):
         self._documents: dict[Split, list[list[int]]] = {}  # their numbers, by sample
         columns: dict[str, dict[Split, TokenTable]] = {name: {} for name in task.fields}
         packed: list[str] = []
+        remarks: list[str] = []
         cuts: dict[str, dict[Split, Cut]] = {}
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
@@ -419,16 +573,20 @@ class LanguageData(View[LanguageModelling]):
                 num_tokens = columns["text"][split].num_tokens
                 full = num_tokens / (len(samples) * task.max_length)
                 packed.append(
-                    f"{split} {found.num - found.num_left_out:,} {name} packed into "
+                    f"{split} {found.num_used:,} {name} packed into "
                     f"{len(samples):,} samples of {task.max_length} ({num_tokens:,} tokens, "
                     f"{100 * full:.0f} % full)"
                 )
                 for what, num in (("left out", found.num_left_out), ("cut", found.num_cut)):
                     by_split = cuts.setdefault(f"{name} {what}", {})
                     by_split[split] = Cut(num=num, of=found.num, setting="task.max_length")
+                for why, num in found.useless.items():
+                    by_split = cuts.setdefault(f"{name} left out: {why}", {})
+                    by_split[split] = Cut(num=num, of=found.num, setting="they teach nothing")
+                remarks += found.remarks
         sizes = {split: len(samples) for split, samples in self._documents.items()}
         super().__init__(
-            task, corpus, fields, {"text": self._tokenizer}, columns, sizes,
+            task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks=remarks,
             in_words=", ".join(packed), cuts=cuts,
         )  # fmt: skip
 
@@ -527,12 +685,7 @@ class LanguageData(View[LanguageModelling]):
 
 @settings("task", kw_only=True)
 class HubLanguageModelling(Hub, LanguageModelling):
-    """Plain texts of a data set of the hub, such as Salesforce/wikitext.
-
-    column: name of the column with the texts.
-    """
-
-    column: Text = TEXT
+    """Plain texts or chats of a data set of the hub, such as Salesforce/wikitext."""
 
 
 @settings("task", kw_only=True)
@@ -547,25 +700,17 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
     document: Literal["blank_line", "line", "file"] = "blank_line"
 
+    def column_of(self, table: RowTable) -> str:
+        if cast(TextFile, table).kind == "text":
+            return TEXT
+        return super().column_of(table)
+
     def rows_of(self, table: RowTable) -> Rows:
         file = cast(TextFile, table)
-        column = _column(file)
-        if file.kind == "text":
-            return Rows(num_rows=len(cells := self._documents(file)), texts={TEXT: cells})
-        cells = [cell for (cell,) in file.rows((column,), keys="task.path: texts or chats")]
-        for number, cell in enumerate(cells, start=1):
-            _check_cell(column, cell=cell, where=f"{file.where}, row {number}")
-        kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
-        return Rows(num_rows=len(kept), texts={column: kept}, num_empty=len(cells) - len(kept))
-
-    def check_tables(self, tables: SplitTables) -> None:
-        files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
-        if len({_column(file) for file in files}) > 1:
-            raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
-        for file in (file for file in files if file.kind == "json"):
-            column = _column(file)
-            (first,) = next(file.rows((column,), keys="task.path: texts or chats"))
-            _check_cell(column, cell=first, where=f"{file.where}, row 1")
+        if file.kind != "text":
+            return super().rows_of(file)
+        texts = self._documents(file)
+        return Rows(num_rows=len(texts), texts={TEXT: texts})
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))
@@ -575,47 +720,130 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             groups = [[line] for line in lines]
         if self.document == "blank_line":
             groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
-        return [text for group in groups if (text := "\n".join(group).strip())]
+        texts = ("\n".join(group).strip("\r\n") for group in groups)  # blanks indent a line
+        return [text for text in texts if text.strip()]
 
 
-def _column(file: TextFile) -> str:
-    """Return where the documents of a file stand. Raises DataError for data of another form."""
-    if file.kind != "json":
-        return TEXT
-    there = {*file.columns()}
-    for name in (MESSAGES, TEXT):
-        if name in there:
-            return name
-    said = f"{file.where}: its keys are {listed(file.columns())}. {FORMS}"
-    if {"chosen", "rejected"} <= there:
-        said += " This is preference data: task=preferences learns from it"
-        raise DataError(f"{said} (docs/preferences.md); for other forms {CONVERTER}")
-    raise DataError(f"{said} Make messages of instructions or conversations: {CONVERTER}")
+def _lacking_each(chat: Chat) -> Iterator[tuple[str, Chat]]:
+    """Yield each key of a chat's messages, and of what is given beside them, with the chat that
+    lacks it in that place."""
+    messages, given = chat
+    for number, message in enumerate(messages):
+        for key in message.keys() - {"role", "content"}:
+            lacking = {name: one for name, one in message.items() if name != key}
+            yield key, Chat([*messages[:number], lacking, *messages[number + 1 :]], given)
+    for key in given:
+        yield key, Chat(messages, {name: one for name, one in given.items() if name != key})
 
 
-def _check_cell(column: str, cell: object, where: str) -> None:
-    if not (isinstance(cell, str) if column == TEXT else is_chat(cell)):
-        said = 'neither "text" nor "messages" with role and content as text'
-        raise DataError(f"{where}: {said}. {FORMS} Others are converted: {CONVERTER}")
+def _row(table: RowTable, number: int) -> str:
+    return f"{table.where}, row {number}"
 
 
-def read_chats(path: Path) -> list[Chat]:
-    """Return the chats of a file, one {"messages": […]} a line. Raises DataError."""
-    chats = []
-    file = TextFile(name=path.name, kind="json", paths={"": path})
-    for number, (messages,) in enumerate(file.rows((MESSAGES,), keys="--chats"), start=1):
-        _check_cell(MESSAGES, cell=messages, where=f"{path.name}, chat {number}")
-        chats.append(messages)
-    if not chats:
-        raise DataError(f"{path}: there is no chat in it")
-    return chats
+def chats_of(rows: Rows) -> list[Chat]:
+    """Return the chats of some rows; none where they are plain texts."""
+    messages = rows.texts.get(MESSAGES, ())
+    return [Chat(*of) for of in zip(messages, rows.texts.get(GIVEN, ()), strict=True)]
+
+
+def check_is_readable(table: RowTable) -> None:
+    """Raise DataError for a table of chats with keys that change what they mean, and that nothing
+    here reads."""
+    if odd := sorted(table.seen.keys() & UNREADABLE):
+        said = f"its key {quoted(odd[0])} is not read here, and chats mean something else without"
+        raise DataError(f"{table.where}: {said} it. Remove it if they are to be learned like that")
+
+
+def chat_of(cells: Mapping[str, Any], where: str) -> Chat:
+    """Return the chat of a row. Raises DataError that names what is of another form.
+
+    cells: the row's messages, and its system, tools and documents, if any.
+    """
+    messages: Messages = messages_of(cells[MESSAGES], where=where)
+    system = cells.get(SYSTEM)
+    if isinstance(system, str) and system.strip():
+        messages = with_system(system, messages=messages, where=where)
+    elif system:
+        raise DataError(f"{where}: system is {quoted(system)}, which is no text")
+    return Chat(messages, given=given_of(cells, where=where))
+
+
+def given_of(cells: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a template gets beside the messages of a row: lists of objects, which may be
+    written as JSON texts."""
+    given = {}
+    for name in TEMPLATE_KEYS:
+        value = cells.get(name)
+        if isinstance(value, str) and value.strip():
+            try:
+                value = parsed_json(value)
+            except ValueError as error:
+                raise DataError(f"{where}: {name} is a text that is no JSON ({error})") from error
+        if not value:
+            continue
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise DataError(f"{where}: {name} is {quoted(value)}, which is no list of objects")
+        given[name] = value
+    return given
+
+
+def with_system(system: str, messages: Messages, where: str) -> Messages:
+    """Return messages behind one of the role system. Raises DataError if they have another."""
+    first = {"role": SYSTEM, "content": system}
+    if messages and messages[0]["role"] == SYSTEM:
+        if messages[0]["content"].strip() == system.strip():
+            return messages
+        raise DataError(f"{where}: its key system and its first message, of that role, differ")
+    return [first, *messages]
+
+
+def messages_of(cell: Any, where: str, forms: str = FORMS) -> list[dict[str, Any]]:
+    """Return messages whose role and content are texts. Raises DataError that names what is of
+    another form. A message that only calls tools may have no content.
+
+    forms: the words that say which forms are read.
+    """
+    if not isinstance(cell, list) or not cell:
+        raise DataError(f"{where}: {quoted(cell)} is no list of messages. {forms}")
+    found = []
+    for number, one in enumerate(cell, start=1):
+        if not isinstance(one, dict):
+            raise DataError(f"{where}: message {number} is {quoted(one)}. {forms}")
+        message = {key: value for key, value in one.items() if value is not None}
+        if message.get("tool_calls") or message.get("function_call"):
+            message.setdefault("content", "")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                said = f"{key} of message {number} is {quoted(one.get(key))}, which is no text"
+                raise DataError(f"{where}: {said}. {forms} Others are converted: {CONVERTER}")
+        for key in NOT_LEARNED:
+            if not message.get(key, True):
+                said = f"message {number} has {key}={message[key]}: every answer of a chat is "
+                said += "learned; make one chat of each that is to be"
+                raise DataError(f"{where}: {said}")
+        found.append(message)
+    return found
 
 
 def is_chat(messages: Any) -> bool:
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        return False
-    cells = [one.get(key) for one in messages for key in ("role", "content")]
-    return bool(cells) and all(isinstance(cell, str) for cell in cells)
+    return isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+
+
+def read_chats(path: Path) -> list[Chat]:
+    """Return the chats of a file, one {"messages": […]} a line, and say what of it is not used.
+    Raises DataError."""
+    file = TextFile(name=path.name, kind="json", paths={"": path})
+    rows = file.rows((MESSAGES,), keys="--chats", optional=CHAT_KEYS)
+    chats = [
+        chat_of(dict(zip((MESSAGES, *CHAT_KEYS), row, strict=True)), f"{path.name}, chat {number}")
+        for number, row in enumerate(rows, start=1)
+    ]
+    if not chats:
+        raise DataError(f"{path}: there is no chat in it")
+    check_is_readable(file)
+    for remark in unread_keys([file], used=lambda _: (MESSAGES, *CHAT_KEYS)):
+        say(remark, error=True)
+    return chats
 
 
 @settings("task", kw_only=True)

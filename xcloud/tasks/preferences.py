@@ -1,40 +1,51 @@
 """Preferences: pairs of a chosen and a rejected answer to one prompt, plain texts or chats.
 
 Rows (rows.py) have the columns "prompt", "chosen" and "rejected": three texts, or three lists of
-messages. A sample is a pair: two documents, the chosen one first. Its batch fields are those of
-language_modelling.py, and only answers are to be guessed.
+messages; and "given", what a template gets beside them (tools, documents). A sample is a pair: two
+documents, the chosen one first. Its batch fields are those of language_modelling.py, and only
+answers are to be guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
-from typing import Any, ClassVar
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import PositiveFloat, settings
-from xcloud.base.wording import listed
+from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, Scores, Split
 from xcloud.demo import NUM_ROWS, reviews
 from xcloud.tasks.language_modelling import (
+    CHAT_KEYS,
+    GIVEN,
+    SYSTEM,
     CausalTokenizer,
     Chat,
     Document,
     Fitted,
     LanguageData,
     LanguageModelling,
+    Messages,
+    check_is_readable,
+    given_of,
     is_chat,
+    messages_of,
+    with_system,
 )
-from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, RowTable, Size, SplitTables
+from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, RowTable, Size, SplitTables, digest_of
 from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.text_task import check_visible
 
 PROMPT = "prompt"
 CHOSEN = "chosen"
 REJECTED = "rejected"
+COLUMNS = (PROMPT, CHOSEN, REJECTED, GIVEN)
 MILLIONTHS = 1e6  # of a nat: what is predicted
 KEYS = "task.path: pairs"
 FORMS = (
@@ -43,8 +54,18 @@ FORMS = (
 )
 BEGINNING = 3  # words of a review that make a prompt
 
-Pair = tuple[Any, Any, Any]
-"""Prompt, chosen and rejected answer: texts or chats."""
+EMPTY = "an answer is empty"
+EQUAL = "both answers are equal"
+MIRRORED = "the same pair stands there the other way round, too"
+
+
+class Pair(NamedTuple):
+    """A prompt with two answers: texts, or lists of messages. given: as in Chat."""
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+    given: Mapping[str, Any]
 
 
 @settings("task", kw_only=True)
@@ -65,24 +86,26 @@ class Preferences(LanguageModelling):
     )
     beta: PositiveFloat = 0.1
 
+    def used_keys(self, table: RowTable) -> tuple[str, ...]:
+        return (PROMPT, CHOSEN, REJECTED, *CHAT_KEYS)
+
     def rows_of(self, table: RowTable) -> Rows:
         """Return the pairs of a table, one a row. Raises DataError for rows of another form."""
-        columns = _columns(table)
-        pairs = []
-        for number, row in enumerate(table.rows(columns, KEYS), start=1):
-            cells = dict(zip(columns, row, strict=True))
-            pairs.append(_pair(cells, where=f"{table.where}, row {number}"))
-        names = (PROMPT, CHOSEN, REJECTED)
-        texts = {name: [pair[n] for pair in pairs] for n, name in enumerate(names)}
+        pairs = [
+            _pair(cells, where=f"{table.where}, row {number}")
+            for number, cells in enumerate(_cells(table), start=1)
+        ]
+        check_is_readable(table)
+        pairs = _without_prompts(pairs)
+        columns = zip(*pairs, strict=True) if pairs else [()] * len(COLUMNS)
+        texts = {name: list(column) for name, column in zip(COLUMNS, columns, strict=True)}
         return Rows(num_rows=len(pairs), texts=texts)
 
     def check_tables(self, tables: SplitTables) -> None:
         for parts in tables.tables.values():
             for table in parts[""]:
-                columns = _columns(table)
-                first = next(iter(table.rows(columns, KEYS)))
-                cells = dict(zip(columns, first, strict=True))
-                _pair(cells, where=f"{table.where}, row 1")
+                for cells in islice(_cells(table), 1):
+                    _pair(cells, where=f"{table.where}, row 1")
 
     def unit(self, rows: Rows) -> str:
         return "pairs"
@@ -92,69 +115,181 @@ class Preferences(LanguageModelling):
     ) -> tuple[list[list[Document]], Fitted]:
         """Return the two documents of each pair that fits whole; a part of an answer says nothing
         of which is better."""
-        columns = (rows.texts[name] for name in (PROMPT, CHOSEN, REJECTED))
+        pairs = [Pair(*of) for of in zip(*(rows.texts[name] for name in COLUMNS), strict=True)]
+        chats = [chat for pair in pairs if isinstance(pair.prompt, list) for chat in _chats(pair)]
+        remarks = tokenizer.check_is_written(chats, where=where)
+        said = {_words(pair, swapped=False) for pair in pairs}
+        useless = Counter[str]()
+        num_long = 0
         samples = []
-        for number, (prompt, *answers) in enumerate(zip(*columns, strict=True)):
-            said = f"{where}, pair {number + 1}"
-            pair = [_document(tokenizer, prompt=prompt, answer=a, where=said) for a in answers]
-            fits = sum(len(document.ids) for document in pair) <= self.max_length
-            if fits and all(any(document.learned[1:]) for document in pair):
-                samples.append([document._replace(number=number) for document in pair])
+        for number, pair in enumerate(pairs):
+            reason = _useless(pair, said=said)
+            if reason is not None:
+                useless[reason] += 1
+                continue
+            place = f"{where}, pair {number + 1}"
+            both = [
+                _document(tokenizer, pair=pair, answer=answer, where=place)
+                for answer in (pair.chosen, pair.rejected)
+            ]
+            fits = sum(len(document.ids) for document in both) <= self.max_length
+            if not (fits and all(any(document.learned[1:]) for document in both)):
+                num_long += 1
+            elif both[0].ids == both[1].ids:
+                useless[EQUAL] += 1
+            else:
+                samples.append([document._replace(number=number) for document in both])
         if not samples:
-            raise DataError(
-                f"{where}: none of {rows.num_rows:,} pairs fits into task.max_length="
-                f"{self.max_length} with its prompt twice and both answers: raise it"
-            )
+            reasons = [f"{num:,} teach nothing, as {reason}" for reason, num in useless.items()]
+            if num_long:
+                reasons.append(
+                    f"{num_long:,} do not fit into task.max_length={self.max_length} with their "
+                    "prompt twice and both answers: raise it"
+                )
+            said_of = f"none of {rows.num_rows:,} pairs can be learned"
+            raise DataError(f"{where}: {said_of}: {'; '.join(reasons)}")
         return samples, Fitted(
             pieces=[document for pair in samples for document in pair],
             num=rows.num_rows,
             num_cut=0,
-            num_left_out=rows.num_rows - len(samples),
+            num_left_out=num_long,
+            useless=useless,
+            remarks=remarks,
         )
 
     def test_chats(self, num: int) -> list[Chat]:
         """Return the first chats of the test set, each with the chosen answer."""
         texts = self.read(frozenset({"text"})).splits["test"].texts
-        both = zip(texts[PROMPT][:num], texts[CHOSEN], strict=False)
-        return [[*prompt, *chosen] for prompt, chosen in both]
+        every = zip(*(texts[name][:num] for name in COLUMNS), strict=True)
+        return [_chats(Pair(*of))[0] for of in every]
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> PreferenceData:
         return PreferenceData(task=self, corpus=corpus, fields=fields)
 
 
-def _columns(table: RowTable) -> list[str]:
-    """Return which of the three columns a table has. Raises DataError if it lacks an answer."""
+def _cells(table: RowTable) -> Iterator[dict[str, Any]]:
+    """Yield the cells of each row by name. Raises DataError if a table lacks an answer."""
     there = table.columns()
     if not {CHOSEN, REJECTED} <= {*there}:
         raise DataError(f"{table.where}: its keys are {listed(there)}. {FORMS}")
-    return [name for name in (PROMPT, CHOSEN, REJECTED) if name in there]
+    columns = [name for name in (PROMPT, CHOSEN, REJECTED) if name in there]
+    for row in table.rows(columns, KEYS, optional=CHAT_KEYS):
+        yield dict(zip((*columns, *CHAT_KEYS), row, strict=True))
 
 
 def _pair(cells: Mapping[str, Any], where: str) -> Pair:
     """Return a row as a pair. Raises DataError for another form. Of two chats the prompt is what
-    both begin with, unless it stands apart."""
+    both begin with, unless it stands apart; if both repeat it, it is taken off."""
     prompt = cells.get(PROMPT)
     chosen = cells[CHOSEN]
     rejected = cells[REJECTED]
+    system = cells.get(SYSTEM)
+    given = given_of(cells, where=where)
     if all(isinstance(cell, str) for cell in (prompt, chosen, rejected)):
-        return prompt, chosen, rejected
-    if is_chat(chosen) and is_chat(rejected):
-        if is_chat(prompt):
-            return prompt, chosen, rejected
-        both = zip(chosen, rejected, strict=False)
-        shared = len(list(takewhile(lambda two: two[0] == two[1], both)))
-        if shared:
-            return chosen[:shared], chosen[shared:], rejected[shared:]
-    raise DataError(f"{where}: it is of another form. {FORMS}")
+        if system or given:
+            name = SYSTEM if system else next(iter(given))
+            raise DataError(
+                f"{where}: its key {name!r} belongs to chats, and these are plain texts. Write it "
+                "into prompt, or make lists of messages of prompt, chosen and rejected"
+            )
+        return Pair(prompt, chosen, rejected, {})
+    if not (is_chat(chosen) and is_chat(rejected)):
+        raise DataError(f"{where}: it is of another form. {FORMS}")
+    answers = [messages_of(cell, where=where, forms=FORMS) for cell in (chosen, rejected)]
+    asked: Messages
+    if prompt and is_chat(prompt):
+        asked = messages_of(prompt, where=where, forms=FORMS)
+        repeats = [answer[: len(asked)] == asked for answer in answers]
+        if any(repeats) and not all(repeats):
+            raise DataError(f"{where}: one answer repeats the prompt, and the other does not")
+        if all(repeats):
+            answers = [answer[len(asked) :] for answer in answers]
+    else:
+        both = zip(*answers, strict=False)
+        asked = [two[0] for two in takewhile(lambda two: two[0] == two[1], both)]
+        answers = [answer[len(asked) :] for answer in answers]
+        if not asked:
+            raise DataError(f"{where}: it is of another form. {FORMS}")
+        if prompt and prompt not in [message["content"] for message in asked]:
+            said = (
+                f"its prompt {quoted(prompt)} is none of the messages that both chats begin with"
+            )
+            raise DataError(f"{where}: {said}")
+    if isinstance(system, str) and system.strip():
+        asked = with_system(system, messages=asked, where=where)
+    elif system:
+        raise DataError(f"{where}: system is {quoted(system)}, which is no text")
+    return Pair(list(asked), answers[0], answers[1], given)
 
 
-def _document(tokenizer: CausalTokenizer, prompt: Any, answer: Any, where: str) -> Document:
+def _without_prompts(pairs: list[Pair]) -> list[Pair]:
+    """Return pairs of plain texts whose answers do not repeat the prompt, where all of a file
+    do."""
+    texts = [pair for pair in pairs if isinstance(pair.prompt, str)]
+    if not texts or not all(
+        pair.prompt.strip() and answer.startswith(pair.prompt)
+        for pair in texts
+        for answer in (pair.chosen, pair.rejected)
+    ):
+        return pairs
+    return [
+        pair._replace(
+            chosen=pair.chosen.removeprefix(pair.prompt),
+            rejected=pair.rejected.removeprefix(pair.prompt),
+        )
+        for pair in pairs
+    ]
+
+
+def _words(pair: Pair, swapped: bool) -> str:
+    """Return what a pair says, whatever blanks stand around its answers.
+
+    swapped: whether the rejected answer comes first.
+    """
+    answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
+    if swapped:
+        answers.reverse()
+    return digest_of([pair.prompt, dict(pair.given), *answers])
+
+
+def _stripped(answer: Any) -> Any:
+    if isinstance(answer, str):
+        return answer.strip()
+    return [{**message, "content": message["content"].strip()} for message in answer]
+
+
+def _useless(pair: Pair, said: Collection[str]) -> str | None:
+    """Return why nothing is to be learned from a pair, if so.
+
+    said: what all pairs of the set say.
+    """
+    answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
+    if answers[0] == answers[1]:
+        return EQUAL
+    for answer in answers:
+        texts = (
+            [answer]
+            if isinstance(answer, str)
+            else [one["content"] or one.get("tool_calls") for one in answer]
+        )
+        if not any(texts):
+            return EMPTY
+    return MIRRORED if _words(pair, swapped=True) in said else None
+
+
+def _chats(pair: Pair) -> list[Chat]:
+    """Return the prompt with each of its answers."""
+    both = (pair.chosen, pair.rejected)
+    return [Chat([*pair.prompt, *answer], given=pair.given) for answer in both]
+
+
+def _document(tokenizer: CausalTokenizer, pair: Pair, answer: Any, where: str) -> Document:
     """Return a prompt with one of its answers, which alone is to be guessed."""
-    if isinstance(prompt, str):
-        return tokenizer.continued(prompt, answer)
+    if isinstance(pair.prompt, str):
+        return tokenizer.continued(pair.prompt, answer)
     tokenizer.learns_chats = True
-    messages: Chat = [*prompt, *answer]
-    return tokenizer.chat(messages, where=where, num_given=len(prompt))
+    messages = [*pair.prompt, *answer]
+    return tokenizer.chat(messages, where=where, num_given=len(pair.prompt), given=pair.given)
 
 
 class PreferenceData(LanguageData):

@@ -6,8 +6,9 @@ several overlapping windows; the answer is the best-scoring span over all window
 Rows of a source (SQuAD 1.1, XQuAD) are one of
     context, qas                  a paragraph: [{"question", "answers"}], an answer being its text,
                                   or {"text": …, "start": character offset}
-    context, question, answers    as on the hub: {"text": […], "answer_start": […]}
-An answer without a start is placed at its first whole-word occurrence.
+    context, question, answers    the same in columns
+Answers may also be {"text": […], "answer_start": […]}, as on the hub. An answer without a start
+is placed at its first whole-word occurrence.
 
 Shapes: B samples (windows), S positions, N windows of a split.
 """
@@ -46,67 +47,93 @@ from xcloud.tasks.text_task import PairTable, TextTask, View, counted, public_to
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 KEYS = "task.path: a data set in the format of SQuAD"
+FORMS = (
+    'Expected {"context", "qas": [{"question", "answers"}]}, or the columns context, question, '
+    'answers; answers are a list of texts or of {"text", "start"}, or {"text": […], '
+    '"answer_start": […]}'
+)
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
 MIN_CONTEXT = 8  # paragraph tokens per window
 
 
 def rows_of(table: RowTable) -> Rows:
     """Read a row a question: its context, its answers [(text, character offset in the context)],
-    and its paragraph as its group, so that no two splits share a context."""
+    and its paragraph as its group, so that no two splits share a context. Raises DataError."""
     texts: dict[str, list[Any]] = {"group": [], "context": [], "question": [], "answers": []}
-    try:
-        for number, context, question, answers in _asked(table):
-            where = f"{table.where}, paragraph {number}"
-            if not isinstance(context, str) or not isinstance(question, str):
-                raise TypeError(f"the question {quoted(question)} or its context is no text")
-            if not answers:
-                said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
-                raise DataError(f"{where}: the question {quoted(question)} {said}")
-            row = (
-                where,
-                context,
-                question,
-                [_place(context, answer=one, where=where) for one in answers],
-            )
-            for column, cell in zip(texts.values(), row, strict=True):
-                column.append(cell)
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        said = 'expected {"context", "qas": [{"question", "answers"}]}, or the columns context, '
-        said += f"question, answers, but {quoted(error)}"
-        raise DataError(f"{table.where}: {said}") from error
+    for where, context, question, given in _asked(table):
+        for what, value in (("context", context), ("question", question)):
+            if not isinstance(value, str):
+                raise DataError(f"{where}: {what} is {quoted(value)}, which is no text. {FORMS}")
+        answers = _answers(given, where=where)
+        if not answers:
+            said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
+            raise DataError(f"{where}: the question {quoted(question)} {said}")
+        places = [_place(context, answer=one, where=where) for one in answers]
+        for column, cell in zip(texts.values(), (where, context, question, places), strict=True):
+            column.append(cell)
     return Rows(num_rows=len(texts["group"]), texts=texts)
 
 
-def _asked(table: RowTable) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
-    """Yield number of the paragraph, context, question, answers. Rows of one question share a
-    paragraph if their contexts are equal and consecutive."""
-    if "qas" in table.columns():
-        for number, (context, qas) in enumerate(table.rows(("context", "qas"), KEYS), start=1):
-            for qa in qas:
-                yield number, context, qa["question"], qa["answers"]
-        return
+def used_keys(table: RowTable) -> tuple[str, ...]:
+    return ("context", "qas") if "qas" in table.columns() else ("context", "question", "answers")
+
+
+def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield the paragraph, for messages, its context, a question and its answers. Rows of one
+    question share a paragraph if their contexts are equal and consecutive."""
+    columns = used_keys(table)
     number = 0
     before = None
-    for context, question, answers in table.rows(("context", "question", "answers"), KEYS):
-        number = number + (context != before)
-        before = context
-        places = zip(answers["text"], answers["answer_start"], strict=True)
-        yield number, context, question, [{"text": text, "start": at} for text, at in places]
+    for context, *rest in table.rows(columns, KEYS):
+        if "qas" in columns:
+            number += 1
+            where = f"{table.where}, paragraph {number}"
+            (asked,) = rest
+            if not isinstance(asked, list):
+                raise DataError(f"{where}: qas is {quoted(asked)}, which is no list. {FORMS}")
+            for one in asked:
+                if not isinstance(one, dict) or not {"question", "answers"} <= one.keys():
+                    raise DataError(f"{where}: qas has {quoted(one)}. {FORMS}")
+                yield where, context, one["question"], one["answers"]
+        else:
+            number += context != before
+            before = context
+            yield f"{table.where}, paragraph {number}", context, *rest
+
+
+def _answers(given: Any, where: str) -> list[Any]:
+    """Return answers as a list of texts, or of objects with a text and where it starts: given as
+    such a list, as one of them, or as an object of two lists."""
+    found = given
+    if isinstance(given, dict):
+        texts = given.get("text")
+        starts = given.get("answer_start", given.get("start"))
+        if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
+            pairs = zip(texts, starts, strict=True)
+            found = [{"text": text, "start": start} for text, start in pairs]
+        elif isinstance(texts, list) and starts is None:
+            found = texts
+        else:
+            found = [given]
+    elif isinstance(given, str):
+        found = [given]
+    if not isinstance(found, list):
+        raise DataError(f"{where}: answers is {quoted(given)}. {FORMS}")
+    return found
 
 
 def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
-    if isinstance(answer, str):
-        whole = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", context)
-        text = answer
-        start = whole.start() if whole else context.find(answer)
-    else:
-        text = answer["text"]
+    text = answer
+    start = None
+    if isinstance(answer, dict):
+        text = answer.get("text")
         start = answer.get("start", answer.get("answer_start"))
-        if start is None:
-            return _place(context, answer=text, where=where)
-    if answer == "" or start < 0 or context[start : start + len(text)] != text:
+    if not isinstance(text, str) or not (start is None or type(start) is int):
+        raise DataError(f"{where}: the answer {quoted(answer)} is of another form. {FORMS}")
+    if start is None:
+        whole = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", context)
+        start = whole.start() if whole else context.find(text)
+    if text == "" or start < 0 or context[start : start + len(text)] != text:
         raise DataError(
             f"{where}: the answer {quoted(answer)} is not at that place in its context"
         )
@@ -242,11 +269,10 @@ class QuestionAnswering(TextTask):
 
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
-            rest = ("qas",) if "qas" in table.columns() else ("question", "answers")
-            check_columns(table, wanted=("context", *rest), keys=KEYS)
+            check_columns(table, wanted=used_keys(table), keys=KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        return self.arrange(self.find(), rows_of=rows_of, dev_as_test=True)
+        return self.arrange(self.find(), rows_of=rows_of, used=used_keys, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:
         lengths = {"max_question": self.max_question, "stride": self.stride}

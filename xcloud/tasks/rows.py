@@ -10,9 +10,11 @@ import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
@@ -28,6 +30,7 @@ Names = Annotated[Text | Sequence[Text] | None, Leads("inside")]
 Share = Positive | Annotated[float, Field(gt=0, le=0.5)]
 Size = Annotated[int, Field(ge=1, le=100_000)]
 FileKind = Literal["table", "json", "squad", "lines", "text"]
+MAX_KEYS = 8  # unused ones that are named
 OwnNames = Mapping[Split, Mapping[str, str]]
 """Split -> set name -> part name ("" for none)."""
 
@@ -116,9 +119,47 @@ class RowTable(Protocol):
     def check(self) -> None:
         """Raise DataError if its form is not what its name says. Reads its beginning only."""
 
-    def rows(self, columns: Sequence[str], keys: str) -> Iterable[tuple[Any, ...]]:
-        """Yield the cells of these columns, mostly texts; with no columns, an empty tuple a row.
-        keys: settings that choose columns, for messages."""
+    def rows(
+        self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
+    ) -> Iterable[tuple[Any, ...]]:
+        """Yield the cells of these columns, mostly texts, and behind them those of optional ones,
+        None where a row has none; with no columns, an empty tuple a row.
+
+        keys: the settings that choose columns, for messages.
+        """
+
+    @property
+    def seen(self) -> Mapping[str, int]:
+        """Return how many of the rows that were read last hold something under each key, whether
+        it was asked for or not. The number is 0 where only the names are known."""
+
+
+def unread_keys(
+    tables: Iterable[RowTable], used: Callable[[RowTable], Collection[str]]
+) -> list[str]:
+    """Return for the user which keys of tables that were read nobody uses, once for all files that
+    have the same ones.
+
+    used: returns the keys of a table that its task uses, whether or not this rank may see them.
+    """
+    files: dict[tuple[str, ...], dict[str, None]] = {}
+    num_rows = Counter[str]()
+    for table in tables:
+        known = used(table)
+        unused = {key: num for key, num in table.seen.items() if key not in known}
+        if unused:
+            files.setdefault(tuple(unused), {})[name_of(table) or table.where] = None
+        num_rows.update(unused)
+    remarks = []
+    for others, names in files.items():
+        words = [
+            quoted(key) + (f" of {num_rows[key]:,} rows" if num_rows[key] else "")
+            for key in others[:MAX_KEYS]
+        ]
+        if len(others) > MAX_KEYS:
+            words.append(f"{len(others) - MAX_KEYS:,} more")
+        remarks.append(f"{', '.join(names)}: not used: {', '.join(words)}")
+    return remarks
 
 
 def name_of(table: RowTable) -> str:
@@ -132,7 +173,21 @@ def check_columns(table: RowTable, wanted: Sequence[str], keys: str) -> None:
     if odd := sorted(column for column in {*wanted} if there.count(column) != 1):
         said = "two columns" if odd[0] in there else "no column"
         said += f" {', '.join(odd)}; it has {listed(there)}"
+        if table.where.endswith((".tsv", ".tsv.gz")):
+            said += ", by its first line, which names them"
         raise DataError(f"{table.where}: {said}. Choose with {keys}")
+
+
+def check_is_no_header(where: str, names: Sequence[str], cells: Sequence[Any]) -> None:
+    """Raise DataError for a row whose cells are the names of their columns: where two files were
+    joined, the header of the second is no sample. A single cell may well be called as its column
+    is."""
+    if len(names) > 1 and all(
+        isinstance(cell, str) and cell.strip().casefold() == name.strip().casefold()
+        for name, cell in zip(names, cells, strict=True)
+    ):
+        said = f"this row repeats the names of the columns ({listed(names)}), as where two files "
+        raise DataError(f"{where}: {said}were joined; remove it, in every cloud's file")
 
 
 def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
@@ -307,11 +362,17 @@ class Source(ABC):
         return self.is_usual(file.partition(".")[0], split=split)
 
     def arrange(
-        self, tables: SplitTables, rows_of: Callable[[RowTable], Rows], dev_as_test: bool = False
+        self,
+        tables: SplitTables,
+        rows_of: Callable[[RowTable], Rows],
+        used: Callable[[RowTable], Collection[str]],
+        dev_as_test: bool = False,
     ) -> Corpus:
-        """Read all three splits, with a remark for each one held out of train or sampled. Parts
-        are sampled equally and interleaved, so that a prefix of a split covers all of them.
+        """Read all three splits, with a remark for each one held out of train or sampled, and for
+        what of its rows is not used. Parts are sampled equally and interleaved, so that a prefix
+        of a split covers all of them.
 
+        used: returns the keys of a table that its task uses, whether or not this rank sees them.
         dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
         train, so that nothing is tuned on the reported scores. Rows with the same cell in a column
         "group" are held out together.
@@ -324,6 +385,8 @@ class Source(ABC):
             if empty := [part for part, rows in parts.items() if not rows.num_rows]:
                 raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
         remarks = list(tables.remarks)
+        every = (table for of in tables.tables.values() for table in chain(*of.values()))
+        remarks += unread_keys(every, used=used)
         train = splits["train"][""]
         for split in (split for split in SPLITS if split in splits):
             if num := sum(rows.num_empty for rows in splits[split].values()):
@@ -353,6 +416,7 @@ class Source(ABC):
                 result[split] = parts[""]
             else:
                 result[split] = interleaved(parts)
+        remarks += _in_train(result)
         for split, rows in result.items():
             for column in (name for name in rows.texts if name not in ("label", "part", "group")):
                 if num := sum(cell == "" for cell in rows.texts[column]):
@@ -392,6 +456,26 @@ class Source(ABC):
         }
 
 
+def _in_train(splits: Mapping[Split, Rows]) -> list[str]:
+    """Return remarks on rows of dev and test whose texts stand in train, too. Labels alone say
+    nothing of that."""
+    remarks = []
+    for split in (split for split in SPLITS if split != "train"):
+        names = [n for n in splits[split].texts if n not in ("label", "part", "group", "answers")]
+        if not names:
+            continue
+        rows = [
+            digest_of(cells)
+            for cells in zip(*(splits[split].texts[n] for n in names), strict=True)
+        ]
+        wanted = {*rows}
+        columns = (splits["train"].texts[name] for name in names)
+        wanted &= {digest_of(cells) for cells in zip(*columns, strict=True)}
+        if num := sum(row in wanted for row in rows):
+            remarks.append(f"{split}: {num:,} of {len(rows):,} rows stand in train, too")
+    return remarks
+
+
 def chosen_rows(num_rows: int, wanted: int) -> list[int]:
     """Draw at most `wanted` row numbers below num_rows, alike in every run; ascending."""
     draw = random.Random(0).random  # random() alone: the same on every Python version
@@ -415,6 +499,7 @@ class Given:
     where: str
     cells: Mapping[str, Sequence[Any]]
     names: Sequence[str] = ()
+    seen: ClassVar[Mapping[str, int]] = {}  # nobody reads a key that was not made for it
 
     def columns(self) -> list[str]:
         return list(self.cells)
@@ -422,11 +507,16 @@ class Given:
     def check(self) -> None:
         """Do nothing: its cells were made here."""
 
-    def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
+    def rows(
+        self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
+    ) -> list[tuple[Any, ...]]:
         check_columns(self, wanted=columns, keys=keys)
+        num_rows = len(next(iter(self.cells.values())))
         if not columns:
-            return [()] * len(next(iter(self.cells.values())))
-        return list(zip(*(self.cells[name] for name in columns), strict=True))
+            return [()] * num_rows
+        none = [None] * num_rows
+        found = (self.cells.get(name, none) for name in (*columns, *optional))
+        return list(zip(*found, strict=True))
 
 
 @settings("task", kw_only=True)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -29,7 +31,7 @@ from xcloud.base.errors import DataError
 from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check_is_text
 from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import Split
+from xcloud.contracts.model import SPLITS, Split
 from xcloud.pretrained import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
@@ -40,15 +42,20 @@ from xcloud.tasks.rows import (
     SplitTables,
     Text,
     check_columns,
+    check_is_no_header,
 )
 
 BATCH_ROWS = 1000
+NOTHING: tuple[object, ...] = (None, "", [], {})  # what a cell holds that says nothing
 MAX_WORDS = 300  # characters of another library's message
 # Endings of files that may hold data: what has one of them and is not read is said.
+SECOND_COPY = re.compile(r"( ?\(\d+\)| - copy( \(\d+\))?| copy( \d+)?|~)(?=$|\.)", re.IGNORECASE)
 DATA_ENDINGS = frozenset(
     ("csv", "tsv", "json", "jsonl", "ndjson", "txt", "parquet", "arrow", "feather", "xlsx", "ods",
      "zip", "tar", "bz2", "xz", "zst", "7z")
 )  # fmt: skip
+
+TEXT_ENDINGS = ("csv", "tsv", "json", "jsonl", "ndjson", "txt")
 
 
 def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
@@ -78,6 +85,7 @@ class TextFile:
     kind: FileKind
     paths: Mapping[str, Path]  # language -> file for lines; "" -> file for the others
     read: Callable[[Path], Iterable[str]] = read_lines
+    seen: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def names(self) -> list[str]:
@@ -111,17 +119,21 @@ class TextFile:
             raise DataError(f"{self.path} is empty, or its first line is")
         return names
 
-    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+    def rows(
+        self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[Any, ...]]:
+        self.seen.clear()
         if self.kind == "lines":
             yield from self._line_rows(columns)
             return
         if self.kind == "table":
             check_columns(self, wanted=columns, keys=keys)
         for where, row in self._records():
+            self.seen.update(key for key, cell in row.items() if cell not in NOTHING)
             if missing := [column for column in columns if row.get(column) is None]:
                 said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
                 raise DataError(f"{where}: {said}. Choose with {keys}")
-            yield tuple([row[column] for column in columns])
+            yield tuple([row.get(column) for column in (*columns, *optional)])
 
     def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Yield the lines of these sides, and open no other. A rank that sees neither counts the
@@ -134,6 +146,7 @@ class TextFile:
                 counts = [f"{p.name} {sum(1 for _ in self.read(p)):,}" for p in sorted(paths)]
                 said = f"the sides of a line pair differ in lines: {' and '.join(counts)}"
                 raise DataError(f"{self.path.parent}: {said}")
+            check_is_no_header(str(self.path), names=sides, cells=row)
             yield row if sides else ()
 
     def _records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -155,7 +168,11 @@ class TextFile:
             if not isinstance(row, dict):
                 raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
             inside = row.get("translation")
-            yield where, inside if isinstance(inside, dict) else row
+            if isinstance(inside, dict):
+                self.seen.update(key for key in row if key != "translation")
+                row = inside
+            check_is_no_header(where, names=[*row], cells=[*row.values()])
+            yield where, row
 
     def _table_rows(
         self, lines: Iterator[tuple[int, str]]
@@ -178,6 +195,7 @@ class TextFile:
                 if "\r" in line:
                     said += "; some lines end with a carriage return only"
                 raise DataError(f"{where}: {said}")
+            check_is_no_header(where, names=header, cells=cells)
             yield where, dict(zip(header, cells, strict=True))
 
 
@@ -248,12 +266,27 @@ class Folder(InFolder):
     def find(self) -> SplitTables:
         files = list_files(Path(self.where), form=self.form)
         unread = unread_files(Path(self.where), form=self.form)
+        for file in files:
+            self._check_is_no_copy(file)
         tables = self.choose(files, key="task.{}_file", expected=self.form.expected, unread=unread)
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables=tables, facts={"files": names}, test_key=key)
 
+    def _check_is_no_copy(self, file: TextFile) -> None:
+        """Raise DataError for a file that a browser or a desktop has named as a second one, unless
+        it is asked for: it may be an older or a newer set than the one beside it."""
+        name = SECOND_COPY.sub("", file.name)
+        for split in SPLITS:
+            asked: Names = getattr(self, f"{split}_file")
+            if name != file.name and asked is None and self.is_usual(name, split=split):
+                raise DataError(
+                    f"{file.where} has the name of a second download or copy: rename or remove "
+                    f"it, or choose the set with task.{split}_file=NAME"
+                )
+
     def is_usual(self, name: str, split: Split) -> bool:
+        name = name.lower()
         stem, _, language = name.rpartition(".")
         if stem not in ("train", "test", *DEV_NAMES):
             stem = name
@@ -274,7 +307,11 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
     tables: list[TextFile] = []
     pairs: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):
+        if path.name.startswith("._"):  # what macOS keeps beside a file
+            continue
         name, _, ending = path.name.removesuffix(".gz").rpartition(".")
+        if ending.lower() in form.endings:
+            ending = ending.lower()
         if ending in form.endings or ending in form.languages:
             check_is_no_dead_link(path)
         if not path.is_file():
@@ -298,8 +335,10 @@ def unread_files(folder: Path, form: Form) -> list[str]:
     """Return names of files in the folder that hold data by their ending, but in another form."""
     names = []
     for path in sorted(folder.iterdir()):
-        ending = path.name.removesuffix(".gz").rpartition(".")[2]
-        if path.is_file() and ending in DATA_ENDINGS - form.endings.keys():
+        ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+        if path.name.startswith("._") or not path.is_file():
+            continue
+        if ending in DATA_ENDINGS - form.endings.keys():
             names.append(path.name)
     return names
 
@@ -315,6 +354,15 @@ class HubTable:
     @property
     def _names(self) -> list[str]:
         return list(self.dataset.column_names or next(iter(self.dataset), {}))
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """Return the names of all columns; how many of their cells hold something is unknown, as
+        only those that are used are loaded."""
+        names = self._names
+        if self._inside is not None:
+            names = [*self._inside, *(name for name in names if name != "translation")]
+        return dict.fromkeys(names, 0)
 
     @cached_property
     def _inside(self) -> list[str] | None:
@@ -333,8 +381,10 @@ class HubTable:
     def check(self) -> None:
         """Do nothing: `datasets` reads its form."""
 
-    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        """Yield rows as Table does. Loads only these columns; a rank that sees none counts the
+    def rows(
+        self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield rows as RowTable does. Loads only these columns; a rank that sees none counts the
         rows of any."""
         with _reading(self.where):
             check_columns(self, wanted=columns, keys=keys)
@@ -342,15 +392,30 @@ class HubTable:
             if nested:
                 kept = ["translation"]
             else:
-                kept = list(dict.fromkeys(columns)) or self._names[:1]
+                there = (name for name in optional if name in self._names)
+                kept = list(dict.fromkeys((*columns, *there))) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
                 found = batch[kept[0]]
                 if nested:
                     cells = {c: [row and row.get(c) for row in found] for c in columns}
                 else:
                     cells = batch
-                rows = zip(*(cells[c] for c in columns), strict=True)
-                yield from rows if columns else [()] * len(found)
+                if not columns:
+                    yield from [()] * len(found)
+                    continue
+                none = [None] * len(found)
+                wanted = [cells[c] for c in columns] + [cells.get(c, none) for c in optional]
+                for row in zip(*wanted, strict=True):
+                    check_is_no_header(self.where, names=columns, cells=row[: len(columns)])
+                    yield tuple(map(_without_nulls, row))
+
+
+def _without_nulls(cell: Any) -> Any:
+    """Return a cell without the keys that Arrow adds to objects, empty, because other rows have
+    them: a tool would have the parameters of all others."""
+    if isinstance(cell, dict):
+        return {key: _without_nulls(one) for key, one in cell.items() if one is not None}
+    return [_without_nulls(one) for one in cell] if isinstance(cell, list) else cell
 
 
 @settings("task", kw_only=True)
@@ -428,11 +493,23 @@ class Hub(OnHub):
 
 
 def check_data_files(folder: Path) -> None:
-    """Raise DataError if a file of data below a folder is a placeholder for it."""
+    """Raise DataError if a file of data below a folder is a placeholder for it, or is no UTF-8
+    text where its ending promises text, or a .csv whose columns something else separates."""
     for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-        ending = path.name.removesuffix(".gz").rpartition(".")[2]
-        if ending in DATA_ENDINGS and not path.is_dir():
+        ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+        if ending not in DATA_ENDINGS or path.is_dir():
+            continue
+        if ending not in TEXT_ENDINGS:
             check_is_data(path)
+            continue
+        check_is_text(path)
+        first = next(read_lines(path, max_line=MAX_WHOLE), "") if ending == "csv" else ""
+        for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "|")):
+            if separator in first and "," not in first:
+                raise DataError(
+                    f"{path}: its first line has {name} between names, and no comma; write it "
+                    "with commas (most programs ask when they save a .csv), or as .jsonl"
+                )
 
 
 def local_folder(name: str) -> Path | None:

@@ -93,7 +93,7 @@ class TextReader:
         if isinstance(value, list):
             return [self.veil(one) for one in value]
         if isinstance(value, dict):
-            return {key: self.veil(one) for key, one in value.items()}
+            return {self.veil(key): self.veil(one) for key, one in value.items()}
         return value
 
     def encode_written(self, segments: Sequence[str]) -> list[list[int]]:

@@ -8,6 +8,7 @@ A *part* of a source is a language ("es") or a language pair ("es-en", parallel 
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.pretrained import kept_digest
-from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
+from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, RowTable, Text, name_of, unread_keys
 from xcloud.tasks.sources import (
     HubTable,
     TextFile,
@@ -36,6 +37,9 @@ from xcloud.tasks.sources import (
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
+log = logging.getLogger(__name__)
+
+LANGUAGE = re.compile(r"[a-z]{2,3}\Z")  # a column of that name is of a language
 HELD_OUT = re.compile(rf"({'|'.join(DEV_NAMES)}|test)(?![a-z])")
 
 
@@ -44,6 +48,13 @@ def languages_of(part: str) -> tuple[str, ...]:
     if part.count("-") == 1:
         return tuple(part.split("-"))
     return (part,)
+
+
+def say_unread(table: RowTable, used: Sequence[str]) -> None:
+    """Write to this rank's own log which keys of a table nobody uses: what texts are like is
+    nobody else's matter."""
+    for remark in unread_keys([table], used=lambda _: used):
+        log.warning(remark)
 
 
 def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
@@ -150,6 +161,8 @@ class FolderText(TextSource):
                     yield row
                 elif row[0] == language:
                     yield row[1:]
+            # Columns with names of languages are those of other parts.
+            say_unread(file, used=("lang", "text", *columns, *filter(LANGUAGE.match, file.seen)))
 
     def _files(self, part: str) -> list[tuple[TextFile, tuple[str, ...], str | None]]:
         """The files of this part, the columns to read, and which `lang` the rows must have."""
@@ -250,8 +263,10 @@ class HubText(TextSource):
         loaded = load_hub(
             name, config=config, streaming=True, revision=self.revision, split=self.split
         )
-        for row in HubTable(dataset=loaded, where=name).rows(columns, keys="text.source.column"):
+        table = HubTable(dataset=loaded, where=name)
+        for row in table.rows(columns, keys="text.source.column"):
             yield tuple(cell or "" for cell in row)
+        say_unread(table, used=columns)
 
 
 @settings("public_text")

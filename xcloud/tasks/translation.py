@@ -103,7 +103,11 @@ class Translation(SourceTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         wanted = {key: column for key, column in self._columns.items() if key in fields}
         tables = self.find()
-        corpus = self.arrange(tables, rows_of=lambda table: read(table, wanted=wanted, keys=KEYS))
+        corpus = self.arrange(
+            tables,
+            rows_of=lambda table: read(table, wanted=wanted, keys=KEYS),
+            used=lambda table: (*self._columns.values(), self.source, self.target),
+        )
         further = {}
         remarks = []
         for key in sorted(wanted):

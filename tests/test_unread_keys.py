@@ -1,0 +1,151 @@
+"""Whoever reads rows says what of them is not used: one table of all readers, which a new reader
+has to join."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small_tokenizer import SmallTokenizer
+from xcloud import tasks
+from xcloud.tasks import (
+    classification,
+    language_modelling,
+    preferences,
+    question_answering,
+    text_sources,
+    translation,
+)
+from xcloud.tasks.rows import Demo, Source
+from xcloud.tasks.text_sources import TextSource
+
+PAIR = {"es": "hola", "en": "hello"}
+LABELLED = {"sentence": "a film", "label": "good"}
+INFERENCE = {"premise": "a", "hypothesis": "b", "label": "neutral"}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+ANSWERS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+QUESTION = {"context": "a b", "question": "c", "answers": {"text": ["b"], "answer_start": [2]}}
+
+ROWS: dict[type[Source], dict[str, Any]] = {
+    translation.FolderTranslation: PAIR,
+    translation.HubTranslation: PAIR,
+    classification.FolderClassification: LABELLED,
+    classification.HubClassification: LABELLED,
+    classification.FolderCrossLingual: INFERENCE,
+    classification.HubCrossLingual: INFERENCE,
+    language_modelling.FolderLanguageModelling: CHAT,
+    language_modelling.HubLanguageModelling: {"text": "a text"},
+    preferences.FolderPreferences: ANSWERS,
+    preferences.HubPreferences: ANSWERS,
+    question_answering.FolderQuestionAnswering: QUESTION,
+    question_answering.HubQuestionAnswering: QUESTION,
+}
+TEXTS: dict[type[TextSource], dict[str, Any]] = {
+    text_sources.FolderText: {"text": "a text"},
+    text_sources.HubText: {"text": "a text"},
+}
+WITHOUT_KEYS = {"Wit3Translation"}  # lines of text and of XML
+SETTINGS: dict[type[Source], dict[str, Any]] = {
+    classification.FolderCrossLingual: {"languages": ["en"]},
+    classification.HubCrossLingual: {"path": "owner/name", "languages": ["en"]},
+}
+
+
+def concrete(base: type) -> Iterator[type]:
+    for below in base.__subclasses__():
+        if not inspect.isabstract(below) and below.__module__.startswith("xcloud."):
+            yield below
+        yield from concrete(below)
+
+
+def test_every_reader_of_rows_is_in_the_tables_above() -> None:
+    for module in pkgutil.iter_modules(tasks.__path__, "xcloud.tasks."):
+        importlib.import_module(module.name)
+    readers = {one for one in concrete(Source) if not issubclass(one, Demo)}
+    found = {one for one in readers if one.__name__ not in WITHOUT_KEYS and hasattr(one, "find")}
+    assert {one.__name__ for one in found} == {one.__name__ for one in ROWS}
+    texts = {one for one in concrete(TextSource) if one is not text_sources.DemoText}
+    assert texts == {*TEXTS}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `datasets` would load: rows by split, or one split, of which nothing else is asked."""
+    import datasets
+
+    held: dict[str, Any] = {}
+
+    def load(name: str, config: str | None, split: str = "", **_: object) -> Any:
+        made = {one: datasets.Dataset.from_list(rows) for one, rows in held.items()}
+        return made[split] if split else made
+
+    for module in ("sources", "classification", "text_sources"):
+        monkeypatch.setattr(f"xcloud.tasks.{module}.load_hub", load)
+    return held
+
+
+@pytest.mark.parametrize("reader", ROWS, ids=lambda one: one.__name__)
+def test_keys_of_rows_that_are_not_used_are_named_once_with_their_files(
+    reader: type[Source], hub: dict[str, Any], tmp_path: Path
+) -> None:
+    row = ROWS[reader]
+    rows = [{**row, "extra": "x"}, {**row, "extra": "y"}, {**row, "extra": "z"}, {**row}]
+    for split in ("train", "validation", "test"):
+        hub[split] = rows
+        lines = "".join(json.dumps(one) + "\n" for one in rows)
+        language = ".en" if "CrossLingual" in reader.__name__ else ""
+        (tmp_path / f"{split}{language}.jsonl").write_text(lines)
+    settings = {"path": str(tmp_path), "tokenizer": SmallTokenizer(), **SETTINGS.get(reader, {})}
+    if "Translation" in reader.__name__:
+        del settings["tokenizer"]
+    task: Any = reader(**settings)
+    remarks = [one for one in task.read(frozenset(task.fields)).remarks if "not used" in one]
+    counted = "" if "Hub" in reader.__name__ else " of 9 rows"
+    [remark] = remarks
+    assert remark.endswith(f"not used: 'extra'{counted}")
+    assert "train" in remark and "test" in remark
+
+
+@pytest.mark.parametrize("reader", TEXTS, ids=lambda one: one.__name__)
+def test_texts_for_pre_training_say_in_the_own_log_what_of_their_rows_is_not_used(
+    reader: Any, hub: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**TEXTS[reader], "extra": "x"}]
+    hub["train"] = rows
+    (tmp_path / "train.es.jsonl").write_text(json.dumps(rows[0]))
+    source = reader(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert list(source.read("es")) == [("a text",)]
+    assert "not used: 'extra'" in caplog.text
+
+
+def test_a_key_without_anything_under_it_is_no_key_that_is_left_out(tmp_path: Path) -> None:
+    rows = [{**CHAT, "tools": [], "images": None, "id": ""}] * 4
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = language_modelling.FolderLanguageModelling(path=str(tmp_path))
+    assert not any("not used" in one for one in task.read(frozenset(task.fields)).remarks)
+
+
+def test_many_keys_are_cut_and_long_ones_too(tmp_path: Path) -> None:
+    row = {**LABELLED, **{f"key {n} " + "x" * 500: 1 for n in range(30)}}
+    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    task = classification.FolderClassification(path=str(tmp_path), classes=["good", "bad"])
+    remarks = task.read(frozenset(task.fields)).remarks
+    [remark] = [one for one in remarks if "not used" in one]
+    assert remark.endswith(", 22 more") and len(remark) < 1500
+
+
+def test_keys_outside_of_a_translation_are_named_too(tmp_path: Path) -> None:
+    row = {"translation": {**PAIR, "fr": "bonjour"}, "score": 1}
+    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    task = translation.FolderTranslation(path=str(tmp_path))
+    [remark] = [o for o in task.read(frozenset(task.fields)).remarks if "not used" in o]
+    assert "'score' of 4 rows" in remark and "'fr' of 4 rows" in remark
