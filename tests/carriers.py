@@ -9,7 +9,9 @@ of cloud_b, made in a folder of its own. It has
   it in a thread for each end. `kill(end)`: end that rank as kill -9 does: it says nothing.
 - faults, each a context manager: `unconfirmed()`: what is sent arrives, but its sender is not told
   so and tries again; `slow(bytes_per_s)`: the line passes so many bytes a second from here on;
-  `without_data()`: the peer is there as far as the carrier can see, and no message passes.
+  `without_data()`: the peer is there as far as the carrier can see, and no message passes;
+  `half_dead()`: what is written arrives, and cannot be read; `full()`: no more can be written.
+- `marks`: of pytest, for one that needs more than this machine has, or is for the night.
 - `cannot`: by the name of a case, why this carrier has no such fault, or what tests it instead.
 
 To add a carrier, write the class and put it into CARRIERS; to add a fault, give it to `Carrier`
@@ -19,10 +21,11 @@ Waits are short here (`LIVENESS`, RECONNECT_S), so that the battery takes second
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,11 +35,17 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.line_links import RUN, Proxy, dialler, listener, stream
-from tests.owners import folder_of_keys
-from xcloud.base.errors import LinkError
+from tests.nightly import NIGHTLY
+from tests.owners import folder_of_keys, keys_of
+from tests.s3_server import BUCKET, needs_s3, s3_server
+from xcloud.base.errors import LinkClosed, LinkError
+from xcloud.line import mailbox
 from xcloud.line.connection import LineState
 from xcloud.line.hello import StreamName
+from xcloud.line.mailbox import ObjectStore
+from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
+from xcloud.line.transport import SealedPlace
 from xcloud.line.ways import Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
@@ -58,6 +67,7 @@ class Carrier:
     """A link over one carrier, and the faults of that carrier. See above."""
 
     name: ClassVar[str]
+    marks: ClassVar[Sequence[Any]] = ()
     cannot: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
@@ -99,6 +109,16 @@ class Carrier:
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
+        raise NotImplementedError
+        yield
+
+    @contextmanager
+    def half_dead(self) -> Iterator[None]:
+        raise NotImplementedError
+        yield
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
         raise NotImplementedError
         yield
 
@@ -153,6 +173,10 @@ class Sealed(Carrier):
 
     name = "sealed, the sender listens"
     out_listens: ClassVar[bool] = True
+    cannot: ClassVar[Mapping[str, str]] = {
+        "test_a_line_that_is_dead_one_way_for_a_while_loses_nothing": "unconfirmed() is that",
+        "test_a_disk_that_is_full_for_a_while_loses_nothing": "a sealed line writes to no disk",
+    }
 
     def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
         super().__init__(folder, window=window)
@@ -269,6 +293,9 @@ class Gloo(Carrier):
     name = "gloo"
     cannot: ClassVar[Mapping[str, str]] = {
         "test_what_was_not_confirmed_arrives_once": "gloo sends nothing twice",
+        "test_a_line_that_is_dead_one_way_for_a_while_loses_nothing": "a connection of TCP that "
+        "is dead one way passes nothing, as in without_data()",
+        "test_a_disk_that_is_full_for_a_while_loses_nothing": "gloo writes to no disk",
         "test_a_rank_that_is_killed_while_it_joins_is_met_when_it_comes_again": "torchrun starts "
         "all ranks again, with a store of their own (test_several_machines.py)",
         "test_a_rank_that_is_killed_is_missed": "test_gloo_link.py: the other end's group is gone",
@@ -324,4 +351,169 @@ class Gloo(Carrier):
             thread.join(5.0)
 
 
-CARRIERS: list[type[Carrier]] = [Gloo, Sealed, SealedFromDialler]
+class MailboxFolder(Carrier):
+    """A link through a mailbox in a folder. Ends are told at once of what the notes say."""
+
+    name = "mailbox in a folder"
+    cannot: ClassVar[Mapping[str, str]] = {
+        "test_a_message_that_moves_is_not_overdue": "an object is there as a whole or not at all: "
+        "Mailbox.allowance_s gives it the time of a slow line (test_mailbox.py)",
+        "test_a_rank_that_is_killed_is_missed": "nobody sees who reads a mailbox: heartbeats tell "
+        "(test_failure_detector.py), or the rank itself when it comes again",
+    }
+
+    def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
+        super().__init__(folder, window=window)
+        folder_of_keys()  # made once, before both ends' threads ask for them
+        self._ends: dict[End, MailboxLines] = {}
+        self._alive: dict[End, MailboxLines] = {}
+        self._checks_every_s = mailbox._CHECK_EVERY_S
+        mailbox._CHECK_EVERY_S = 0.1
+
+    @property
+    def url(self) -> str:
+        return str(self.folder)
+
+    def begin(self, end: End, attempt: int = 1) -> None:
+        rank = ENDS.index(end)
+        clouds = ("cloud_a", "cloud_b")
+        place = SealedPlace(
+            rank, 2, RUN, attempt=attempt, cloud_of=clouds.__getitem__,
+            address_of=lambda rank: None, listener_of=lambda here, there: here, listens_at=None,
+            first_within_s=MEETING_S, reconnect_s=RECONNECT_S,
+        )  # fmt: skip
+        keys = keys_of(clouds[rank], [clouds[1 - rank]])
+        if end in self._alive:
+            self.kill(end)
+        made = MailboxLines.__new__(MailboxLines)  # known from here on: it may be killed soon
+        self._alive[end] = self._ends[end] = made
+
+        def lost(reason: LinkError) -> None:
+            if self._alive.get(end) is made:
+                self.lost.append(reason)
+
+        try:
+            made.__init__(self.url, place, keys, on_lost=lost)  # type: ignore[misc]
+        except LinkError:
+            if self._alive.get(end) is made:
+                raise
+            return
+        if end == "out":
+            self.out = made.out("averaging", 1, self.settings(end))
+        else:
+            self.incoming = made.incoming("averaging", 0, self.settings(end))
+
+    def kill(self, end: End) -> None:
+        store: Any = vars(self._alive.pop(end)).get("_store")
+        if store is None:
+            return
+
+        def dead(*given: object, **named: object) -> None:
+            raise LinkClosed("this rank was killed")
+
+        store.over.set()
+        store.get = dead  # for one that still waits for the others
+
+    @contextmanager
+    def _changed(self, end: End, **calls: Any) -> Iterator[None]:
+        store: Any = self._ends[end]._store
+        vars(store).update(calls)
+        try:
+            yield
+        finally:
+            for name in calls:
+                del vars(store)[name]
+
+    @contextmanager
+    def unconfirmed(self) -> Iterator[None]:
+        store = self._ends["out"]._store
+        done = set[str]()
+
+        def put(name: str, data: Any) -> None:
+            ObjectStore._put(store, name, data)
+            if name not in done:
+                done.add(name)
+                folder, _, own = name.rpartition("/")
+                until_s = time.monotonic() + 1.0
+                while own in store.sizes(folder) and time.monotonic() < until_s:
+                    time.sleep(0.01)  # until it has been taken
+                raise TimeoutError("it was written, and the answer is lost")
+
+        with self._changed("out", _put=put):
+            yield
+
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        with self._changed("incoming", sizes=lambda folder: {}):
+            yield
+
+    @contextmanager
+    def half_dead(self) -> Iterator[None]:
+        def get(name: str, max_bytes: int) -> bytes:
+            store = self._ends["incoming"]._store
+
+            def fail() -> bytes:
+                if "get" in vars(store):
+                    raise TimeoutError("it cannot be read")
+                found = store.get(name, max_bytes)
+                assert found is not None
+                return found
+
+            return store._patiently(fail, doing="reading")
+
+        with self._changed("incoming", get=get):
+            yield
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        def put(name: str, data: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with self._changed("out", _put=put):
+            yield
+
+    def close(self) -> None:
+        mailbox._CHECK_EVERY_S = self._checks_every_s
+        for end in [*self._alive]:
+            self.kill(end)
+
+
+class MailboxInMemory(MailboxFolder):
+    """A link through fsspec's store in memory, which has no folders and no renaming."""
+
+    name = "mailbox in memory"
+    marks = NIGHTLY
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self.folder}"
+
+
+class MailboxOverS3(MailboxFolder):
+    """A link through a bucket of a server of the S3 protocol."""
+
+    name = "mailbox over S3"
+    marks = (*NIGHTLY, needs_s3)
+
+    def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
+        super().__init__(folder, window=window)
+        self._held = ExitStack()
+        self.server = self._held.enter_context(s3_server())
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/{self.folder.name}"
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
+
+
+CARRIERS: list[type[Carrier]] = [
+    Gloo,
+    Sealed,
+    SealedFromDialler,
+    MailboxFolder,
+    MailboxInMemory,
+    MailboxOverS3,
+]

@@ -60,7 +60,7 @@ class Owners:
         folder: Path,
         overrides: Sequence[str] = (),
         changed: dict[str, Any] | None = None,
-        mailbox: Path | None = None,
+        mailbox: Path | str | None = None,
         cluster: str = "two_clouds",
         compose: Callable[[str, list[str]], Any] = toy_config,
         bucket: Path | None = None,

@@ -27,8 +27,12 @@ OVERDUE_S = 1.0
 
 def over_carriers(case: Callable[..., None]) -> Any:
     """Run a case over every carrier that can have its fault."""
-    able = [carrier for carrier in CARRIERS if case.__name__ not in carrier.cannot]
-    return pytest.mark.parametrize("carrier", able, ids=lambda carrier: carrier.name)(case)
+    able = [
+        pytest.param(carrier, marks=carrier.marks, id=carrier.name)
+        for carrier in CARRIERS
+        if case.__name__ not in carrier.cannot
+    ]
+    return pytest.mark.parametrize("carrier", able)(case)
 
 
 def sending(link: Carrier, *sizes: int, first: int = 0) -> threading.Thread:
@@ -155,6 +159,36 @@ def test_a_message_that_does_not_move_is_overdue(carrier: type[Carrier], tmp_pat
             with pytest.raises(LinkTimeout, match="no averaging of step 1"):
                 check(link, 1_000_000, first=1, overdue_s=OVERDUE_S)
             assert time.monotonic() - started_s < 10 * OVERDUE_S
+
+
+@over_carriers
+def test_a_line_that_is_dead_one_way_for_a_while_loses_nothing(
+    carrier: type[Carrier], tmp_path: Path
+) -> None:
+    sizes = (10, 300_000, 10)
+    with opened(carrier, tmp_path) as link:
+        begin_both(link)
+        with link.half_dead():
+            sending(link, *sizes)
+            with pytest.raises(LinkTimeout):
+                check(link, *sizes, overdue_s=0.5)
+        check(link, *sizes)
+        close(link)
+
+
+@over_carriers
+def test_a_disk_that_is_full_for_a_while_loses_nothing(
+    carrier: type[Carrier], tmp_path: Path
+) -> None:
+    sizes = (10, 300_000, 10)
+    with opened(carrier, tmp_path) as link:
+        begin_both(link)
+        with link.full():
+            sending(link, *sizes)
+            with pytest.raises(LinkTimeout):
+                check(link, *sizes, overdue_s=0.5)
+        check(link, *sizes)
+        close(link)
 
 
 @pytest.mark.parametrize("killed", ENDS)

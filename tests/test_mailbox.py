@@ -344,6 +344,12 @@ def test_what_other_attempts_left_is_deleted_and_what_has_come_for_this_one_stay
     assert store.sizes("folder").keys() == {names[0], "note"}
 
 
+def test_a_message_is_given_the_time_of_a_slow_line(tmp_path: Path) -> None:
+    """Nothing shows that an object moves while it is written and read."""
+    wan = mailbox.Mailbox(str(tmp_path))
+    assert wan.allowance_s(375_000_000) == 3000.0
+
+
 def test_who_waits_long_looks_seldom() -> None:
     assert [pause_after(quiet_s) for quiet_s in (0.0, 10.0, 1000.0)] == [0.02, 0.5, 5.0]
 

@@ -24,7 +24,7 @@ from xcloud.job.given import read_to_approve
 from xcloud.job.strict_policy import places_of
 from xcloud.layout import num_ranks_in_words
 from xcloud.line.keys import describe
-from xcloud.line.mailbox import Mailbox, missing_folder
+from xcloud.line.mailbox import Mailbox, local_folder
 from xcloud.record.files import replace_text
 from xcloud.security.places import leads_of
 from xcloud.security.policy import (
@@ -109,8 +109,10 @@ def _described(settings: Settings) -> Iterator[str]:
     if isinstance(job.cluster.wan, Mailbox):
         waits = f"no port open; waits for up to {join_h:g} h until all have joined"
     yield f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; {waits}"
-    if isinstance(job.cluster.wan, Mailbox) and (missing := missing_folder(job.cluster.wan.url)):
-        yield f"{'lacks':<10}there is no folder {missing} here: make it before you join"
+    if isinstance(job.cluster.wan, Mailbox):
+        folder = local_folder(job.cluster.wan.url)
+        if folder is not None and not os.path.isdir(folder):
+            yield f"{'lacks':<10}there is no folder {folder} here: make it before you join"
     for cloud, settings_of_cloud in job.cluster.clouds.items():
         ranks = num_ranks_in_words(settings_of_cloud.num_ranks)
         yield f"\n{cloud}: {ranks}, device {settings_of_cloud.device}"

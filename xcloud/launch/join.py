@@ -31,7 +31,7 @@ from xcloud.launch.own_progress import what_left
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.launch.several_machines import check_unfinished, cloud_meant, stopped_by
 from xcloud.layout import ClusterLayout, check_machines, host_and_port
-from xcloud.line.mailbox import Mailbox, ObjectStore
+from xcloud.line.mailbox import Mailbox, ObjectStore, local_folder
 from xcloud.line.transport import SealedLines
 from xcloud.net.link_end import ignore
 from xcloud.record.files import forget_launcher, has_events
@@ -233,8 +233,10 @@ def join(
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     ranks = machine.ranks_of(layout, cloud)
     check_peers(layout, cloud=cloud)
-    if isinstance(layout.wan, Mailbox):
-        ObjectStore(layout.wan.url)  # said here, it is said once, and before anything is loaded
+    if isinstance(layout.wan, Mailbox) and local_folder(layout.wan.url):
+        # Said here, it is said once, before anything is loaded. A bucket's library would start
+        # threads in this process, and is left to the ranks.
+        ObjectStore(layout.wan.url)
     if layout.clouds[cloud].device == "cuda":
         check_gpu(cloud)
     ranks_of = partial(

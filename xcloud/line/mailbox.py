@@ -58,6 +58,7 @@ _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 5.0
 _PAUSE_SHARE = 0.05
 """A pause lasts this share of the time for which nothing has come: waiting costs few requests."""
+SLOWEST_BITS_PER_S = 1e6
 _CHECK_EVERY_S = 5.0
 MISSING_S = 60.0
 """How long an object may be listed and not there when it is read."""
@@ -82,16 +83,19 @@ class Mailbox(Wan):
     is_metered = False
     between_owners = True
 
+    def allowance_s(self, num_bytes: int) -> float:
+        """Return the time of a message at 1 Mbit/s: an object is there as a whole or not at all,
+        so nothing shows that it moves. A sender that has died is told by its heartbeats."""
+        return 8 * num_bytes / SLOWEST_BITS_PER_S
+
     def describe(self) -> str:
         return "a mailbox"
 
 
-def missing_folder(url: str) -> str | None:
-    """Return the folder of this machine that a URL names, if it is not there."""
+def local_folder(url: str) -> str | None:
+    """Return the folder of this machine that a URL names; None for a bucket."""
     folder = url.removeprefix("file://").removeprefix("local://")
-    if "://" in folder or os.path.isdir(folder):
-        return None
-    return folder
+    return None if "://" in folder else folder
 
 
 class ObjectStore:
@@ -228,14 +232,20 @@ class Arrivals:
     """The objects that lie in the mailbox for one rank. A thread lists them for all its links.
 
     check: called now and then in that thread; it raises LinkError once nothing more can come.
+    on_lost: called in that thread once nothing more can come, though this rank has not ended.
     """
 
     def __init__(
-        self, store: ObjectStore, folder: str, check: Callable[[], object] = ignore
+        self,
+        store: ObjectStore,
+        folder: str,
+        check: Callable[[], object] = ignore,
+        on_lost: Callable[[LinkError], object] = ignore,
     ) -> None:
         self.store = store
         self._folder = folder
         self._check = check
+        self._on_lost = on_lost
         self._sizes = dict[str, int]()
         self._num_taken = dict[str, int]()  # by the name of a link's objects without the number
         self._failure: LinkError | None = None
@@ -304,6 +314,8 @@ class Arrivals:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+            if not self.store.over.is_set():
+                self._on_lost(error)
 
 
 @dataclass(frozen=True)
