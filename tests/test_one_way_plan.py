@@ -268,3 +268,20 @@ def test_links_of_their_own_are_described() -> None:
     layout = OneWayLayout(clouds, links={"a-d": LinkProfile(1e9)})
 
     assert layout.describe_link() == (f"the network as it is; a-d {LinkProfile(1e9).describe()}")
+
+
+def test_producers_may_run_ahead_by_twice_what_one_alone_would_have_to_give() -> None:
+    layout = feeding([0.5, 0.5], [2, 4], 1)
+    # One rank of the smaller producer may have to give 21 of 41 batches, one of them by rounding.
+    assert Feed().fitted(layout, 40).run_ahead == 42
+    assert Feed().fitted(layout, 2).run_ahead == 8
+    assert Feed(run_ahead=33).fitted(layout, 40).run_ahead == 33
+
+
+def test_a_promise_that_does_not_divide_is_rounded_up() -> None:
+    """Else the rate of the last batches would already be that of the end."""
+    plan = plan_of([0.5, 0.5], [3, 1], num_batches=10)
+    orders, _ = run_steps(plan, 5)
+    told = {order.source: order.num_planned for order in orders}
+
+    assert told == {0: 2, 1: 2, 2: 2, 3: 5}  # 5 batches of three ranks, 5 of one

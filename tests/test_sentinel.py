@@ -257,3 +257,43 @@ def test_evaluations_are_not_judged(rank: Rank) -> None:
 def test_a_departure_in_words() -> None:
     said = Departure("norm", value=2.3, usual=0.1, deviation=0.05).in_words
     assert said == "norm 2.3, usual is 0.1 ± 0.05"
+
+
+def test_after_a_departure_nothing_is_judged_until_the_stream_is_known_again() -> None:
+    """Else each step of what lasts, and of what follows it, would be one more departure."""
+    chance = torch.Generator().manual_seed(5)
+    baseline = Baseline(FEATURES)
+    stream = messages(chance)
+    told_at = None
+    for step, message in zip(range(400), stream, strict=False):
+        factor = 1.0 if step < 150 else 10.0
+        if told_at is not None:
+            factor = 10.0 ** (2 + (step - told_at) // 10)  # moves on every ten steps
+        if baseline.judge(measure(factor * message)) is not None:
+            assert told_at is None
+            told_at = step
+        if told_at is not None and step == told_at + LEARNS_FOR:
+            break
+    assert told_at is not None and baseline.num_steps == LEARNS_FOR
+
+
+def test_running_means_follow_the_last_steps_and_not_the_whole_past() -> None:
+    """A thousand steps of one direction are forgotten after some dozens of another."""
+    baseline = Baseline(2)
+    for _ in range(1000):
+        baseline.judge(measure(torch.tensor([[1.0, 0.0]] * 4)))
+    angle = 0.05  # small enough to be no departure, which would begin anew
+    turned = torch.tensor([[math.cos(angle), math.sin(angle)]] * 4)
+    for _ in range(100):
+        assert baseline.judge(measure(turned)) is None
+    usual = torch.as_tensor(baseline.state_dict()["directions"])[0]
+
+    assert math.atan2(float(usual[1]), float(usual[0])) == pytest.approx(angle, rel=0.05)
+
+
+def test_asymmetry_is_the_mean_of_signed_squares_and_not_the_mean() -> None:
+    symmetric = torch.tensor([[1.0], [1.0], [1.0], [1.0]])
+    skewed = torch.tensor([[4.0], [0.0], [0.0], [0.0]])  # of the same mean
+    assert measure(symmetric)[3] == measure(skewed)[3] == 1.0
+    assert measure(symmetric)[4] == 1.0 and measure(skewed)[4] == 4.0
+    assert measure(-skewed)[4] == -4.0
