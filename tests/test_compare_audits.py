@@ -235,5 +235,24 @@ def test_a_hostile_record_is_refused(content: str, said: str, tmp_path: Path) ->
 def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
     crossing(tmp_path)
     changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0))
-    with pytest.raises(DataError, match="another record of rank 0"):
+    with pytest.raises(DataError, match="another record of rank 0|rank 0 is of 'cloud_b'"):
+        main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+def test_the_cloud_of_a_rank_is_what_ones_own_record_says(
+    tmp_path: Path, policy: Policy, compared: Say
+) -> None:
+    """A record could take another cloud's name, of which nobody has a certificate, to stay without
+    a signature."""
+    crossing(tmp_path, policy)
+    policy("cloud_a")
+    file = audit_file(tmp_path / "b", rank=1)
+    signature_file(file).unlink()
+    assert compared()[0] == 1  # unsigned
+
+    def rename(record: dict[str, Any]) -> None:
+        record["cloud"] = "cloud_B"
+
+    changed(file, rename)
+    with pytest.raises(DataError, match="rank 1 is of 'cloud_B'; by the records in"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])

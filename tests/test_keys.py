@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import tracemalloc
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from tests.owners import copy_keys, folder_of_keys, keys_of
 from xcloud.__main__ import main
@@ -248,3 +252,40 @@ def test_the_command_names_a_file_that_is_not_there(capsys: pytest.CaptureFixtur
 def test_a_key_is_made_only_in_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
         make_key("cloud_a", tmp_path / "nowhere")
+
+
+def test_certificates_of_authorities_and_of_a_hundred_years_are_refused(tmp_path: Path) -> None:
+    make_key("cloud_a", tmp_path)
+    for name, is_authority, days in (("ca", True, 30), ("hundred", False, 36_500)):
+        key = ec.generate_private_key(ec.SECP256R1())
+        now = datetime.now(UTC)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cloud_b")])
+        limits = x509.BasicConstraints(ca=is_authority, path_length=None)
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(1)
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(limits, critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        (tmp_path / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        said = "may issue others" if is_authority else "at most 400 are accepted"
+        with pytest.raises(ConfigError, match=said):
+            read_line_keys("cloud_a", {"cloud_b": [f"{name}.pem"]}, tmp_path / "policy.yaml")
+
+
+@pytest.mark.parametrize(("mode", "is_taken"), [(0o600, True), (0o440, True), (0o660, False)])
+def test_a_group_may_read_a_key_and_not_write_it(
+    mode: int, is_taken: bool, tmp_path: Path
+) -> None:
+    make_key("cloud_a", tmp_path)
+    (tmp_path / "cloud_a.key").chmod(mode)
+    if is_taken:
+        read_key(tmp_path / "cloud_a.key")
+    else:
+        with pytest.raises(ConfigError, match="can be changed by its group"):
+            read_key(tmp_path / "cloud_a.key")

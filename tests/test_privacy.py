@@ -208,6 +208,9 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
     told = account(Privacy("sample", 1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
     assert told["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
     assert told["sampling_rate"] == 0.2 and told["unit"] == "sample"
+    # The sixth update is the first that takes samples once more, and it counts.
+    told = account(Privacy("sample", 1.0, 2.0), BatchPlan(40, 8, 1), 6, 6)
+    assert told["epsilon"] == gaussian_epsilon(2.0, 2, 1e-5)
     told = account(Privacy("cloud", 1.0, 2.0), BatchPlan(40, 8, 1), 100, 5)
     assert told["epsilon"] == gaussian_epsilon(2.0, 5, 1e-5)
     assert told["epsilon_if_sampled"] is None

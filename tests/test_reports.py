@@ -21,6 +21,7 @@ from xcloud.rank.reports import (
     optimizer_bytes,
     timeline_events,
 )
+from xcloud.record.reporter import _without_paths
 from xcloud.record.summary import RunStatistics
 from xcloud.tracking.mlflow_store import final_metrics
 
@@ -241,3 +242,30 @@ def test_a_long_step_is_dealt_to_lines_that_the_report_link_can_carry() -> None:
     assert all(len(json.dumps(event)) < 1 << 17 for event in events)
     assert [s[3] for e in events for s in e["spans"]] == list(range(3000))
     assert [m[2] for e in events for m in e["sent"]] == list(range(1200))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/home/bob smith/Secret Project/salaries 2026.tsv", "(a path)"),
+        ("cannot open '/data/Ann: salaries/2026.tsv'", "cannot open '(a path)'"),
+        ("'/srv/Kunde Müller & Co/x' is missing", "'(a path)' is missing"),
+        ("/data/Ann: salaries/2026.tsv", "(a path)"),
+        ("/data/a,b/secret.tsv", "(a path)"),
+        ("/data/(v2)/secret.tsv, line 3", "(a path), line 3"),
+        ("~bob/secret/x", "(a path)"),
+        ("$HOME/secret", "(a path)"),
+        ("${HOME}/secret", "(a path)"),
+        ("s3://company-b/secret/x: no such bucket", "(a path): no such bucket"),
+        ("\\\\server\\share\\secret", "(a path)"),
+        ("C:\\Users\\bob\\x y\\secret.txt", "(a path)"),
+        ("path=/home/bob/x", "path=(a path)"),
+        ("path:/home/bob/x", "(a path)"),
+        ("file:///home/bob", "(a path)"),
+        ("[Errno 2] No such file: '/a/b'", "[Errno 2] No such file: '(a path)'"),
+        ("12 MB/s and 3 / 4, 5/6", "12 MB/s and 3 / 4, 5/6"),
+        ("a relative/path stays", "a relative/path stays"),
+    ],
+)
+def test_a_report_names_no_absolute_path_however_it_is_written(text: str, left: str) -> None:
+    assert _without_paths({"x": [text]}) == {"x": [left]}

@@ -2,9 +2,11 @@
 
 import json
 import random
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import (
+    MAX_ENTRIES,
     MessagePassage,
     Timeline,
     chrome_trace,
@@ -268,3 +271,38 @@ def test_without_messages_back_the_wall_clocks_are_believed_and_the_error_is_unk
     # What b's clock calls 2 s was 5 s by the wall clock, which a's clock calls 0.
     assert found.shift_us == {"a": 0, "b": -2_000_000}
     assert found.error_us is None
+
+
+def test_many_overlapping_messages_are_drawn_in_bounded_time_and_what_is_left_out_is_said() -> (
+    None
+):
+    """Each rank of another owner may report megabytes of them."""
+    flights = [[0, 0, n, "activation", 0, 100, 0, 0, 1_000_000 - n % 7] for n in range(20_000)]
+    head: dict[str, Any] = {
+        "event": "timeline", "step": 5, "started_us": 0, "unix_us": 0, "step_us": 1_000_000,
+        "received": [], "spans": [], "sent": [],
+    }  # fmt: skip
+    own = {**head, "rank": 0, "cloud": "a", "machine": "m0"}
+    theirs = {**head, "rank": 1, "cloud": "b", "machine": "m1", "sent": flights}
+    started_s = time.process_time()
+    found = timeline_of([own, theirs])
+    assert found is not None
+    assert len(chrome_trace(found, {})["traceEvents"]) < 1_000
+    assert time.process_time() - started_s < 2
+    assert sum(map(len, found.flights.values())) == MAX_ENTRIES
+    assert f"{20_000 - MAX_ENTRIES:,} entries left out" in found.clocks
+
+
+def test_a_rank_that_reports_another_step_is_left_out_and_named() -> None:
+    head: dict[str, Any] = {
+        "event": "timeline", "started_us": 0, "unix_us": 0, "step_us": 9, "received": [],
+        "spans": [], "sent": [], "machine": "m",
+    }  # fmt: skip
+    found = timeline_of(
+        [
+            {**head, "step": 5, "rank": 0, "cloud": "a"},
+            {**head, "step": 6, "rank": 1, "cloud": "b"},
+        ]
+    )
+    assert found is not None and [lane.rank for lane in found.lanes] == [0]
+    assert "without rank 1" in found.clocks

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from xcloud.net.link import CONTROL, LinkName, LinkRecord
 from xcloud.net.peer import Peer
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.security.audit import (
+    MAX_BYTES,
     as_table,
     audit_file,
     compact,
@@ -196,6 +198,53 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
     assert "guessed" not in as_table(batch)
     with pytest.raises(DataError, match=r"no rank\*\.wire\.json"):
         join_audit(tmp_path / "elsewhere")
+
+
+def rank_record(rank: int, **changes: Any) -> dict[str, Any]:
+    return {"rank": rank, "cloud": "ab"[rank % 2], "num_ranks": 3, "crosses_clouds": True,
+            "messages": [], "received": [], "unframed": [], "reports": {}, **changes}  # fmt: skip
+
+
+def test_what_a_rank_without_a_record_sent_is_in_the_audit_by_what_its_receivers_noted(
+    tmp_path: Path,
+) -> None:
+    part = {"carries": "target int16 [B]", "dtype": "int16", "shape": [4]}
+    sent = {"to": "a", "receiver": 0, "boundary": 0, "kind": "batch", "parts": [part],
+            "num_messages": 2, "num_bytes": 20}  # fmt: skip
+    by_missing = {**sent, "sender": 2, "from": "c"}
+    by_present = {**sent, "sender": 1, "from": "b"}
+    records = (
+        rank_record(0, received=[by_missing, by_present]),
+        rank_record(1, messages=[sent]),
+    )
+    for record in records:
+        (tmp_path / f"rank{record['rank']}.wire.json").write_text(json.dumps(record))
+    audit = join_audit(tmp_path)
+    assert audit["missing_ranks"] == [2]
+    found = {message["from"]: message["num_bytes"] for message in audit["messages"]}
+    assert found == {"b": 20, "c": 20}  # and what rank 1 has noted itself is not counted twice
+    assert as_table(audit).startswith("token ids as such: yes")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(rank_record(0, num_ranks=10**10)),
+        json.dumps(rank_record(0, num_ranks=0)),
+        json.dumps(rank_record(0, messages=[{"kind": "batch"}])),
+        json.dumps(rank_record(0, messages=7)),
+        json.dumps(rank_record(0, reports={"step": "loss"})),
+        json.dumps(rank_record(0)).replace('"rank": 0', '"rank": ' + "9" * 5000),
+        "[" * 200_000,
+        "[]",
+        " " * (MAX_BYTES + 1),
+    ],
+    ids=range(9),
+)
+def test_a_record_of_another_owner_is_read_within_bounds(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rank0.wire.json").write_text(text)
+    with pytest.raises(DataError, match=r"rank0\.wire\.json is"):
+        join_audit(tmp_path)
 
 
 def test_no_value_of_a_message_is_kept() -> None:

@@ -7,7 +7,8 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def check_lines(
     """
     findings = list[Finding]()
     tls = PinnedTls(keys=keys, label=_LINE)
-    refused: list[str] = []
+    refused = deque[str](maxlen=1)  # whoever dials, and however often
     listener: Listener | None = None
     trials = list[LineTrial]()
     try:
@@ -174,7 +175,7 @@ def own_facts(digest: str) -> Facts:
     return Facts(xcloud.__version__, code, torch.__version__, platform.python_version(), digest)
 
 
-def _of_trial(case: Case, trial: LineTrial, refused: list[str]) -> Iterator[Finding]:
+def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[Finding]:
     cloud = trial.peer
     addresses = case.layout.clouds[cloud if trial.dials else case.cloud].addresses
     where = addresses[trial.machine if len(addresses) > 1 else 0]

@@ -31,6 +31,7 @@ from xcloud.base.wording import check_name
 PrivateKey = ec.EllipticCurvePrivateKey
 
 VALID_FOR = timedelta(days=365)
+MAX_VALID_FOR = timedelta(days=400)
 MAX_PER_PEER = 2  # the old and the new one, for the day of a change
 _MAX_NAME = 64  # of a common name, by X.509
 _MAX_FILE_BYTES = 1 << 16
@@ -154,7 +155,9 @@ def read_certificate(file: Path) -> Certificate:
         if not has_curve or len(names) != 1 or names[0].oid != NameOID.COMMON_NAME:
             raise ValueError("it is not one that `xcloud keys new` makes")
         found.verify_directly_issued_by(found)
-    except (ValueError, TypeError, InvalidSignature) as error:
+        if found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
+            raise ValueError("it may issue others, and no authority is trusted here")
+    except (ValueError, TypeError, x509.ExtensionNotFound, InvalidSignature) as error:
         raise ConfigError(
             f"{file} holds no certificate of a cloud: {str(error) or type(error).__name__:.200}"
         ) from None
@@ -163,10 +166,13 @@ def read_certificate(file: Path) -> Certificate:
 
 def read_key(file: Path) -> PrivateKey:
     """Read a private key. Raises ConfigError for a file that is missing, is something else, or
-    that other users may read."""
+    that other users may read, or the group write. A group may read it: in Kubernetes it must."""
     data = _content_of(file)
-    if file.stat().st_mode & 0o007:
+    mode = file.stat().st_mode
+    if mode & 0o007:
         raise ConfigError(f"{file} can be read by every user of this machine: chmod 600 {file}")
+    if mode & 0o030:
+        raise ConfigError(f"{file} can be changed by its group: chmod 600 {file}")
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:
@@ -294,6 +300,12 @@ def _certificate_of(cloud: str, file: Path, own: Certificate | None = None) -> C
         raise ConfigError(
             f"{whose}, {file}, has expired on {found.valid_until:%Y-%m-%d}; "
             f"its owner makes another with `python -m xcloud keys new {cloud}`"
+        )
+    if found.valid_until - found.valid_from > MAX_VALID_FOR:
+        raise ConfigError(
+            f"{whose}, {file}, is valid for {(found.valid_until - found.valid_from).days:,} days; "
+            f"at most {MAX_VALID_FOR.days} are accepted: its owner makes another with "
+            f"`python -m xcloud keys new {cloud}`"
         )
     if now < found.valid_from:
         raise ConfigError(

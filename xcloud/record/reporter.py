@@ -259,14 +259,18 @@ class Reporter:
         self._flushed_at_s = time.monotonic()
 
 
-_A_PATH = re.compile(r"(?<![\w.:/~\\])(?:~|[A-Za-z]:)?[/\\][^\s'\",;:()\[\]]+|file:\S+")
+_BEGIN = r"(?<![\w./~\\])(?:~[\w.-]*|\$\{?\w+\}?|(?:[\w.+-]+:)+)?[/\\](?=[^\s])"
+_QUOTED = re.compile(rf"(['\"`]){_BEGIN}.*\1")
+_PLAIN = re.compile(rf"{_BEGIN}(?:.*[/\\])?.*?(?=: |, |$)|file:\S+", re.MULTILINE)
+"""A path may hold blanks, commas and colons: of what is not in quotes all up to the last slash of
+the line goes, and what follows up to the next colon or comma."""
 A_PATH = "(a path)"
 
 
 def _without_paths(value: Any) -> Any:
     """Return a value of an event with every absolute path in its texts left out."""
     if isinstance(value, str):
-        return _A_PATH.sub(A_PATH, value)
+        return _PLAIN.sub(A_PATH, _QUOTED.sub(rf"\1{A_PATH}\1", value))
     if isinstance(value, Mapping):
         return {key: _without_paths(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

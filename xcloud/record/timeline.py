@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,10 @@ PLAN_FILE = "plan.json"
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
 PLANNED_FILES = (PLAN_FILE, PREDICTED_FILE)
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
+MAX_ENTRIES = 5_000
+"""Spans, messages sent and messages received of a rank in one step that are joined and drawn."""
+MAX_ROWS = 50
+_ENTRIES = ("spans", "sent", "received")
 _LETTER = {"forward": "F", "backward": "B", "weights": "W", "activation": "F", "gradient": "B"}
 
 
@@ -131,8 +135,10 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     if not parts:
         return None
     heads = {rank: parts[rank][0] for rank in sorted(parts)}
-    steps = {head["step"] for head in heads.values()}
-    assert len(steps) == 1, f"the ranks report different steps: {sorted(steps)}"
+    step = next(iter(heads.values()))["step"]
+    others = {rank for rank, head in heads.items() if head["step"] != step}
+    heads = {rank: head for rank, head in heads.items() if rank not in others}
+    parts = {rank: parts[rank] for rank in heads}
     sent, received = _messages(parts)
     offsets = _offsets(heads, sent=sent, received=received)
     at = {r: one["started_us"] + offsets.shift_us[one["machine"]] for r, one in heads.items()}
@@ -151,7 +157,29 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     ordered = {
         way: tuple(sorted(some, key=lambda f: f.from_us)) for way, some in sorted(flights.items())
     }
-    return Timeline(step=steps.pop(), lanes=lanes, flights=ordered, clocks=_describe(offsets))
+    clocks = _describe(offsets)
+    if others:
+        clocks += (
+            f"; without {', '.join(f'rank {one}' for one in sorted(others))}, of another step"
+        )
+    if left_out := _num_entries(parts) - _num_kept(parts):
+        clocks += f"; {left_out:,} entries left out"
+    return Timeline(step=step, lanes=lanes, flights=ordered, clocks=clocks)
+
+
+def _num_entries(parts: Mapping[int, Sequence[Event]]) -> int:
+    return sum(len(part[name]) for some in parts.values() for part in some for name in _ENTRIES)
+
+
+def _num_kept(parts: Mapping[int, Sequence[Event]]) -> int:
+    return sum(
+        len([*_first(part[name] for part in some)]) for some in parts.values() for name in _ENTRIES
+    )
+
+
+def _first(lists: Iterable[Sequence[Any]]) -> Iterator[Any]:
+    """Return what a rank reports of one kind, up to so much as a picture can show."""
+    return itertools.islice(itertools.chain.from_iterable(lists), MAX_ENTRIES)
 
 
 def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
@@ -164,8 +192,7 @@ def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
             from_us=begin_us + start,
             until_us=begin_us + end,
         )
-        for part in parts
-        for what, direction, stage, number, start, end in part["spans"]
+        for what, direction, stage, number, start, end in _first(part["spans"] for part in parts)
     )
     head = parts[0]
     return Lane(
@@ -185,11 +212,10 @@ def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], 
     sent = {}
     received = {}
     for rank, events in parts.items():
-        for event in events:
-            for boundary, receiver, sequence, *message in event["sent"]:
-                sent[boundary, rank, receiver, sequence] = message
-            for boundary, sender, sequence, at_us in event["received"]:
-                received[boundary, sender, rank, sequence] = at_us
+        for boundary, receiver, sequence, *message in _first(one["sent"] for one in events):
+            sent[boundary, rank, receiver, sequence] = message
+        for boundary, sender, sequence, at_us in _first(one["received"] for one in events):
+            received[boundary, sender, rank, sequence] = at_us
     return sent, received
 
 
@@ -255,6 +281,8 @@ Timed = TypeVar("Timed", Box, Flight)
 
 
 def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
+    """Return the entries in as few rows as they fit into without overlap, the lowest free one
+    first. What finds no place in MAX_ROWS rows is left out: nobody could read it."""
     rows: list[list[Timed]] = []
     for entry in sorted(entries, key=lambda e: (e.from_us, e.until_us)):
         for row in rows:
@@ -262,7 +290,8 @@ def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
                 row.append(entry)
                 break
         else:
-            rows.append([entry])
+            if len(rows) < MAX_ROWS:
+                rows.append([entry])
     return rows
 
 

@@ -15,7 +15,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
@@ -25,6 +27,13 @@ from xcloud.net.link import LinkRecord
 from xcloud.record.files import read_json, replace_text
 
 AUDIT_FILE = "wire_audit.json"
+MAX_BYTES = 1 << 24
+"""Of one rank's record."""
+MAX_RANKS = 1 << 20
+_STRICT = ConfigDict(strict=True)
+_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Text = Annotated[str, Field(max_length=1000)]
+_SpanText = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9]{1,19}$")]
 
 _TEXT = {"text", "source", "target", "ids", "tokens", "first", "second"}  # fields of tasks
 _LABELS = {"label", "labels", "start", "end"}
@@ -179,9 +188,65 @@ def _counted(
     ]
 
 
+class _Part(BaseModel):
+    model_config = _STRICT
+    carries: _Text
+    dtype: _Text
+    shape: Annotated[list[_Whole | _SpanText], Field(max_length=16)]
+
+
+class _Message(BaseModel):
+    model_config = _STRICT
+    kind: _Text
+    boundary: int | _Text | None
+    parts: Annotated[list[_Part], Field(max_length=1000)]
+    num_messages: _Whole
+    num_bytes: _Whole
+
+
+class _Received(_Message):
+    sender: _Whole
+    to: _Text
+
+
+class _RankRecord(BaseModel):
+    """What join_audit reads of a rank's record, which another owner may have written."""
+
+    model_config = _STRICT
+    rank: _Whole
+    cloud: _Text
+    num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    crosses_clouds: bool
+    messages: Annotated[list[_Message], Field(max_length=100_000)]
+    received: Annotated[list[_Received], Field(max_length=100_000)]
+    unframed: Annotated[list[_Text], Field(max_length=1000)]
+    reports: Annotated[dict[_Text, list[_Text]], Field(max_length=1000)]
+
+
+def bounded_bytes(path: Path, most: int) -> bytes:
+    """Return what a file holds. Raises DataError for one that is too long, or no file."""
+    if not path.is_file():  # a pipe might never end
+        raise DataError(f"{path} is no file")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DataError(f"{path} is longer than {most:,} bytes, too long for what it should be")
+    return data
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = parsed_json(bounded_bytes(path, MAX_BYTES))
+        _RankRecord.model_validate(found)
+    except (ValidationError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{path} is no record of what crossed: {said:.200}") from None
+    return found
+
+
 def join_audit(run_dir: Path) -> dict[str, Any]:
     """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
-    ranks = [parsed_json(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
+    ranks = [_read_record(path) for path in sorted(run_dir.glob("rank*.wire.json"))]
     if not ranks:
         raise DataError(
             f"there is no rank*.wire.json in {run_dir}; every rank of a run writes one at its end"

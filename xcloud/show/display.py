@@ -224,10 +224,6 @@ def write_record(
     attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
     cause = facts["cause"]
     labels = job.labels
-    if run.num_steps:
-        pictures = _draw(job, run_dir=run_dir, run=run)
-    else:
-        pictures = []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
     summary["compression"] = labels.compression
@@ -242,10 +238,16 @@ def write_record(
     if cause is None:
         with _may_lack(run_dir, what="figures that are measured after a run"):
             summary |= job.measured(run_dir)
-    try:
-        write_summary(run_dir / SUMMARY_FILE, summary=summary)
-    except OSError as error:
-        log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
+    _write_summary(run_dir, summary)
+    pictures = list[Path]()
+    num_lost = len(run.lost_files)
+    if (
+        run.num_steps
+    ):  # after the summary, which must not wait for what others' reports make us draw
+        pictures = _draw(job, run_dir=run_dir, run=run)
+    if lost := run.lost_files[num_lost:]:
+        summary["lost_files"] = [*summary.get("lost_files", ()), *lost]
+        _write_summary(run_dir, summary)
     tracked = summary
     texts = [SUMMARY_FILE]
     if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
@@ -268,6 +270,13 @@ def write_record(
         places |= recording.places()
     print_report(shown, places=places)
     return summary
+
+
+def _write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    try:
+        write_summary(run_dir / SUMMARY_FILE, summary=summary)
+    except OSError as error:
+        log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
 
 
 def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:

@@ -24,10 +24,17 @@ from xcloud.base.terminal import say
 from xcloud.job.audit_keys import known_certificates
 from xcloud.line.keys import Certificate
 from xcloud.line.sealing import verify
-from xcloud.record.files import read_json
-from xcloud.security.audit import as_table, compact, join_audit, signature_file
+from xcloud.security.audit import (
+    MAX_BYTES,
+    MAX_RANKS,
+    as_table,
+    bounded_bytes,
+    compact,
+    join_audit,
+    signature_file,
+)
 
-MAX_BYTES = 1 << 24  # of one rank's record
+MAX_SIGNATURE_BYTES = 1 << 16
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Name = Annotated[str, Field(max_length=200)]
@@ -59,7 +66,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True)
     rank: _Whole
     cloud: _Name
-    num_ranks: Annotated[int, Field(ge=1, le=1 << 20)]
+    num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     attempts: list[_Attempt]
 
 
@@ -154,8 +161,20 @@ def compare(folders: Sequence[Path]) -> Comparison:
     texts: dict[int, bytes] = {}
     signatures: dict[str, str] = {}
     refused = []
+    known: dict[int, str] = {}
+    for number, folder in enumerate(folders):
+        for path in _files([folder]):
+            data, record = _read(path)
+            if number == 0:  # this cloud's own records say of which cloud a rank is
+                known |= _clouds_in(record)
     for path in _files(folders):
         data, record = _read(path)
+        cloud = known.get(record.rank, record.cloud)
+        if cloud != record.cloud:
+            raise DataError(
+                f"{path} says that rank {record.rank} is of {record.cloud!r}; by the records in "
+                f"{folders[0]} it is of {cloud!r}"
+            )
         if texts.setdefault(record.rank, data) != data:
             raise DataError(
                 f"{path} is another record of rank {record.rank} than one that was read before"
@@ -192,15 +211,29 @@ def _files(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def _read(path: Path) -> tuple[bytes, _Record]:
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise DataError(f"{path} is longer than {MAX_BYTES:,} bytes, too long for such a record")
+    data = bounded_bytes(path, MAX_BYTES)
     try:
         return data, _Record.model_validate(parsed_json(data))
     except (ValidationError, ValueError, RecursionError) as error:
         line = str(error).splitlines()[0]
         raise DataError(f"{path} is no record of what crossed: {line:.200}") from None
+
+
+def _clouds_in(record: _Record) -> dict[int, str]:
+    """Return the cloud of each rank that a record knows."""
+    counts = [one for attempt in record.attempts for one in (*attempt.sent, *attempt.received)]
+    return {one.rank: one.cloud for one in counts} | {record.rank: record.cloud}
+
+
+def _signature(file: Path) -> Mapping[str, Any]:
+    """Return what a signature file holds; nothing where there is none. Raises SealError."""
+    if not file.exists():
+        return {}
+    try:
+        found = parsed_json(bounded_bytes(file, MAX_SIGNATURE_BYTES))
+    except (DataError, ValueError, OSError):
+        raise SealError(f"{file} holds no signature") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _signer(
@@ -210,7 +243,12 @@ def _signer(
     of its cloud, by which it is not signed."""
     known = certificates.get(cloud, [])
     file = signature_file(path)
-    given = read_json(file)
+    given = _signature(file)
+    if certificates and not known:
+        names = ", ".join(sorted(certificates))
+        raise SealError(
+            f"this cloud's policy has no certificate of {cloud}; it has some of {names}"
+        )
     if not given:
         if known:
             raise SealError(f"not signed, and this cloud's policy has a certificate of {cloud}")

@@ -33,6 +33,7 @@ from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
 from xcloud.pretrained import go_offline_if_unreachable
+from xcloud.tasks.data_cards import cards_of, check_card
 from xcloud.tasks.rows import (
     DEV_NAMES,
     FileKind,
@@ -528,10 +529,11 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
     with _reading(name, reached=reached):
+        revision = which.get("revision")
+        for card in cards_of(name, folder=folder, revision=revision, reached=reached):
+            check_card(card, name=name)
         if "revision" in which or folder is not None:
-            _check_data_files(
-                datasets, folder=folder, name=name, config=config, revision=which.get("revision")
-            )
+            _check_data_files(datasets, folder=folder, name=name, config=config, revision=revision)
         return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
 
 

@@ -1,0 +1,70 @@
+"""What a data set says of itself is read before `datasets`, which would contact who it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from xcloud.base.errors import DataError
+from xcloud.tasks import sources
+from xcloud.tasks.data_cards import CARDS, check_card
+
+OUT = [
+    "http://attacker/x.jsonl", "http://attacker/*.jsonl", "hf://datasets/company-b/private/x",
+    "zip://x.jsonl::http://attacker/z.zip", "file:///etc/passwd", "/usr/**/passwd*", "~/x.jsonl",
+    "../other/x.jsonl", "data/../../x", "local:/etc/passwd", "C:\\x", "s3:x", "a::b",
+]  # fmt: skip
+
+
+def card(folder: Path, file: str, **config: object) -> Path:
+    text = yaml.safe_dump({"configs": [{"config_name": "default", **config}]})
+    path = folder / file
+    path.write_text(f"---\n{text}---\n# A data set\n" if file.endswith(".md") else text)
+    return path
+
+
+@pytest.mark.parametrize("place", OUT)
+def test_data_elsewhere_is_refused_however_and_wherever_it_is_named(
+    place: str, tmp_path: Path
+) -> None:
+    for file in CARDS:
+        for config in (
+            {"data_files": place},
+            {"data_files": [place]},
+            {"data_files": {"train": ["train.jsonl", place]}},
+            {"data_files": [{"split": "train", "path": place}]},
+            {"data_files": [{"split": "train", "path": ["train.jsonl", place]}]},
+            {"data_dir": place},
+        ):
+            with pytest.raises(DataError, match="no file of its own"):
+                check_card(card(tmp_path, file, **config), name="x")
+
+
+def test_a_card_that_takes_long_to_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("---\na: &a [x]\nb: [*a, *a]\n---\n")
+    with pytest.raises(DataError, match="anchors"):
+        check_card(file, name="x")
+    file.write_text("---\na: [" + "[" * 5000 + "\n---\n")
+    with pytest.raises(DataError, match="no card"):
+        check_card(file, name="x")
+
+
+def test_own_files_are_taken_and_nothing_is_needed(tmp_path: Path) -> None:
+    check_card(
+        card(tmp_path, "README.md", data_files=[{"split": "train", "path": "a/*.jsonl"}]), "x"
+    )
+    (tmp_path / "README.md").write_text("# No card\n---\nb: 1\n")
+    check_card(tmp_path / "README.md", name="x")
+
+
+def test_datasets_is_not_asked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    for name in ("load_dataset", "load_dataset_builder"):
+        monkeypatch.setattr(datasets, name, lambda *_, **__: pytest.fail("it was asked"))
+    (tmp_path / "train.jsonl").write_text('{"text": "x"}\n')
+    card(tmp_path, ".huggingface.yaml", data_files="http://attacker/x.jsonl")
+    with pytest.raises(DataError, match="no file of its own"):
+        sources.load_hub(str(tmp_path), None)

@@ -1,0 +1,102 @@
+"""What a data set says of itself (README.md, .huggingface.yaml). It is read before `datasets` sees
+it, which would look for the data files that it names wherever they are, and contact who has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from xcloud.base.bounded import check_size
+from xcloud.base.errors import DataError
+from xcloud.base.yaml_text import events
+
+CARDS = ("README.md", ".huggingface.yaml")
+"""The files in which `datasets` looks for "configs"."""
+MAX_BYTES = 8 << 20
+MAX_VALUES = 200_000
+_PLACES = ("data_files", "data_dir")
+
+
+def cards_of(
+    name: str, folder: Path | None, revision: str | None, reached: bool
+) -> Iterator[Path]:
+    """Yield the cards of a data set in a folder, or on the hub, from where only they are fetched.
+
+    reached: whether the hub can be asked; without it `datasets` asks nobody either.
+    """
+    if folder is not None:
+        yield from (folder / card for card in CARDS if (folder / card).is_file())
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for card in CARDS:
+        try:
+            yield Path(
+                hf_hub_download(
+                    name,
+                    card,
+                    repo_type="dataset",
+                    revision=revision,
+                    local_files_only=not reached,
+                )
+            )
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            continue
+
+
+def check_card(path: Path, name: str) -> None:
+    """Raise DataError if a card names data that is not in its own folder, or is no plain YAML."""
+    check_size(path, max_bytes=MAX_BYTES)
+    try:
+        text = path.read_text("utf-8")
+        if path.name.endswith(".md"):
+            from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+            block = REGEX_YAML_BLOCK.search(text)
+            text = block[2] if block else ""
+        for number, event in enumerate(events(text)):
+            if number > MAX_VALUES or getattr(event, "anchor", None):
+                raise DataError(
+                    f"{name}: {path.name} has anchors, aliases or more than {MAX_VALUES:,} values"
+                )
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{name}: {path.name} is no card of a data set: {said:.200}") from None
+    configs = content.get("configs") if isinstance(content, dict) else None
+    for config in configs if isinstance(configs, list) else ():
+        for key in _PLACES if isinstance(config, dict) else ():
+            for place in _texts(config.get(key)):
+                if leads_out(place):
+                    raise DataError(f"{name}: {path.name} names {place!r}, no file of its own")
+
+
+def leads_out(place: str) -> bool:
+    """Return whether a pattern of data files may lead out of the data set's folder."""
+    return (
+        "://" in place
+        or "::" in place
+        or "\\" in place
+        or place.startswith(("/", "~"))
+        or bool(re.match(r"[A-Za-z][\w+.-]*:", place))
+        or ".." in place.split("/")
+    )
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Yield all texts in a setting, keys too: what is a split and what a path, `datasets` says."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _texts(value)
