@@ -235,7 +235,7 @@ def test_a_hostile_record_is_refused(content: str, said: str, tmp_path: Path) ->
 def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
     crossing(tmp_path)
     changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0))
-    with pytest.raises(DataError, match="another record of rank 0|rank 0 is of 'cloud_b'"):
+    with pytest.raises(DataError, match=r"another record of rank 0|rank 0 is of 'cloud_b'"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])
 
 
