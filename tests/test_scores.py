@@ -112,7 +112,8 @@ def test_macro_f1_is_over_every_class_of_labels_or_predictions(case: str) -> Non
 def test_the_error_of_an_accuracy_is_binomial() -> None:
     pairs = [(1.0, 1.0)] * 90 + [(1.0, 0.0)] * 10
     values, errors = label_scores(["accuracy"], {"": pairs})
-    assert values == {"accuracy": 90.0} and errors == {"accuracy": 3.0}  # 100 sqrt(0.9 0.1 / 100)
+    assert values == {"accuracy": 90.0}
+    assert errors == pytest.approx({"accuracy": 3.0})  # 100 sqrt(0.9 0.1 / 100)
 
 
 def test_an_error_is_the_spread_of_the_score_over_other_samples() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
-from xcloud.base.units import LESS_IS_BETTER, score_digits
+from xcloud.base.units import LESS_IS_BETTER
 from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import (
     MALFORMED,
@@ -99,7 +99,7 @@ class RunStatistics:
             self._go_back(int(event["step"]))
         elif kind in self._kept:
             if kind == "quality":
-                scores = {key: _scores(event.get(key) or {}) for key in ("values", "errors")}
+                scores = {key: _numbers(event.get(key) or {}) for key in ("values", "errors")}
                 event = {**event, **scores}
             if self._kept[kind] and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
@@ -165,9 +165,7 @@ class RunStatistics:
         ranks = steps.sums("num_ranks", first=first)
         total_s = {kind: sum(parts.values()) for kind, parts in seconds.items()}
         means = {
-            kind: {
-                cloud: _rounded(value / ranks[cloud], digits=6) for cloud, value in parts.items()
-            }
+            kind: {cloud: value / ranks[cloud] for cloud, value in parts.items()}
             for kind, parts in seconds.items()
         }
         step_s = sorted(steps["step_s"][first:])
@@ -176,12 +174,10 @@ class RunStatistics:
         )
         losses = [loss for loss in steps["loss"] if loss != NO_LOSS]
         return {
-            "final_loss": _rounded(losses[-1] if losses else None, digits=6),
+            "final_loss": losses[-1] if losses else None,
             "step_time_s": {
-                "median": _rounded(statistics.median(step_s), digits=6) if step_s else None,
-                "p90": _rounded(
-                    step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None, digits=6
-                ),
+                "median": statistics.median(step_s) if step_s else None,
+                "p90": step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None,
             },
             **means,
             "bubble_ratio": ratio(total_s["waiting_s"], below=total_s["compute_s"]),
@@ -210,15 +206,13 @@ class RunStatistics:
         lines = {kind: self.steps.sums("line_busy_s", kind, first=first) for kind in kinds}
         tokens = self.steps.sum("tokens")
         per_token: dict[str, Any] = {
-            kind: ratio(sent.get(kind) or None, below=tokens, digits=2) for kind in kinds
+            kind: ratio(sent.get(kind) or None, below=tokens) for kind in kinds
         }
-        per_token["total"] = ratio(
-            sum(sent.get(kind, 0) for kind in kinds) or None, below=tokens, digits=2
-        )
+        per_token["total"] = ratio(sum(sent.get(kind, 0) for kind in kinds) or None, below=tokens)
         boundaries = self.steps.sums("boundaries")
         if len({name.partition(" ")[0] for name in boundaries}) > 1:
             per_token["boundaries"] = {
-                name: ratio(boundaries[name], below=tokens, digits=2)
+                name: ratio(boundaries[name], below=tokens)
                 for name in sorted(boundaries, key=_boundary_order)
             }
         return {
@@ -248,9 +242,9 @@ class RunStatistics:
         return {
             "num_resumes": len(self.resumes),
             "num_steps_done_twice": sum(one["steps_again"] for one in self.resumes),
-            "goodput": round(1 - lost_s / elapsed_s, 4) if elapsed_s else None,
+            "goodput": 1 - lost_s / elapsed_s if elapsed_s else None,
             "started_at": started and started.isoformat(timespec="seconds"),
-            "wall_s": round(elapsed_s - self._pause_s, 1) if until_s else None,
+            "wall_s": elapsed_s - self._pause_s if until_s else None,
         }
 
     def _of_events(self) -> Summary:
@@ -363,19 +357,16 @@ def _boundary_order(name: str) -> tuple[int, str]:
     return int(number), direction.replace("forward", "")
 
 
-def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
+def ratio(above: float | None, below: float) -> float | None:
     """Return above / below; None if either was not measured."""
     if above is not None and below:
-        return round(above / below, digits)
+        return above / below
     return None
 
 
-def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {name: _rounded(value, digits=score_digits(name)) for name, value in values.items()}
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Raises TypeError or ValueError unless each is a number, or missing."""
+    return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def _finite(value: object) -> object:

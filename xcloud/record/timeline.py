@@ -391,9 +391,9 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
         table = {}
     if not table.get("chosen"):
         return {}
-    told: dict[str, Any] = {"predicted_step_time_s": round(table["predicted_step_time_s"], 6)}
+    told: dict[str, Any] = {"predicted_step_time_s": table["predicted_step_time_s"]}
     if epochs := table["chosen"]["over_epochs"]:
-        told["predicted_over_epochs"] = {name: round(value, 6) for name, value in epochs.items()}
+        told["predicted_over_epochs"] = dict(epochs)
     return told
 
 

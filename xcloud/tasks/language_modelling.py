@@ -632,10 +632,10 @@ class LanguageData(View[LanguageModelling]):
         samples = {}
         for i, pieces in zip(order, found, strict=True):
             nats, tokens = pieces.sum(0)
-            samples[i] = {"loss": round(float(nats / tokens), 6), "tokens": int(tokens)}
+            samples[i] = {"loss": float(nats / tokens), "tokens": int(tokens)}
         return Scores(
-            values={"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
-            errors={"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
+            values={"perplexity": perplexity, "loss": loss},
+            errors={"perplexity": perplexity * error, "loss": error},
             samples=samples,
         )
 

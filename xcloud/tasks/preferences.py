@@ -328,12 +328,12 @@ class PreferenceData(LanguageData):
         num = len(order)
         spread = {name: float(column.std()) / num**0.5 for name, column in columns.items()}
         samples = {
-            i: {"margin": round(float(margin), 6), "chosen_reward": round(float(reward), 6)}
+            i: {"margin": float(margin), "chosen_reward": float(reward)}
             for i, margin, reward in zip(order, margins, rewards[:, 0], strict=True)
         }
         return Scores(
-            values={name: round(float(column.mean()), 6) for name, column in columns.items()},
-            errors={name: round(error, 6) for name, error in spread.items()},
+            values={name: float(column.mean()) for name, column in columns.items()},
+            errors=spread,
             samples=samples,
         )
 

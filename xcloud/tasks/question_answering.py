@@ -360,7 +360,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             exact = exact_match(answer, references=references)
             samples[question] = {**texts, "f1": f1, "exact_match": exact}
         found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
-        values = {name: round(float(each.mean()), 4) for name, each in found.items()}
+        values = {name: float(each.mean()) for name, each in found.items()}
         f1_N = found["f1"]
         error = bootstrap_error(
             len(f1_N), measure=lambda counts: float(np.average(f1_N, weights=counts))
@@ -368,7 +368,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], below=1)}
         return Scores(
             values=values,
-            errors={name: round(each, 4) for name, each in errors.items()},
+            errors=errors,
             samples=samples,
         )
 

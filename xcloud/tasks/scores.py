@@ -133,12 +133,12 @@ def label_scores(
     for (name, part), measure in measures.items():
         num = len(parts[part])
         key = f"{name}_{part}" if part else name
-        values[key] = round(measure(np.ones(num)), 4)
+        values[key] = measure(np.ones(num))
         if name == "accuracy":
             error = 100 * ratio_error([right == said for right, said in parts[part]], below=1)
         else:
             error = bootstrap_error(num, measure=measure)
-        errors[key] = round(error, 4)
+        errors[key] = error
     if list(parts) == [""]:
         return values, errors
 
@@ -148,7 +148,7 @@ def label_scores(
 
     main = sum(values[f"{names[0]}_{part}"] for part in parts) / len(parts)
     error = bootstrap_error(max(map(len, parts.values())), measure=mean)
-    return {names[0]: round(main, 4), **values}, {names[0]: round(error, 4), **errors}
+    return {names[0]: main, **values}, {names[0]: error, **errors}
 
 
 def _correlation(x: Vector, y: Vector, counts: Vector) -> float:

@@ -244,10 +244,10 @@ def _score(
     def measure(drawn_N: Vector) -> float:
         return float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score)
 
-    sentences = [(round(score(own).score, 4), own) for own in counts]
+    sentences = [(score(own).score, own) for own in counts]
     return (
-        round(metric._aggregate_and_compute(counts).score, 4),
-        round(bootstrap_error(len(counts), measure=measure), 4),
+        metric._aggregate_and_compute(counts).score,
+        bootstrap_error(len(counts), measure=measure),
         sentences,
     )
 

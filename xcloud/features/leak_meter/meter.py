@@ -265,7 +265,7 @@ def _attack_labels(
         margin = scores[:, number] - scores.logsumexp(1)
         aucs_of["probe"].append(auc(margin, is_positive_N=positive[~is_known]))
     kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in aucs_of.items()}
-    means = {name: round(fmean(aucs), 4) for name, aucs in kept.items() if aucs}
+    means = {name: fmean(aucs) for name, aucs in kept.items() if aucs}
     return {**means, "num_samples": len(ids)}
 
 
@@ -304,7 +304,7 @@ def _invert(
         return None
 
     def share(guessed: Tensor) -> float:
-        return round(float((unknown == guessed).double().mean()), 4)
+        return float((unknown == guessed).double().mean())
 
     return {
         "linear": share(linear_inverter(rows, tokens_N=tokens, is_known_N=is_known)),

@@ -228,13 +228,13 @@ class OneWayStatistics(RunStatistics):
         skipped = Counter(steps.sums("skipped"))
         num_bytes = sum(steps.sums("fed_bytes").values())
         summary["feed"] = {
-            "bytes_per_token": ratio(num_bytes or None, below=steps.sum("tokens"), digits=4),
+            "bytes_per_token": ratio(num_bytes or None, below=steps.sum("tokens")),
             "num_batches": int(taken.total()),
             "num_skipped": int(skipped.total()),
             "producers": {
                 name: {
-                    "share": round(share, 4),
-                    "share_taken": ratio(taken[name] or None, below=taken.total(), digits=4),
+                    "share": share,
+                    "share_taken": ratio(taken[name] or None, below=taken.total()),
                     "num_batches": int(taken[name]),
                     "num_skipped": int(skipped[name]),
                     "link_utilisation": use[name],
@@ -255,7 +255,7 @@ class OneWayStatistics(RunStatistics):
             "num_skipped_updates": own["skipped_update"],
             "loss": self._loss.get(name),
             **{
-                f"{kind}_per_batch": ratio(self._made[kind, name] or None, below=made, digits=6)
+                f"{kind}_per_batch": ratio(self._made[kind, name] or None, below=made)
                 for kind in ("compute_s", "waiting_s")
             },
             "state": states[-1] if states else "absent",

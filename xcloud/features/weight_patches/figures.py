@@ -30,8 +30,8 @@ def _summed(events: list[Event]) -> dict[str, Any]:
             "num_snapshots": len(by_kind[True]),
             "snapshot_bytes": num_bytes[True],
             "share_of_whole": num_bytes[False] / whole_bytes if whole_bytes else None,
-            "pause_s": round(sum(float(event["pause_s"]) for event in events), 3),
-            "write_s": round(sum(float(event["write_s"]) for event in events), 3),
+            "pause_s": sum(float(event["pause_s"]) for event in events),
+            "write_s": sum(float(event["write_s"]) for event in events),
         }
     }
 

@@ -418,14 +418,14 @@ class DiscriminatorRank(_Learner):
         detected = hits + of["false_positives"]
         replaced = hits + of["false_negatives"]
         ratios = {
-            "replaced_precision": (100 * hits, detected, 4),
-            "replaced_recall": (100 * hits, replaced, 4),
-            "replaced_f1": (200 * hits, detected + replaced, 4),
-            "replaced_loss": (of["loss_sum"], of["weight"], 6),
+            "replaced_precision": (100 * hits, detected),
+            "replaced_recall": (100 * hits, replaced),
+            "replaced_f1": (200 * hits, detected + replaced),
+            "replaced_loss": (of["loss_sum"], of["weight"]),
         }
         values = {}
         errors = {}
-        for name, (above, below, digits) in ratios.items():
-            values[name] = round(float(above.sum()) / max(1.0, float(below.sum())), digits)
-            errors[name] = round(ratio_error(above, below=below), digits)
+        for name, (above, below) in ratios.items():
+            values[name] = float(above.sum()) / max(1.0, float(below.sum()))
+            errors[name] = ratio_error(above, below=below)
         return Scores(values=values, errors=errors)
