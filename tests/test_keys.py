@@ -68,11 +68,18 @@ def test_a_key_may_come_with_a_policy_that_names_the_other_cloud(
     assert read_line_keys("cloud_a", found.peers, policy_file=policy)
 
 
-@pytest.mark.parametrize("name", ["../cloud", "", "a b\n", "x" * 65])
+@pytest.mark.parametrize("name", ["../cloud", "", "a b\n", "x" * 65, "\u4e0a" * 22])
 def test_a_name_that_no_cloud_can_have_gets_no_key(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         make_key(name, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_is_as_long_as_its_bytes(tmp_path: Path) -> None:
+    name = 21 * "\u4e0a"
+    assert make_key(name, tmp_path).cloud == name
+    with pytest.raises(ConfigError, match=r"at most 64 bytes in UTF-8, and .* takes 66: give the"):
+        make_key(22 * "\u4e0a", tmp_path)
 
 
 def changed(change: Callable[[Path], object], tmp_path: Path) -> str:

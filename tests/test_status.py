@@ -137,6 +137,16 @@ def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
     assert "last checkpoint: step 12, 0 s ago" in said
 
 
+def test_a_rank_that_has_ended_waits_for_nobody(tmp_path: Path) -> None:
+    """Its last state still names the barrier that it ended in."""
+    waits = [wait(1, "barrier of step 5")]
+    write(tmp_path, 0, ended=True, waits_for=waits, lines_down=["the line is down"])
+    write(tmp_path, 1, waits_for=waits)
+    first, second = (one.as_json() for one in ranks_of(tmp_path))
+    assert (first["waits_for"], first["lines_down"]) == ([], [])
+    assert [one["message"] for one in second["waits_for"]] == ["barrier of step 5"]
+
+
 def test_a_rank_that_may_leave_is_away_and_the_run_well(tmp_path: Path) -> None:
     write(tmp_path, 0)
     write(tmp_path, 1, ended=True, phase="has failed: killed", may_leave=True)

@@ -31,6 +31,7 @@ from tests.runs import command, free_port, read
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
 from xcloud.features.checkpoints.resume import check_can_go_on
+from xcloud.features.weight_patches import command as command_module
 from xcloud.features.weight_patches import feature as feature_module
 from xcloud.features.weight_patches import store as store_module
 from xcloud.features.weight_patches.codec import (
@@ -433,6 +434,51 @@ def test_damage_is_told_and_the_next_snapshot_leads_on(trainer: Trainer, tmp_pat
     news = follower.look()
     assert news is not None and news.step == 8 and not follower.is_behind
     assert agree(follower, trainer.modules)
+
+
+def test_a_follower_is_behind_if_one_stage_is(trainer: Trainer, tmp_path: Path) -> None:
+    """Though the other one has the newest step."""
+    follower = following(tmp_path, 2)
+    trainer.train(2, 4)
+    follower.look()
+    older = follower._weights[1]
+    follower._weights[1] = replace(older, head=older.head.model_copy(update={"step": 2}))
+    follower._note_gap(PatchStore(ObjectStore(str(tmp_path)), plain).listed())
+    assert follower.is_behind
+
+
+def test_an_object_that_is_listed_and_not_there_is_asked_for_once_a_look(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = following(tmp_path, 2)
+    trainer.train(2)
+    asked: list[str] = []
+
+    def get(self: ObjectStore, name: str, max_bytes: int) -> None:
+        asked.append(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "get", get)
+        assert follower.look() is None
+    assert 1 <= len(asked) == len({*asked}) <= 2
+    assert follower.look() is not None
+
+
+def test_following_ends_where_the_last_weights_of_the_run_are_refused(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "END_WITHIN_S", 0.2)
+    store = PatchStore(ObjectStore(str(tmp_path), writes=False), plain)
+    follower = Follower(store, RUN, 2, last_step=4)
+    folder: Any = SimpleNamespace(update=lambda *given: None)
+    context: Any = None
+    trainer.train(2)
+    follower.look()
+    trainer.train(4)
+    patch = next(f for f in files(tmp_path) if "whole" not in f.name and "-0001-0000" in f.name)
+    patch.write_bytes(patch.read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"the run's last weights are refused: .*step 4"):
+        command_module._keep_current(follower, folder, context, url="here", once=False)
 
 
 def test_a_patch_that_is_missing_is_told_and_the_next_snapshot_is_waited_for(

@@ -33,7 +33,7 @@ PrivateKey = ec.EllipticCurvePrivateKey
 VALID_FOR = timedelta(days=365)
 MAX_VALID_FOR = timedelta(days=400)
 MAX_PER_PEER = 2  # the old and the new one, for the day of a change
-_MAX_NAME = 64  # of a common name, by X.509
+_MAX_NAME_BYTES = 64  # of a common name, by X.509 as the library counts it
 _MAX_FILE_BYTES = 1 << 16
 _CLOCKS_DIFFER_BY = timedelta(hours=1)
 
@@ -105,8 +105,12 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
     Raises ConfigError for a name that is none, and where a file is there already.
     """
     check_name("the name of a cloud", name=cloud, spoken=True)
-    if len(cloud) > _MAX_NAME:
-        raise ConfigError(f"a certificate holds a name of at most {_MAX_NAME} characters: {cloud}")
+    num_bytes = len(cloud.encode())
+    if num_bytes > _MAX_NAME_BYTES:
+        raise ConfigError(
+            f"a certificate holds a name of at most {_MAX_NAME_BYTES} bytes in UTF-8, and "
+            f"{cloud} takes {num_bytes}: give the cloud a shorter one"
+        )
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
     key_file, pem_file = _files_of(cloud, folder=folder)

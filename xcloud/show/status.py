@@ -60,8 +60,13 @@ class RankStatus:
             self.process = _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
-        self.lines_down: list[str] = state.get("lines_down", [])
-        waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
+        self.lines_down: list[str] = []
+        waits: list[Wait] = []
+        if not self.has_ended:  # its last state names what it waited for until then
+            self.lines_down = state.get("lines_down", [])
+            waits = [
+                (one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]
+            ]
         self.waits: list[Wait] = sorted(waits, key=lambda wait: -wait[2])
 
     @property

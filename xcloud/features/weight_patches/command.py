@@ -23,6 +23,9 @@ from xcloud.job.given import check_is_run, read_settings
 from xcloud.job.job import PipelineJob
 from xcloud.line.mailbox import ObjectStore, pause_after
 
+END_WITHIN_S = 60.0
+"""How long another way to the last weights of a run is waited for, once they are refused."""
+
 
 def follow(words: Sequence[str]) -> None:
     """Keep a folder of transformers current: python -m xcloud follow RUN --as FOLDER
@@ -48,7 +51,12 @@ def follow(words: Sequence[str]) -> None:
     url: str = arguments.url or job.training.patches.url or str(arguments.run)
     objects = ObjectStore(url, setting="--from" if arguments.url else URL, writes=False)
     store = PatchStore(objects, protect=_protection(job))
-    follower = Follower(store, run=name_of(job), num_stages=job.cluster.num_stages)
+    follower = Follower(
+        store,
+        run=name_of(job),
+        num_stages=job.cluster.num_stages,
+        last_step=job.max_steps,
+    )
     folder = FollowedFolder(arguments.folder, name_of(job), cast(Any, job.model), job.task)
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):
         _keep_current(follower, folder, _context_of(job), url=url, once=arguments.once)
@@ -88,7 +96,7 @@ def _keep_current(
         since_s = time.monotonic()
         news = follower.look()
         for problem in follower.problems[num_said:]:
-            say(f"xcloud: {problem}; a later snapshot is waited for", error=True)
+            say(f"xcloud: {problem}; a later snapshot would do", error=True)
         num_said = len(follower.problems)
         if news is not None:
             folder.update(follower, news, context)
@@ -97,6 +105,8 @@ def _keep_current(
             if news.is_last:
                 say("that was the last update of the run")
                 return
+        elif follower.has_lost_the_end and time.monotonic() - news_at_s > END_WITHIN_S:
+            raise DataError(f"the run's last weights are refused: {follower.problems[-1]}")
         elif once:
             if follower.is_behind:
                 raise DataError(f"{follower.problems[-1]}")

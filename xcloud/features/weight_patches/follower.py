@@ -51,12 +51,16 @@ class Follower:
     problems: what is wrong with objects that are there, in words. Such an object is not read
         again; another way around it, such as a later snapshot, is waited for.
     is_behind: the last look found newer weights that nothing leads to.
+    last_step: of the run, after which no object comes; None: nobody knows.
     """
 
-    def __init__(self, store: PatchStore, run: str, num_stages: int) -> None:
+    def __init__(
+        self, store: PatchStore, run: str, num_stages: int, last_step: int | None = None
+    ) -> None:
         self._store = store
         self._run = run
         self._num_stages = num_stages
+        self._last_step = last_step
         self._weights: dict[int, StageWeights] = {}
         self._refused: set[WeightObject] = set()
         self.problems: list[str] = []
@@ -66,19 +70,29 @@ class Follower:
     def has_weights(self) -> bool:
         return bool(self._weights)
 
+    @property
+    def has_lost_the_end(self) -> bool:
+        """Return whether the last weights of the run are refused: nothing leads to them later."""
+        attempt = max((at for at, _ in self._at().values()), default=0)
+        last = [one for one in self._refused if one.step == self._last_step]
+        return any(one.attempt >= attempt for one in last)
+
     def look(self) -> News | None:
         """Bring all stages to the newest step that they can have; None if there is nothing new.
 
-        Where an object is refused, all stages stay where they are or take another way.
+        Where an object is refused, or is listed and not there, all stages stay where they are or
+        take another way.
         """
+        missing = set[WeightObject]()
         while True:
             listed = self._store.listed()
-            there = {one: stored for one, stored in listed.items() if one not in self._refused}
+            left_out = self._refused | missing
+            there = {one: stored for one, stored in listed.items() if one not in left_out}
             route = best_route(there, self._at(), self._num_stages)
             if route is None:
                 self._note_gap(listed)
                 return None
-            if (found := self._taken(route, there)) is not None:
+            if (found := self._taken(route, there, missing)) is not None:
                 self._weights = found
                 self.is_behind = False
                 return self._news(route, there)
@@ -108,10 +122,13 @@ class Follower:
         }
 
     def _taken(
-        self, route: PatchRoute, there: Mapping[WeightObject, Stored]
+        self,
+        route: PatchRoute,
+        there: Mapping[WeightObject, Stored],
+        missing: set[WeightObject],
     ) -> dict[int, StageWeights] | None:
-        """Return the weights at the end of a route; None if an object on it is refused, or has
-        been deleted since it was listed."""
+        """Return the weights at the end of a route; None if an object on it is refused, or is not
+        there any more though it was listed, and then is put into `missing`."""
         found: dict[int, StageWeights] = {}
         for stage, objects in route.objects.items():
             weights = self._weights.get(stage)
@@ -119,6 +136,7 @@ class Follower:
                 try:
                     data = self._store.get(there[one])
                     if data is None:
+                        missing.add(one)
                         return None
                     weights = decode(data, before=weights)
                     self._check(one, weights)
