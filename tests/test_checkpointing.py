@@ -81,6 +81,62 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
     assert folder.agreed_steps() == [6, 3]
 
 
+def test_a_state_is_copied_once_the_last_one_is_written_and_its_events_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two states would take twice the memory, and a crash would lose what was told of the steps
+    that are saved."""
+    done: list[str] = []
+    reporter = Reporter(0, "a", lambda lines: done.append("flushed"))
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), 0, {})
+    made = Checkpointer(Timing(Checkpoints(3, 0)), writer, None, {}, reporter)
+    may_write = threading.Event()
+    real_write = CheckpointFolder.write
+    real_copy = CheckpointWriter.copy
+
+    def write(folder: Any, *rest: Any) -> Any:
+        assert may_write.wait(60)
+        found = real_write(folder, *rest)
+        done.append("written")
+        return found
+
+    def copy(own: Any, parts: Any) -> Any:
+        done.append("copied")
+        return real_copy(own, parts)
+
+    monkeypatch.setattr(CheckpointFolder, "write", write)
+    monkeypatch.setattr(CheckpointWriter, "copy", copy)
+    reporter.event("step", step=3)
+    made.save(3)
+    assert done == ["flushed", "copied"]
+    reporter.event("step", step=6)
+    second = threading.Thread(target=made.save, args=(6,))
+    second.start()
+    second.join(0.2)
+    assert "copied" not in done[2:]
+    may_write.set()
+    second.join(60)
+    made.settle()
+    made.close(is_finished=False)
+    assert done.index("written") < done.index("copied", 2)
+    assert "flushed" in done[2 : done.index("copied", 2)]
+
+
+def test_a_disk_that_is_too_slow_is_written_to_half_as_often(tmp_path: Path) -> None:
+    """All replicas go by the same steps: twice the interval, or they might never meet."""
+    outs = {1: Mock()}
+    control = Control(0, dict(outs), {}, 1.0, {})
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), 0, {})
+    timing = Timing(Checkpoints(3, 0))
+    made = Checkpointer(timing, writer, control, {}, Reporter(0, "a", len), is_told=False)
+    made.save(3)  # rank 1 does not say that it has written its part
+    assert made.is_pending
+    for step, every in ((4, 3), (6, 6), (9, 6), (12, 12)):
+        made.signal(step)
+        assert timing.every == every
+    made.close(is_finished=False)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writing_thread_that_fails_ends_the_rank_and_does_not_hang_it(tmp_path: Path) -> None:
     writer = CheckpointWriter(CheckpointFolder(tmp_path), 0, {})

@@ -28,7 +28,7 @@ from xcloud.doctor import lines, machine, talk
 from xcloud.doctor.case import Case
 from xcloud.doctor.command import examine, read_case
 from xcloud.doctor.finding import Finding, FindingState
-from xcloud.doctor.talk import DoctorMessage, Facts, follow, lead
+from xcloud.doctor.talk import DoctorMessage, Facts, LineFigures, follow, lead
 from xcloud.job.config import Settings
 from xcloud.launch.join import ALONE, Machine
 from xcloud.line.keys import make_key
@@ -293,6 +293,50 @@ def test_a_busy_machine_is_told(cases: list[Case], monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         found = machine.check_load(cases[0])
         assert found.state is state and found.fact.startswith(f"{load} on 2 processors")
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "state"),
+    [(0.0, "ok"), (1.9, "ok"), (-1.9, "ok"), (3.0, "warn"), (-3.0, "warn"), (4000.0, "red"),
+     (-4000.0, "red")],
+)  # fmt: skip
+def test_a_clock_is_told_whichever_way_it_is_off(ahead_s: float, state: str) -> None:
+    found = lines._clock("cloud_b", ahead_s)
+    assert found.state == state and ("behind" in found.fact) is (ahead_s <= 0)
+
+
+def test_a_step_takes_each_way_at_the_rate_of_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 MB out at 1 MB/s and 8 MB back at 4 MB/s. More connections help only where each way fills
+    one: where it carries what its buffer allows in a round trip."""
+    found = LineFigures(
+        peer=FACTS, round_trip_s=0.1, clock_ahead_s=0.0, sent_bytes_per_s=1e6,
+        received_bytes_per_s=4e6,
+    )  # fmt: skip
+    monkeypatch.setattr(lines, "_max_send_buffer", lambda: 1_000_000)
+    step = lines._step("cloud_b", out=6_000_000, back=8_000_000, found=found)
+    assert step.figures["busy_s"] == 8.0
+    assert "on" not in step.fact.split("one connection")[1]
+    fills = found._replace(sent_bytes_per_s=5e6, received_bytes_per_s=6e6)
+    assert "of them down to" in lines._step("cloud_b", out=1, back=1, found=fills).fact
+
+
+def test_a_clock_is_read_in_the_middle_of_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer takes a second to come, and the peer's clock is 5 s ahead."""
+    now_s = [1000.0]
+    monkeypatch.setattr(talk.time, "time", lambda: now_s[0])
+    monkeypatch.setattr(talk.time, "perf_counter", lambda: now_s[0])
+
+    class Peer:
+        def send(self, kind: DoctorMessage) -> None:
+            now_s[0] += 0.5
+
+        def receive_number(self, kind: DoctorMessage) -> float:
+            at_s = now_s[0] + 5.0
+            now_s[0] += 0.5
+            return at_s
+
+    peer: Any = Peer()
+    assert talk._ping(peer) == pytest.approx((1.0, 5.0))
 
 
 def test_what_a_container_may_use_counts(

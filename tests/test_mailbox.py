@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,6 +349,36 @@ def test_a_message_is_given_the_time_of_a_slow_line(tmp_path: Path) -> None:
     """Nothing shows that an object moves while it is written and read."""
     wan = mailbox.Mailbox(str(tmp_path))
     assert wan.allowance_s(375_000_000) == 3000.0
+
+
+def test_a_sender_waits_while_its_bytes_lie_there_however_few_objects(tmp_path: Path) -> None:
+    window = LinkWindow(max_queued_bytes=6000)
+    with linked(tmp_path, window=window) as ends:
+        out = ends.out
+        for number in (0, 1):
+            out._box.store.put(out._box.path(number), b"x" * 2500)
+            out._untaken[number] = 2500
+        done = threading.Event()
+
+        def wait() -> None:
+            out._await_room(3000)
+            done.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        assert not done.wait(0.3)
+        out._box.store.delete(out._box.path(0))
+        assert done.wait(20.0)
+
+
+def test_an_object_of_an_earlier_attempt_does_not_open_in_this_one(tmp_path: Path) -> None:
+    with linked(tmp_path) as ends:
+        box = ends.out._box
+        mine = ends.incoming._keys
+        sealed = b"".join(box.seal(3, b"data", ends.out._keys))
+        assert box.open(3, sealed, mine, max_bytes=100) == b"data"
+        for other in ({"attempt": 32 * "0"}, {"run": bytes(16)}, {"line": "forward"}):
+            with pytest.raises(FrameError, match="not one that cloud_a sealed for cloud_b"):
+                replace(box, **other).open(3, sealed, mine, max_bytes=100)
 
 
 def test_who_waits_long_looks_seldom() -> None:

@@ -20,6 +20,7 @@ from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank import restarts
 from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun, server_store
+from xcloud.record.files import ready_file
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
@@ -57,6 +58,24 @@ def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> Non
     assert hub.begins_again([1]) and not hub.begins_again([1])
     assert not hub.begins_again([1, 2])  # of a cloud of two ranks both must be there
     assert deliver(again, 2.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("beginning", "from_step", "takes_over"),
+    [(1, 0, False), (1, 5, True), (2, 0, True), (2, 5, True)],
+)
+def test_who_comes_to_a_run_that_goes_on_takes_over_its_values(
+    beginning: int, from_step: int, takes_over: bool, tmp_path: Path
+) -> None:
+    """Also at step 0, where no checkpoint is: the others may have trained since."""
+    job, trainer = Mock(), Mock(num_updates=from_step)
+    job.roster.essential = {0}
+    trainer.exchange.resume.return_value = 7
+    rendezvous = Rendezvous(1, 3, Mock(), 60.0, True, beginning)
+    restarts.enter_late(job, rendezvous, tmp_path, trainer, from_step)
+    assert trainer.exchange.resume.called is takes_over
+    assert trainer.num_updates == (7 if takes_over else from_step)
+    assert ready_file(tmp_path, 1).exists()
 
 
 def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = A
     clouds of one owner, no such cloud, or other machines of it.
     """
     asked = read_to_approve(file)
+    if asked.settings is None:  # the policy lets nothing be built of what the file names
+        assert asked.refusal is not None
+        raise asked.refusal
     if not asked.settings.job.cluster.between_owners:
         raise ConfigError(
             f"{file} has another cluster.wan than sealed or mailbox, and the doctor is for clouds "
