@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import yaml
 
 from xcloud.base.errors import DataError
 from xcloud.tasks import sources
-from xcloud.tasks.data_cards import CARDS, check_card
+from xcloud.tasks.data_cards import CARDS, OPENED, check_card
+from xcloud.tasks.language_modelling import CausalTokenizer
 
 OUT = [
     "http://attacker/x.jsonl", "http://attacker/*.jsonl", "hf://datasets/company-b/private/x",
@@ -68,3 +70,38 @@ def test_datasets_is_not_asked_before(tmp_path: Path, monkeypatch: pytest.Monkey
     card(tmp_path, ".huggingface.yaml", data_files="http://attacker/x.jsonl")
     with pytest.raises(DataError, match="no file of its own"):
         sources.load_hub(str(tmp_path), None)
+
+
+def test_columns_whose_values_are_opened_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = {
+        name
+        for name in dir(datasets.features)
+        if hasattr(getattr(datasets.features, name), "decode_example")
+    }
+    assert kinds - {"Features", "Json"} == OPENED  # a further kind of `datasets` is looked at
+    (tmp_path / "train.jsonl").write_text('{"text": "x", "picture": "http://attacker/x.png"}\n')
+    features = [{"name": "text", "dtype": "string"}, {"name": "picture", "dtype": "image"}]
+    text = yaml.safe_dump({"dataset_info": {"features": features}})
+    (tmp_path / "README.md").write_text(f"---\n{text}---\n")
+    with pytest.raises(DataError, match="column 'picture' is Image"):
+        sources.load_hub(str(tmp_path), None)
+
+
+def test_a_tokenizer_that_is_served_names_no_code(tmp_path: Path) -> None:
+    """Who loads the served folder with trust_remote_code would run it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[EOS]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]", unk_token="[UNK]")
+    given = tmp_path / "given"
+    made.save_pretrained(given)
+    code = {"auto_map": {"AutoTokenizer": [None, "evil--x.Y"]}}
+    for file, more in (("tokenizer_config.json", {}), ("generation_config.json", {"top_k": 5})):
+        about = json.loads((given / file).read_text()) if (given / file).exists() else {}
+        (given / file).write_text(json.dumps({**about, **more, **code}))
+    CausalTokenizer.load(given).save(tmp_path / "served")
+    served = [path.read_text() for path in (tmp_path / "served").glob("*.json")]
+    assert served and not any("evil" in text for text in served)
+    assert any('"top_k": 5' in text for text in served)

@@ -61,6 +61,7 @@ def test_a_key_may_come_with_a_policy_that_names_the_other_cloud(
 
     assert main([*words, "cloud_b"]) == 0
     assert policy.stat().st_mode & 0o777 == 0o600
+    assert "approved: []" in policy.read_text()  # no file runs before somebody has looked at it
     make_key("cloud_b", tmp_path)
     monkeypatch.setenv("XCLOUD_POLICY", str(policy))
     found = this_clouds_policy()

@@ -19,6 +19,8 @@ CARDS = ("README.md", ".huggingface.yaml")
 """The files in which `datasets` looks for "configs"."""
 MAX_BYTES = 8 << 20
 MAX_VALUES = 200_000
+OPENED = frozenset("Audio Image Video Pdf Nifti Mesh BioSequence BioStructure".split())
+"""Kinds of columns of `datasets` whose values are files that it opens."""
 _PLACES = ("data_files", "data_dir")
 
 
@@ -75,6 +77,29 @@ def check_card(path: Path, name: str) -> None:
             for place in _texts(config.get(key)):
                 if leads_out(place):
                     raise DataError(f"{name}: {path.name} names {place!r}, no file of its own")
+
+
+def check_features(features: Any, name: str) -> None:
+    """Raise DataError for columns whose values `datasets` opens, wherever a row says they are.
+
+    features: as `datasets` has them, None where they are not known before rows are read.
+    """
+    for column, feature in (features or {}).items():
+        rest = [feature]
+        while rest:
+            one = rest.pop()
+            if type(one).__name__ in OPENED:
+                raise DataError(
+                    f"{name}: its column {column!r} is {type(one).__name__}, whose rows name "
+                    "files and addresses that reading opens: leave that column out of the data set"
+                )
+            inner = one if isinstance(one, dict | list) else getattr(one, "feature", None)
+            if isinstance(inner, dict):
+                rest += inner.values()
+            elif isinstance(inner, list):
+                rest += inner
+            elif inner is not None:
+                rest.append(inner)
 
 
 def leads_out(place: str) -> bool:

@@ -89,6 +89,8 @@ NOT_LEARNED = ("weight", "train", "training")  # keys of an answer that is not t
 MAX_TRIES = 100  # messages of which a template has to write a key once
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
+NAMES_CODE = ("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code")
+"""Keys of files of transformers by which code beside weights is loaded."""
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
 FORMS = 'A line is {"text": …} or {"messages": [{"role": …, "content": …}, …]}.'
 CONVERTER = "docs/causal-language-models.md#texts"
@@ -226,8 +228,12 @@ class CausalTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write it for transformers, with the tokens at which a model that learned by it ends."""
+        # What is written is served: it names no code, whatever the folder did that it came from.
+        for key in [key for key in self._pretrained.init_kwargs if key in NAMES_CODE]:
+            del self._pretrained.init_kwargs[key]
         self._pretrained.save_pretrained(folder)
-        generation = {**self._generation, "eos_token_id": sorted(self.ends)}
+        given = {key: value for key, value in self._generation.items() if key not in NAMES_CODE}
+        generation = {**given, "eos_token_id": sorted(self.ends)}
         (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
         if self.learns_chats:
             said = "The model has learned chats: xcloud generate takes a text as a question.\n"

@@ -33,7 +33,7 @@ from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
 from xcloud.pretrained import go_offline_if_unreachable
-from xcloud.tasks.data_cards import cards_of, check_card
+from xcloud.tasks.data_cards import cards_of, check_card, check_features
 from xcloud.tasks.rows import (
     DEV_NAMES,
     FileKind,
@@ -534,7 +534,10 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
             check_card(card, name=name)
         if "revision" in which or folder is not None:
             _check_data_files(datasets, folder=folder, name=name, config=config, revision=revision)
-        return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
+        loaded = datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
+        for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
+            check_features(getattr(one, "features", None), name=name)
+        return loaded
 
 
 def _check_data_files(
