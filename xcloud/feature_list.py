@@ -12,6 +12,7 @@ from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.privacy.figures import GUARANTEE
 from xcloud.features.replicas.figures import MERGES
 from xcloud.features.sentinel.figures import DEPARTURES
+from xcloud.features.until.figures import TARGET
 from xcloud.features.weight_patches.figures import WEIGHTS
 from xcloud.record.evaluation import EVALUATION_FIGURE
 from xcloud.record.feature_figures import LINES, REFUSED_REPORTS, FeatureFigure
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FIGURES: Sequence[FeatureFigure] = (
     *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, WEIGHTS, LINES, REFUSED_REPORTS, PRODUCERS),
     EVALUATION_FIGURE,
+    TARGET,
 )
 """What they add to summary, closing table, tracker and pictures."""
 
@@ -41,6 +43,7 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.sharding.feature import Sharding
     from xcloud.features.tied.feature import TiedEnds
     from xcloud.features.two_buffered.feature import OverlappedUpdates
+    from xcloud.features.until.feature import RunUntil
     from xcloud.features.weight_patches.feature import WeightPatches
 
     return (
@@ -55,4 +58,5 @@ def all_features() -> Sequence[Feature]:
         AutopilotFeature(),
         WeightPatches(),
         OverlappedUpdates(),
+        RunUntil(),
     )

@@ -141,11 +141,11 @@ def reply_of(parts: Tensors, first: int) -> Reply:
 
 
 def number_of(parts: Tensors) -> int:
-    """Return the number that rank 0 gives at a barrier, 0 for none. Raises FrameError for anything
+    """Return the number that comes with a barrier, 0 for none. Raises FrameError for anything
     else."""
     specs = [*map(TensorSpec.of, parts)]
     if specs not in ([], [TensorSpec(shape=(1,), dtype=torch.int64)]):
-        raise FrameError(f"rank 0 sent {specs} to a barrier of all ranks")
+        raise FrameError(f"{specs} came to a barrier of all ranks, expected one number or none")
     return int(parts[0]) if parts else 0
 
 
@@ -169,11 +169,14 @@ class Control:
     def peers(self) -> list[int]:
         return sorted(self.out)
 
-    def barrier(self, ranks: Collection[int] | None = None, number: int = 0) -> int:
+    def barrier(
+        self, ranks: Collection[int] | None = None, number: int = 0, claim: bool = False
+    ) -> int:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
         and rank 0 is one of them.
 
         number: a number that rank 0 gives to the others; returned in all ranks.
+        claim: a wish of this rank that the number be 1, if rank 0 gives none.
 
         A rank is waited for as long as it sends heartbeats. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
@@ -182,7 +185,8 @@ class Control:
         key = MessageKey(Kind.BARRIER, self._num_barriers)
         started_s = time.monotonic()
         if self.rank != 0:
-            self.out[0].send(key, ())
+            claimed = (torch.tensor([1]),) if claim else ()
+            self.out[0].send(key, claimed, _NUMBER[: len(claimed)])
         missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
         came: dict[int, Tensors] = {}
         while missing:  # in turn, so that the end of any of them is seen at once
@@ -192,6 +196,8 @@ class Control:
             missing = [peer for peer in missing if peer not in came]
         if self.rank != 0:
             return number_of(came[0]) if 0 in came else 0
+        claims = [claim, *(number_of(parts) != 0 for parts in came.values())]
+        number = number or int(any(claims))
         given = (torch.tensor([number]),) if number else ()
         for peer in peers:
             self.out[peer].send(key, given, _NUMBER[: len(given)])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from inspect import unwrap
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.settings import (
     Address,
     NotNegative,
@@ -160,11 +161,57 @@ class Updates:
     max_skips_in_a_row: Positive = 10
 
 
+@settings("training.until")
+class Until:
+    """A target that ends a run at the first evaluation on the dev split that reaches it.
+
+    metric: the name of a score of the task, such as accuracy; "loss" is the logarithm of a
+        perplexity, too.
+    at_most: the score that is low enough; None where high scores are good.
+    at_least: the score that is high enough; None where low scores are good.
+    every: updates between two evaluations.
+    """
+
+    metric: Annotated[str, Field(min_length=1)]
+    at_most: float | None = None
+    at_least: float | None = None
+    every: Positive = 25
+
+    def __post_init__(self) -> None:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ConfigError(
+                f"training.until of {self.metric}: give either at_most or at_least, got at_most "
+                f"{self.at_most} and at_least {self.at_least}"
+            )
+
+    @property
+    def in_words(self) -> str:
+        if self.at_most is not None:
+            return f"{self.metric} <= {self.at_most:g}"
+        return f"{self.metric} >= {self.at_least:g}"
+
+    def is_reached(self, scores: Mapping[str, float]) -> bool:
+        """Return whether the scores of the dev split reach the target. Raises ConfigError if the
+        metric is none of them."""
+        value = scores.get(self.metric)
+        if value is None and self.metric == "loss" and scores.get("perplexity", 0) > 0:
+            value = math.log(scores["perplexity"])
+        if value is None:
+            raise ConfigError(
+                f"training.until.metric is {self.metric!r}, which this task does not score: take "
+                f"one of {', '.join(scores)}"
+            )
+        if self.at_most is not None:
+            return value <= self.at_most
+        return value >= cast(float, self.at_least)
+
+
 @settings("training")
 class Training(Updates):
     """Updates, with evaluations and checkpoints between them.
 
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    until: a target at which the run ends before max_steps; None: it makes them all.
     eval_batch_size: samples that are scored at a time.
     eval_samples: at most so many samples of a split are scored (the first ones); None = all.
     activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
@@ -176,12 +223,18 @@ class Training(Updates):
     """
 
     evaluate_every: NotNegative = 0
+    until: Until | None = None
     eval_batch_size: Positive = 64
     eval_samples: Positive | None = None
     activation_cache_mb: NotNegative = 0
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     patches: Patches = field(default_factory=Patches)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Return whether the dev split is scored after this update."""
+        several = (self.evaluate_every, self.until.every if self.until is not None else 0)
+        return any(every and step % every == 0 for every in several)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

@@ -117,13 +117,14 @@ class Wiring(StatefulTree):
             for peer in self.ends.detector.peers.values():
                 peer.silence_is_loss = True
 
-    def barrier(self) -> None:
-        """Block until all ranks are here; where clouds may leave, those of the first cloud. See
-        Control.barrier."""
+    def barrier(self, claim: bool = False) -> bool:
+        """Block until all ranks are here; where clouds may leave, those of the first cloud. Return
+        whether any of them has a claim. See Control.barrier."""
         layout = self.ends.layout
         ranks = layout.ranks_in(layout.cloud_of(0)) if self.is_elastic else range(layout.num_ranks)
         if self.control is not None and self.ends.rank in ranks:
-            self.control.barrier(ranks)
+            return self.control.barrier(ranks, claim=claim) != 0
+        return claim
 
     def close(self) -> None:
         """Deliver everything, and wait for every peer to close, as long as it sends heartbeats."""

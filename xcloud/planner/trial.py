@@ -296,6 +296,7 @@ class TrialRun:
             **self._without_features,
             "training.max_steps": self._num_updates,
             "training.evaluate_every": 0,
+            "training.until": None,
             "training.eval_samples": 1,
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,

@@ -180,29 +180,39 @@ class Evaluator(Hook):
     single samples it writes only to its own run folder: a few as text, of the test set all
     (write_scores).
 
-    barrier: waits for all ranks.
+    barrier: waits for all ranks, and returns whether any of them has a claim.
     """
 
     context: RankContext[PipelineJob]
     pipeline: Pipeline
     groups: Mapping[int, RankGroup]
     data: TaskData
-    barrier: Callable[[], None]
+    barrier: Callable[[bool], bool]
+    is_over: bool = False
 
     def after_update(self, step: int, report: StepReport) -> None:
-        every = self.context.job.training.evaluate_every
-        if every and step % every == 0 and report.signal is not Signal.STOP:
-            with self.pipeline.clock.paused():
-                self.evaluate("dev", step)
+        """Score the dev split where that is due. The run is over if it reaches its target."""
+        training = self.context.job.training
+        if not training.is_evaluated(step) or report.signal is Signal.STOP:
+            return
+        with self.pipeline.clock.paused():
+            reached = self.evaluate("dev", step)
+        until = training.until
+        if until is not None and step % until.every == 0 and reached:
+            self.is_over = True
+            if self.context.rank == 0:
+                self.context.reporter.event("target", step=step, target=until.in_words)
 
-    def evaluate(self, split: Split, step: int) -> None:
+    def evaluate(self, split: Split, step: int) -> bool:
         """Score a split. Every rank calls it, and returns once all are done: else the next step
-        would wait for another cloud's decoding."""
+        would wait for another cloud's decoding. Return whether the scores reach the target."""
+        reaches = False
         if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
-            self._score(split, step=step)
-        self.barrier()
+            reaches = self._score(split, step=step)
+        return self.barrier(reaches)
 
-    def _score(self, split: Split, step: int) -> None:
+    def _score(self, split: Split, step: int) -> bool:
+        """Return whether this rank knows that the scores reach the target."""
         started = time.perf_counter()
         data = self.data
         pipeline = self.pipeline
@@ -211,18 +221,20 @@ class Evaluator(Hook):
             pipeline, groups=self.groups, data=data, split=split, pieces=pieces, step=step
         )
         last = pipeline.num_stages - 1
-        if last in pipeline.stages and self.groups[last].leads:
-            scores = data.score(split, predictions=predictions)
-            self._write_samples(split, step=step, scores=scores)
-            reporter = self.context.reporter
-            report_scores(
-                reporter,
-                split=split,
-                step=step,
-                scores=scores,
-                signature=data.signature(),
-                started_s=started,
-            )
+        if last not in pipeline.stages or not self.groups[last].leads:
+            return False
+        scores = data.score(split, predictions=predictions)
+        self._write_samples(split, step=step, scores=scores)
+        report_scores(
+            self.context.reporter,
+            split=split,
+            step=step,
+            scores=scores,
+            signature=data.signature(),
+            started_s=started,
+        )
+        until = self.context.job.training.until
+        return until is not None and until.is_reached(scores.values)
 
     def _write_samples(self, split: Split, step: int, scores: Scores) -> None:
         """Write what is said of single samples, and whether a tracker may have it: texts of public

@@ -267,6 +267,10 @@ class RunStatistics:
         for figure in self._figures:
             found = self.events(*figure.kinds)
             summary |= figure.in_summary(found) if found else figure.otherwise
+        if (steps := summary.get("steps_to_target")) is not None:
+            steady_s = steady_step_s(self.steps["step_s"][num_warmup_steps(self.num_steps) :])
+            summary["steady_step_s"] = steady_s
+            summary["time_to_target_s"] = None if steady_s is None else steps * steady_s
         return summary
 
     def _num_cut(self) -> dict[str, dict[str, int]]:
@@ -333,6 +337,24 @@ def other_memory(rank: Event) -> dict[str, int]:
 
 def num_warmup_steps(num_steps: int) -> int:
     return min(MAX_WARMUP_STEPS, num_steps // 10)
+
+
+STEADY_STEPS = 10
+STEADY_WINDOWS = 3
+
+
+def steady_step_s(step_s: Sequence[float]) -> float | None:
+    """Return the mean of the first three windows of ten steps whose means differ by 1 % at most,
+    as the makers of Protocol NanoGPT time a run; the median where there are none."""
+    whole = STEADY_WINDOWS * STEADY_STEPS
+    for first in range(0, len(step_s) - whole + 1, STEADY_STEPS):
+        several = step_s[first : first + whole]
+        means = [
+            statistics.fmean(several[n : n + STEADY_STEPS]) for n in range(0, whole, STEADY_STEPS)
+        ]
+        if max(means) <= 1.01 * min(means):
+            return statistics.fmean(several)
+    return statistics.median(step_s) if step_s else None
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:

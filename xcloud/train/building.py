@@ -134,9 +134,10 @@ def build_training(
     trainer = _trainer(built, features=features, pipeline=pipeline)
     meter = WanMeter(wiring=wiring, reporter=context.reporter, tells_skips=_tells_skips(context))
 
-    def barrier() -> None:
-        wiring.barrier()
+    def barrier(claim: bool) -> bool:
+        has_claim = wiring.barrier(claim)
         meter.forget()
+        return has_claim
 
     evaluator = Evaluator(
         context=context, pipeline=pipeline, groups=wiring.groups, data=data, barrier=barrier

@@ -36,8 +36,8 @@ class StageRank(Role[Experiment]):
             self.stop(training)
 
     def train(self, training: RankTraining) -> bool:
-        """Make all updates that are left. Return whether the run has come to its end; False if it
-        was asked to stop."""
+        """Make all updates that are left, or those to the target of training.until. Return whether
+        the run has come to its end; False if it was asked to stop."""
         trainer = training.trainer
         hooks = training.hooks
         if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
@@ -49,6 +49,8 @@ class StageRank(Role[Experiment]):
             hooks.after_update(step, report)
             if report.signal is Signal.STOP:
                 return False
+            if training.evaluator.is_over:
+                break
         with self.clock.paused():
             hooks.finish()
         return True

@@ -86,7 +86,7 @@ SHARD = "cluster: parts of a sharded stage"
 TABLE: Mapping[str, Row] = {
     NOTHING: Row(
         r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
-        r"training\.(evaluate_every|eval_|checkpoint|patches)|launch|feed\.(slow_after_s|min_producers)",
+        r"training\.(evaluate_every|until|eval_|checkpoint|patches)|launch|feed\.(slow_after_s|min_producers)",
         EQUAL, others={"elastic": _elastic()},
     ),
     "steps, optimizer, precision, divergence, decoding, security but privacy": Row(

@@ -102,7 +102,7 @@ class PreferenceTuningAtRank(FeatureAtRank):
         plan = job.batch_plan(data.num_samples("train"))
         size = -(-training.batch_size // job.num_pieces)
         splits: list[Split] = ["test"]
-        if training.evaluate_every:
+        if training.evaluate_every or training.until is not None:
             splits.append("dev")
         pieces = {split: scored_pieces(training, data.num_samples(split)) for split in splits}
         pieces["train"] = trained_pieces(plan, num_steps=training.max_steps, size=size)

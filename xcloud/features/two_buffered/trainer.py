@@ -201,8 +201,7 @@ class TwoBufferedTrainer(Trainer):
     def _goes_ahead(self, step: int) -> bool:
         """Return whether the next update's micro-batches begin before this update has ended. All
         ranks answer alike."""
-        every = self.settings.evaluate_every
-        is_evaluated = every > 0 and step % every == 0
+        is_evaluated = self.settings.is_evaluated(step)
         is_last = step >= self.settings.max_steps
         return not (is_evaluated or is_last) and self._held_signal is Signal.GO_ON
 
