@@ -46,6 +46,7 @@ from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe
 from xcloud.pipeline.settings import Optimizer, Training
+from xcloud.pipeline.trainer import DivergenceGuard
 
 
 def state(job: list[Rank]) -> list[Any]:
@@ -93,6 +94,24 @@ def test_a_bad_gradient_of_one_stage_leaves_every_rank_as_it_was(
     assert [r.loss for r in reports if isinstance(r, StepReport) and r.loss is not None]
 
 
+@pytest.mark.parametrize(
+    ("skipped", "step", "advice"),
+    [([], 1, False), ([1, 2], 3, False), ([], 2, True), ([1, 3], 4, True), ([2], 3, True)],
+)
+def test_no_lower_rate_is_advised_before_an_update_has_been_made(
+    skipped: list[int], step: int, advice: bool
+) -> None:
+    """A checkpoint that holds a NaN diverges in the first step, whatever the rate."""
+    guard = DivergenceGuard("skip", max_skips_in_a_row=len(skipped))
+    for earlier in skipped:
+        guard.skip_update(earlier, "the loss")
+    guard._most = 0 if step != guard.last_step + 1 else guard.num_in_a_row
+    with pytest.raises(TrainingDiverged) as caught:
+        guard.skip_update(step, "the loss")
+    assert ("A lower learning_rate" in str(caught.value)) == advice
+    assert ("it is not the learning rate" in str(caught.value)) == (not advice)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterLayout) -> None:
     job = ranks(layout, replace(SKIP, on_divergence="stop"))
@@ -106,6 +125,7 @@ def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterL
         assert isinstance(error, str)
         assert error.startswith("the loss or gradient of step 2 is not finite")
         assert "training.on_divergence=skip" in error
+        assert "A lower learning_rate" in error
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])

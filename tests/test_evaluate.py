@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.causal_models import SMALL
+from tests.causal_models import KINDS, SMALL, build, saved, where
 from tests.configs import composed
+from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
+from xcloud.models.causal import CausalLM
 from xcloud.record.evaluation import evaluation_metrics
 from xcloud.study.results import PointResult, Results
+from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.use import TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("causal_run")]
@@ -55,9 +59,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def write_task(folder: Path, name: str, about: dict[str, Any]) -> str:
+def write_task(
+    folder: Path, name: str, about: dict[str, Any], rows: list[dict[str, Any]] = ROWS
+) -> str:
     data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cached")}
     task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
     file = folder / f"{name}.yaml"
@@ -134,11 +140,13 @@ def test_likelihoods_and_texts_are_those_of_transformers(finished: Path, tmp_pat
     expected = []
     for context, text in pairs:
         whole = model.tok_encode(context + text)
+        if not context:
+            whole = [model.prefix_token_id, *whole]
         expected.append(likelihood(whole, len(whole) - len(model.tok_encode(context))))
     found = model.loglikelihood([asked(*pair) for pair in pairs])
     assert [nats for nats, _ in found] == pytest.approx(expected, rel=1e-5)
 
-    ids = model.tok_encode(long)
+    ids = [model.prefix_token_id, *model.tok_encode(long)]
     size = model.max_length
     total = likelihood(ids[: size + 1], size)
     for end in range(2 * size, len(ids) + size - 1, size):
@@ -159,6 +167,180 @@ def test_likelihoods_and_texts_are_those_of_transformers(finished: Path, tmp_pat
     )[0, len(ids) :]  # fmt: skip
     whole = generator.text.decode([*ids, *theirs])[len(generator.text.decode(ids)) :]
     assert written == whole.split("e")[0]
+
+
+POSITIONS = 64
+LONG = "The train has left, and the doctor has a plan. " * 3
+SCORED = [
+    ("The doctor", " has a plan"), ("The doctor", " has no"), ("", "Ana is late."),
+    ("Who? ", "Ana"),
+    (LONG, " and so on"), ("x", LONG[:POSITIONS]),
+]  # fmt: skip
+ASKED = [
+    ("Who came?", {"until": ["e"], "max_gen_toks": 12}),
+    ("Who came?", {"until": "</s>", "max_new_tokens": 20, "do_sample": False}),
+    ("Ana", {"until": [], "max_gen_toks": 20}),
+    (LONG, {"until": ["e", " "], "max_gen_toks": 12}),
+]
+CHAT = [
+    {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "The one who came "},
+]  # fmt: skip
+
+
+def both_models(kind: str, folder: Path, begins: bool, learns_chats: bool) -> tuple[Any, Any]:
+    """A checkpoint in a folder as this package and lm-eval's own model for transformers open it.
+
+    begins: the tokenizer writes a begin token itself.
+    """
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    write_chat_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<user>"  # named, but not written, as in GPT-2
+    if begins:
+        number = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<user> $A", special_tokens=[("<user>", number)]
+        )
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": 259, "max_position_embeddings": POSITIONS, "eos_token_id": 0}
+    saved(kind, folder, **sizes)
+    ours = TextGenerator.__new__(TextGenerator)
+    ours.folder = folder
+    ours.text = CausalTokenizer.load(folder)
+    ours.text.learns_chats = learns_chats
+    stages = build(CausalLM(str(folder)), 1, where(folder, max_length=POSITIONS))
+    ours.stages = [stage.eval() for stage in stages]
+    ours._crossings = {}  # nothing crosses clouds
+    ours.autocast = nullcontext
+    task = SimpleNamespace(max_length=POSITIONS)
+    ours.experiment = SimpleNamespace(task=task, training=SimpleNamespace(eval_batch_size=2))
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
+    return HarnessModel(ours, chats=learns_chats, cached=True), theirs
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_request_is_answered_as_by_the_harness_own_model(
+    kind: str, begins: bool, tmp_path: Path
+) -> None:
+    """Scores, whole texts and texts written on: with and without a context, too long ones, with
+    and without a begin token of the tokenizer's own."""
+    ours, theirs = both_models(kind, tmp_path, begins=begins, learns_chats=False)
+    assert ours.max_length == theirs.max_length == POSITIONS
+    assert ours.prefix_token_id == theirs.prefix_token_id
+    for text in ("Ana came.", "", "<user>Ana"):
+        assert ours.tok_encode(text) == theirs.tok_encode(text)
+
+    requests = [asked(*pair) for pair in SCORED]
+    found = ours.loglikelihood(requests)
+    expected = theirs.loglikelihood(requests)
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], rel=1e-4)
+    assert [best for _, best in found] == [best for _, best in expected]
+    assert ours.not_whole["num_cut"] == {"": {0}}
+    whole = [asked(LONG), asked("Ana"), asked(LONG[: POSITIONS + 1])]
+    found = ours.loglikelihood_rolling(whole)
+    assert found == pytest.approx(theirs.loglikelihood_rolling(whole), rel=1e-4)
+
+    requests = [asked(text, dict(how)) for text, how in ASKED]
+    assert ours.generate_until(requests) == theirs.generate_until(requests)
+
+
+def test_what_the_harness_own_model_refuses_is_refused_before_anything_is_computed(
+    tmp_path: Path,
+) -> None:
+    """An answer that does not fit; a question and an answer of which only one fits."""
+    ours, theirs = both_models("llama", tmp_path, begins=False, learns_chats=False)
+    for model, error in ((ours, DataError), (theirs, AssertionError)):
+        with pytest.raises(error):
+            model.loglikelihood([asked("x", " y"), asked("x", "y" * (POSITIONS + 1))])
+        with pytest.raises(error):
+            model.generate_until([asked(LONG, {"max_gen_toks": POSITIONS})])
+
+
+def test_a_question_that_fits_stays_whole_and_its_answer_gets_what_is_left(tmp_path: Path) -> None:
+    """Where the harness's own model leaves out the question's beginning, or all but refuses."""
+    ours, theirs = both_models("gpt2", tmp_path, begins=False, learns_chats=False)
+    question = "x" * (POSITIONS - 6)
+    [text] = ours.generate_until([asked(question, {"until": []})])  # the harness's usual 256
+    [expected] = theirs.generate_until([asked(question, {"until": [], "max_gen_toks": 6})])
+    assert text == expected
+    assert ours.not_whole == {"num_cut": {}, "num_short": {"": {0}}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_chat_is_asked_and_an_answer_begun_as_by_the_harness_own_model(
+    kind: str, tmp_path: Path
+) -> None:
+    ours, theirs = both_models(kind, tmp_path, begins=False, learns_chats=True)
+    for chat, asks in ((CHAT[:2], True), (CHAT, False), (CHAT[1:], False)):
+        text = ours.apply_chat_template(chat, add_generation_prompt=asks)
+        assert text == theirs.apply_chat_template(chat, add_generation_prompt=asks)
+        assert ours.tok_encode(text) == theirs.tok_encode(text)
+        how = {"until": ["</s>"], "max_gen_toks": 5}
+        asked_both = [asked(text[-40:], dict(how))]
+        assert ours.generate_until(asked_both) == theirs.generate_until(asked_both)
+    assert text.endswith("The one who came "), "nothing ends the turn"
+
+
+def test_samples_of_one_question_differ_and_come_again_in_another_evaluation(
+    tmp_path: Path,
+) -> None:
+    how = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+    model, _ = both_models("llama", tmp_path, begins=False, learns_chats=False)
+    model._generator.text.special_ids = lambda texts: frozenset()
+    found = model.generate_until([asked("Who?", how)] * 5)
+    assert len(set(found)) == 5
+    again = HarnessModel(model._generator, chats=False, cached=True)
+    assert again.generate_until([asked("Who?", how)] * 5) == found
+
+
+def test_a_text_ends_at_the_first_stop_in_it_and_at_a_special_token(tmp_path: Path) -> None:
+    model, _ = both_models("llama", tmp_path, begins=False, learns_chats=False)
+    text = model._generator.text
+    follows = text.encode("bananas", begins=False) + list(text.special_ids(["<assistant>"]))
+    given = []
+
+    def tokens_after(ids: Any, most: int, choice: Any, cached: bool, ends: Any) -> Any:
+        for token in [*follows, *text.encode(" and more", begins=False)]:
+            if token in ends:
+                return
+            given.append(token)
+            yield token
+
+    model._generator.tokens_after = tokens_after
+
+    def written(*until: str) -> str:
+        [found] = model.generate_until([asked("x", {"until": [*until]})])
+        return str(found)
+
+    assert written("n", "a") == written("a", "n") == "b"
+    assert written("s", "nan") == "ba"
+    assert written("<assistant>") == "bananas"
+    assert written() == "bananas and more"
+
+
+def test_what_does_not_fit_is_counted_by_sample_and_said(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A question of two choices is one sample."""
+    (tmp_path / "long").mkdir()
+    rows = [*ROWS, {"question": LONG * 9, "choices": ["a plan", "no plan"], "answer": 0}]
+    tasks = [write_task(tmp_path / "long", "long_choice", CHOICE, rows)]
+    kwargs = {"until": ["e"], "max_gen_toks": 60}
+    (tmp_path / "short").mkdir()
+    about = GENERATION | {"generation_kwargs": kwargs}
+    tasks.append(write_task(tmp_path / "short", "short_answer", about))
+    evaluate([str(finished), "--tasks", *tasks])
+    found = json.loads((finished / "summary.json").read_text())["evaluation"]
+    said = capsys.readouterr().err
+    assert found["long_choice"]["num_cut"] == 1 and found["long_choice"]["num_short"] == 0
+    assert "long_choice: 1 of 3 samples: the question does not fit into 64 positions" in said
+    assert found["short_answer"]["num_cut"] == 0 and found["short_answer"]["num_short"] >= 1
+    assert "short_answer: " in said and "leave fewer tokens" in said
 
 
 def test_the_runs_own_test_set_has_the_runs_own_perplexity(finished: Path) -> None:

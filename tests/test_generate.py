@@ -92,7 +92,8 @@ class _Letters:
     def prompt(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], as_written: bool) -> str:
+        assert as_written
         return bytes(ids).decode(errors="replace")
 
 

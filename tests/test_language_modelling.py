@@ -19,7 +19,7 @@ from tests.configs import build
 from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, NOT_FINITE, Scores
 from xcloud.tasks.language_modelling import (
     CausalTokenizer,
     DemoLanguageModelling,
@@ -203,7 +203,9 @@ def test_perplexity_is_that_of_all_guessed_tokens(tmp_path: Path, folder: Path) 
     data = chats(tmp_path, folder)
     found = data.score("test", {0: [round(12e6), 5]})
     assert found.values == pytest.approx({"perplexity": math.exp(2.4), "loss": 2.4}, abs=1e-12)
-    assert data.score("test", {0: [10**12, 1]}).values["perplexity"] < math.inf
+    assert data.score("test", {0: [10**12, 1]}).values["perplexity"] == math.inf
+    found = data.score("test", {0: [NOT_FINITE, 1]})
+    assert all(map(math.isnan, [*found.values.values(), *found.errors.values()]))
     with pytest.raises(ValueError, match="is not in test"):
         data.score("test", {1: [1, 1]})
 

@@ -186,6 +186,9 @@ class Experiment(PipelineJob):
             )
         self.task.check()
         check_checkpoints(self.model)
+        check_files = getattr(self.model, "check_files", None)
+        if check_files is not None:
+            check_files(self.cluster.num_stages, self.task.max_length)
         for feature in self.features:
             feature.check_model(self)
         needs.EXACT_FIELDS.check(self)

@@ -20,13 +20,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from xcloud.base.bounded import read_json
 from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
-from xcloud.base.placeholders import check_is_data, check_is_json, check_is_safetensors
+from xcloud.base.placeholders import AGAIN, check_is_data, check_is_json, check_is_safetensors
 from xcloud.base.settings import PACKAGED
 from xcloud.contracts.model import BuildContext
 
@@ -34,6 +35,18 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when its library 
 TIMEOUT_S = 5.0
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")  # of safetensors
+WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "a wrapper for several GPUs"}
+# Names of tensors that scale, pack or add to other ones.
+_SCALES = re.compile(
+    r"(scales?|scale_inv|qweight|qzeros|g_idx|absmax|quant_map|SCB|zero_points?|lora_[AB]\.\w+)$"
+    r"|\.(quant_state|nested_)"
+)
+# What older versions of transformers wrote and the network computes by itself.
+_BUFFERS = re.compile(
+    r"(inv_freq|position_ids|masked_bias|\battn\.bias|\battention\.bias|token_type_ids)$"
+)
+_BLOCK = re.compile(r"(?:^|^model\.|^transformer\.|^gpt_neox\.)(?:layers|h)\.(\d+)\.")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 T = TypeVar("T")
 
@@ -75,6 +88,8 @@ class WeightFiles:
         self._name = name_or_path
         self._checked = set[Path]()
         self._shards: dict[str, str]
+        folder = Path(name_or_path).expanduser()
+        self._folder = folder if folder.is_dir() else None
         try:
             index = self._file(INDEX)
         except DataError:  # one file then
@@ -86,6 +101,18 @@ class WeightFiles:
         for name in {*self._shards.values()}:
             if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", name)):
                 raise DataError(f"{index}: weight_map names {name!r}, which is no file beside it")
+        if WEIGHTS not in self._shards.values() and (index.parent / WEIGHTS).exists():
+            raise DataError(
+                f"{index.parent} holds two sets of weights, {WEIGHTS} (which transformers reads) "
+                f"and the files of {INDEX}: remove one of them"
+            )
+
+    def missing(self) -> list[str]:
+        """Return the files of weights that a folder lacks; none of a name on the hub."""
+        if self._folder is None:
+            return []
+        names = sorted({*self._shards.values()})
+        return [name for name in names if not (self._folder / name).exists()]
 
     def _weights(self, name: str) -> Path:
         """Return a file of tensors that is whole. Raises DataError."""
@@ -97,6 +124,11 @@ class WeightFiles:
 
     def _file(self, name: str) -> Path:
         from transformers.utils.hub import cached_file
+
+        if self._folder is not None and not (self._folder / name).exists():
+            raise DataError(
+                f"folder {self._folder} is not a complete checkpoint: it has no {name}"
+            )
 
         return Path(
             _fetch(self._name, load=lambda at, **where: str(cached_file(at, name, **where)))
@@ -134,8 +166,32 @@ class WeightFiles:
         """The first name that there is a tensor of. DataError if there is none."""
         found = next((name for name in names if name in self._shards), None)
         if found is None:
-            raise DataError(f"checkpoint {self._name!r} has no weights {names[0]}")
+            hint = ""
+            for prefix, wrapper in WRAPPERS.items():
+                if any(f"{prefix}{name}" in self._shards for name in names):
+                    hint = (
+                        f", but {prefix}{names[0]}: it was saved from inside {wrapper}; take "
+                        f"{prefix!r} off the names, or save the model itself"
+                    )
+            raise DataError(f"checkpoint {self._name!r} has no weights {names[0]}{hint}")
         return found
+
+    def check_stored(self, names: Iterable[str]) -> None:
+        """Raise DataError for a tensor, in a file that is here, of numbers that mean something
+        only with other ones: float8, whole numbers."""
+        for file in sorted({self._shards[name] for name in names}):
+            path = self._here(file)
+            if path is None:
+                continue
+            check_is_safetensors(path)
+            with safe_open(path, "pt") as opened:
+                for name in (name for name in names if self._shards[name] == file):
+                    stored = opened.get_slice(name).get_dtype()
+                    if stored not in FLOATS:
+                        raise DataError(
+                            f"{path}: {name} is stored as {stored}, which is packed: give the "
+                            f"checkpoint that it was made from ({', '.join(FLOATS)})"
+                        )
 
     def dtype(self, name: str) -> Literal["float32", "bfloat16", "float16"]:
         """Return what a tensor is stored in; float32 for anything else."""
@@ -146,9 +202,48 @@ class WeightFiles:
         return "float16" if stored == "F16" else "float32"
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(self._weights(self._shards[name]), "pt") as file:
+        """Return a tensor. Raises DataError for values that are not finite, which no training
+        mends."""
+        path = self._weights(self._shards[name])
+        self.check_stored([name])
+        with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
+        if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
+            num = int((~tensor.isfinite()).sum())
+            values = "1 value that is" if num == 1 else f"{num:,} values that are"
+            raise DataError(
+                f"{path}: {name} holds {values} not finite: the checkpoint is damaged; {AGAIN}, "
+                "or make it again"
+            )
         return tensor
+
+
+def check_unread(name: str, unread: Iterable[str], num_blocks: int) -> list[str]:
+    """Return which tensors of a checkpoint, of those that no part of the model reads, a user would
+    want to know of. Raises DataError for one that changes what the others mean.
+
+    num_blocks: of the model, as config.json says.
+    """
+    said = []
+    for tensor in sorted(unread):
+        if _SCALES.search(tensor):
+            raise DataError(
+                f"checkpoint {name!r} has {tensor}, which scales or packs other weights, and no "
+                "quantization_config that says how: give the checkpoint that it was made from"
+            )
+        if _BUFFERS.search(tensor):
+            continue
+        if (block := _BLOCK.search(tensor)) is not None:
+            number = int(block[1])
+            why = f"is no part of a block of this model, by its config.json: block {number} of"
+            if number >= num_blocks:
+                why = f"lies in block {number}, and config.json (num_hidden_layers) says"
+            raise DataError(
+                f"checkpoint {name!r}: {tensor} {why} {num_blocks}. Without it this would be "
+                "another model: put config.json right, or take the tensor out"
+            )
+        said.append(tensor)
+    return said
 
 
 def check_checkpoints(settings: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -189,12 +189,21 @@ class Translator(TrainedRun):
 
 class Choice:
     """The next token. temperature 0: the most probable one. Else one drawn from softmax(logits /
-    temperature), of the fewest tokens whose probabilities reach top_p (arXiv:1904.09751)."""
+    temperature), of the fewest tokens whose probabilities reach top_p (arXiv:1904.09751).
 
-    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+    draw: where random numbers come from; texts that share it are drawn one after the other.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        draw: torch.Generator | None = None,
+    ) -> None:
         self._temperature = temperature
         self._top_p = top_p
-        self._draw = torch.Generator().manual_seed(seed)
+        self._draw = draw or torch.Generator().manual_seed(seed)
 
     def of(self, logits_V: Tensor) -> int:
         if not self._temperature:
@@ -255,26 +264,37 @@ class TextGenerator(TrainedRun):
         self, given: Sequence[int], max_new_tokens: int, choice: Choice, cached: bool = True
     ) -> Iterator[str]:
         """Yield what follows these tokens, up to an end token, as it comes."""
-        tokenizer = self.text
-        ends = self.text.ends
-        longest = self.longest
         ids = list(given)
-        written = tokenizer.decode(given)
+        written = text = self.text.decode(ids, as_written=True)
+        for token in self.tokens_after(given, max_new_tokens, choice, cached):
+            ids.append(token)
+            text = self.text.decode(ids, as_written=True)
+            # Later tokens may change what the last ones mean: a character of several bytes.
+            if text.startswith(written) and not text.endswith(UNFINISHED):
+                yield text[len(written) :]
+                written = text
+        yield text[len(written) :]
+
+    def tokens_after(
+        self,
+        given: Sequence[int],
+        max_new_tokens: int,
+        choice: Choice,
+        cached: bool = True,
+        ends: Collection[int] = (),
+    ) -> Iterator[int]:
+        """Yield the tokens that follow these, up to an end token or one of `ends`, or as many as
+        the model has positions for."""
+        longest = self.longest
         if len(given) >= longest:
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {longest} positions"
             )
         tokens = following(self.stages, self.carry, given, choice, cached, self.autocast)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
-            if token in ends:
+            if token in self.text.ends or token in ends:
                 break
-            ids.append(token)
-            text = tokenizer.decode(ids)
-            # Later tokens may change what the last ones mean: a character of several bytes.
-            if text.startswith(written) and not text.endswith(UNFINISHED):
-                yield text[len(written) :]
-                written = text
-        yield tokenizer.decode(ids)[len(written) :]
+            yield token
 
     def merge(self, out: Path) -> None:
         """Write the model with its adapters added to its weights, for transformers."""

@@ -110,6 +110,8 @@ NO_TOKEN = -1
 """Behind the tokens of a text where a tokenizer has no padding: no id of any vocabulary."""
 NO_LABEL = -100
 """Where nothing is to be guessed; what torch's losses ignore."""
+NOT_FINITE = -1
+"""In predictions, in place of a loss that is no number or infinite."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ from xcloud.use import TextGenerator, parser_of
 RESULTS_DIR = "lm_eval"  # in the run folder, with the harness's own result files
 NUM_RESAMPLES = 1000  # for a standard error, as of the run's own scores
 UNCOMPRESSED = "_uncompressed"
+NOT_WHOLE = {  # by the key in summary.json
+    "num_cut": "the question does not fit into {positions} positions: its beginning was left out",
+    "num_short": "beside the question, {positions} positions leave fewer tokens for the answer "
+    "than the task allows",
+}
 
 
 def evaluate(words: Sequence[str]) -> None:
@@ -104,7 +109,6 @@ def _on_texts(generator: TextGenerator, file: Path) -> tuple[dict[str, Any], str
         for cut in by_split.values():
             say(f"{what}: {cut.num} of {cut.of} ({cut.setting})")
     found = score_texts(generator, data=data)
-    stem = file.name.removesuffix(".gz").rpartition(".")[0]
     metrics = {
         name: {"value": value, "stderr": found.errors.get(name)}
         for name, value in found.values.items()
@@ -118,7 +122,24 @@ def _on_texts(generator: TextGenerator, file: Path) -> tuple[dict[str, Any], str
         f"{score_name(name)}  {score_with_error(name, value=value, error=found.errors.get(name))}"
         for name, value in found.values.items()
     ]
-    return {f"{file.resolve().parent.name}_{stem}": scores}, "\n".join(lines)
+    known = read_summary(generator.folder.parent).get(EVALUATION, {})
+    scores["file"] = str(file.resolve())
+    return {_key_of(file.resolve(), known=known): scores}, "\n".join(lines)
+
+
+def _key_of(file: Path, known: Mapping[str, Any]) -> str:
+    """Return what the scores of a file are called: folder and file, and more of the path where
+    another file is called so already.
+
+    known: earlier scores, by their keys.
+    """
+    name = file.name.removesuffix(".gz")
+    stem, _, ending = name.rpartition(".")
+    folders = file.parts[1:-1] or ("",)
+    keys = [f"{folders[-1]}_{stem}"]
+    keys += [f"{'_'.join(folders[-n:])}_{stem}_{ending}" for n in range(1, len(folders) + 1)]
+    names = {key.removesuffix(UNCOMPRESSED): of.get("file") for key, of in known.items()}
+    return next((key for key in keys if names.get(key) in (None, str(file))), keys[-1])
 
 
 def _on_tasks(
@@ -134,7 +155,7 @@ def _on_tasks(
     # What is said while they are read stands before the harness's progress.
     _ = generator.stages
     chats = generator.text.learns_chats and not arguments.plain
-    results = _results(
+    results, not_whole = _results(
         generator,
         tasks=tasks,
         manager=manager,
@@ -145,7 +166,12 @@ def _on_tasks(
     )
     from lm_eval.utils import make_table
 
-    scores = _scores(results, compressor=generator.compressor, chats=chats)
+    scores = _scores(results, not_whole, compressor=generator.compressor, chats=chats)
+    for name, of_task in scores.items():
+        for what, said in NOT_WHOLE.items():
+            if num := of_task.get(what, 0):
+                samples = f"{num} of {of_task['num_samples']} samples"
+                say(f"{name}: {samples}: {said.format(positions=generator.longest)}", error=True)
     return scores, str(make_table(results))
 
 
@@ -194,8 +220,9 @@ def _results(
     cached: bool,
     limit: int | None,
     num_fewshot: int | None,
-) -> dict[str, Any]:
-    """Return the harness's own results, which are written into the run folder, too."""
+) -> tuple[dict[str, Any], Mapping[str, Mapping[str, Collection[int]]]]:
+    """Return the harness's own results, which are written into the run folder, too, and of which
+    samples not all was computed (HarnessModel.not_whole)."""
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
@@ -205,9 +232,10 @@ def _results(
     files = run / RESULTS_DIR
     tracker = EvaluationTracker(output_path=str(files / "results.json"))
     before = set(files.glob("*"))
+    model = HarnessModel(generator=generator, chats=chats, cached=cached)
     try:
         results: dict[str, Any] = simple_evaluate(
-            model=HarnessModel(generator=generator, chats=chats, cached=cached),
+            model=model,
             model_args={"model": str(run), "compressor": generator.compressor},
             tasks=list(tasks),
             task_manager=manager,
@@ -220,18 +248,26 @@ def _results(
         )
     except XcloudError:
         raise
-    except (ValueError, KeyError, TypeError) as error:  # what a task's file can cause
+    except (ValueError, LookupError, TypeError) as error:  # what a task's file can cause
         why = f"{type(error).__name__}: {quoted(str(error))}"
         raise DataError(f"lm-eval cannot run these tasks: {why}") from error
     tracker.save_results_aggregated(results=results)
     if set(files.glob("*")) == before:  # the harness only warns
         raise DataError(f"lm-eval could not write its results into {files}")
-    return results
+    return results, model.not_whole
 
 
-def _scores(results: Mapping[str, Any], compressor: str, chats: bool) -> dict[str, Any]:
-    """Return by task and group what summary.json has of the harness's results."""
-    scores = {}
+def _scores(
+    results: Mapping[str, Any],
+    not_whole: Mapping[str, Mapping[str, Collection[int]]],
+    compressor: str,
+    chats: bool,
+) -> dict[str, Any]:
+    """Return by task and group what summary.json has of the harness's results.
+
+    not_whole: see HarnessModel.
+    """
+    scores: dict[str, Any] = {}
     for name, found in results["results"].items():
         metrics = {}
         for key, value in found.items():
@@ -251,4 +287,6 @@ def _scores(results: Mapping[str, Any], compressor: str, chats: bool) -> dict[st
             "compressor": compressor,
             "chat_template": chats,
         }
+        if name in results["n-samples"]:  # no group of tasks
+            scores[name] |= {what: len(of.get(name, ())) for what, of in not_whole.items()}
     return scores

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import HubName, NotNegative, NotNegativeFloat, Positive, settings
+from xcloud.base.wording import listed
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.architecture import OWN_FOLDER
 from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
@@ -38,11 +39,13 @@ from xcloud.models.causal_network import (
     MAX_LENGTH,
     Lora,
     Part,
+    check_checkpoint,
     config_of_stage,
     laid_out,
     load_weights,
     merged_weights,
     network_of,
+    place_in,
     positions_of,
     read_config,
     tie,
@@ -199,6 +202,15 @@ class CausalLM(TextModel):
             is_constant=not (trains or draws),
         )
 
+    def check_files(self, num_stages: int, max_length: int) -> None:
+        """Raise ConfigError or DataError for what can be known of the checkpoint before a run
+        starts: without weights, and without the hub."""
+        for stage in range(num_stages - 1):
+            self.boundary(stage, num_stages=num_stages, max_length=max_length)
+        self._parts(self._config(max_length), num_stages=num_stages)
+        if self.checkpoint is not None and Path(self.checkpoint).expanduser().is_dir():
+            check_checkpoint(str(Path(self.checkpoint).expanduser()))
+
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """Build a stage.
 
@@ -217,6 +229,9 @@ class CausalLM(TextModel):
         name = self._base(context)
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
+        if context.group_rank == 0 and stage == 0 and context.architecture is None:
+            if unread := check_checkpoint(name):
+                context.report(f"{name}: not read are {listed(unread)}")
         config = read_config(name)
         ids = context.vocabularies.get(TEXT)
         if ids is not None and ids.size > config.vocab_size:
@@ -360,14 +375,15 @@ class CausalLM(TextModel):
 
     def merge(self, stages: Sequence[CausalStage], context: BuildContext, out: Path) -> list[Path]:
         """Write the model with its adapters added to its weights into `out`, as transformers loads
-        it, in the dtype of the checkpoint; a file and a stage at a time, in FP32 only in between.
-        Returns the folders that want the tokenizer, too."""
+        it, each tensor in its dtype in the checkpoint; a file and a stage at a time, in FP32 only
+        in between. Returns the folders that want the tokenizer, too."""
         if self.lora is None:
             raise ConfigError("--merge adds adapters to weights, and this run trained all weights")
         self._check_has_no_split()
         base = self._base(replace(context, architecture=stages[0].architecture))
         files = WeightFiles(base)
-        dtype = files.dtype(next(iter(files)))
+        config = read_config(base)
+        dtype = str(config.dtype or "float32").removeprefix("torch.")
         weight_map = dict[str, str]()
         num_bytes = 0
         for number, stage in enumerate(stages, start=1):
@@ -375,11 +391,13 @@ class CausalLM(TextModel):
             network.config.dtype = dtype
             network.config.use_cache = True
             write_config(network, folder=out)
-            tensors = {
-                name: weight.to(DTYPES[dtype]).contiguous()
-                for name, weight in merged_weights(network)
-                if not (name == f"{HEAD}.weight" and network.config.tie_word_embeddings)
-            }
+            is_tied = network.config.tie_word_embeddings
+            head = KINDS[network.config.model_type].in_file(f"{HEAD}.weight")
+            tensors = {}
+            for name, weight in merged_weights(network):
+                if not (name == head and is_tied):
+                    place = place_in(files, network, name=name, is_tied=is_tied)
+                    tensors[name] = weight.to(DTYPES[files.dtype(place)]).contiguous()
             file = f"model-{number:05}-of-{len(stages):05}.safetensors"
             save_file(tensors, out / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)

@@ -23,7 +23,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
 from xcloud.contracts.architecture import check_sizes
@@ -38,7 +38,7 @@ from xcloud.models.frozen_weights import (
     keep_matrices,
 )
 from xcloud.models.stages import seeded
-from xcloud.pretrained import WeightFiles, raw_config
+from xcloud.pretrained import INDEX, WeightFiles, check_unread, raw_config
 
 HEAD = "lm_head"
 EXPERT_PARAMETERS = ("gate_up", "down")  # and "_proj", in transformers
@@ -109,7 +109,18 @@ def read_config(name_or_path: str) -> Any:
             f"the checkpoint {name_or_path!r} is of type {raw.get('model_type')!r}; causal "
             f"language models that can be cut are {', '.join(KINDS)}"
         )
-    return config_of(raw)
+    try:
+        config = config_of(raw)
+        laid_out(_of_one_block(config), part=Part(range(1), is_first=False, is_last=False))
+    except XcloudError:
+        raise
+    except Exception as error:  # whatever transformers raises at what it does not know
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"config.json of {name_or_path} describes no model that transformers can make "
+            f"({said:.300})"
+        ) from error
+    return config
 
 
 _LOADS_MORE = ("auto_map", "custom_pipelines", "quantization_config", "implementation", "kernel")
@@ -122,6 +133,7 @@ def config_of(described: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     check_sizes(described, "config.json")
+    _check_rope(described)
     config = AutoConfig.for_model(**described)
     if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(
@@ -129,6 +141,26 @@ def config_of(described: Mapping[str, Any]) -> Any:
             "tokens see later ones, so it is no causal language model; take one without"
         )
     return config
+
+
+def _check_rope(described: Mapping[str, Any]) -> None:
+    """Raise DataError for a way to turn places into angles that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = {"default", *ROPE_INIT_FUNCTIONS}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = described.get(key) or {}
+        if not isinstance(rope, Mapping):
+            continue
+        for of_layers in (rope, *rope.values()):
+            if not isinstance(of_layers, Mapping):
+                continue
+            kind = of_layers.get("rope_type", of_layers.get("type", "default"))
+            if kind not in known:
+                raise DataError(
+                    f"config.json: {key}: rope_type {kind!r:.100} is not one of "
+                    f"{', '.join(sorted(known))}"
+                )
 
 
 def positions_of(config: Any) -> int:
@@ -304,6 +336,50 @@ def draw_weights(network: Any, seed: int) -> None:
                     network._init_weights(inner)
 
 
+def place_in(files: WeightFiles, network: Any, name: str, is_tied: bool) -> str:
+    """Return the name in a checkpoint's files of a parameter of the network. Raises DataError.
+
+    is_tied: embeddings and head are one matrix, which has either name.
+    """
+    kind = KINDS[network.config.model_type]
+    base = f"{network.base_model_prefix}."
+    ends = [f"{base}{kind.embeddings}.weight", f"{HEAD}.weight"]
+    meant = [name]
+    if is_tied and name in ends:
+        meant += [one for one in ends if one != name]
+    # The second is of a file of the headless model.
+    names = [(kind.in_file(one), kind.in_file(one).removeprefix(base), one) for one in meant]
+    return files.first_of(*(one for of in names for one in of))
+
+
+def check_checkpoint(name_or_path: str) -> list[str]:
+    """Return which tensors of a checkpoint nothing reads. Raises DataError for one that is
+    missing, that changes what others mean, or that is packed; weights are not read."""
+    config = read_config(name_or_path)
+    files = WeightFiles(name_or_path)
+    if missing := files.missing():
+        raise DataError(f"folder {name_or_path} has no {missing[0]}, which {INDEX} names")
+    whole = Part(blocks=range(config.num_hidden_layers), is_first=True, is_last=True)
+    network = laid_out(config, part=whole)
+    is_tied = bool(config.tie_word_embeddings)
+    names = {name for name, _ in network.named_parameters()} | {f"{HEAD}.weight"}
+    read = {place_in(files, network, name=name, is_tied=is_tied) for name in sorted(names)}
+    files.check_stored(read)
+    kind = KINDS[config.model_type]
+    inner = f"{network.base_model_prefix}.{kind.embeddings}.weight"
+    embeddings, head = (
+        place_in(files, network, name=name, is_tied=is_tied) for name in (inner, f"{HEAD}.weight")
+    )
+    if is_tied and embeddings != head:
+        if not torch.equal(files.tensor(embeddings), files.tensor(head)):
+            raise DataError(
+                f"checkpoint {name_or_path!r}: config.json says that embeddings and head are one "
+                f"matrix (tie_word_embeddings), and {embeddings} and {head} differ; set it to "
+                "false, or take one out"
+            )
+    return check_unread(name_or_path, {*files} - read, num_blocks=config.num_hidden_layers)
+
+
 def load_weights(
     network: Any,
     name_or_path: str,
@@ -324,11 +400,7 @@ def load_weights(
     filled = set[str]()
 
     def place_of(name: str) -> str:
-        # The second is of a file of the headless model.
-        names = [kind.in_file(name), kind.in_file(name).removeprefix(base), name]
-        if name == f"{HEAD}.weight" and is_tied:
-            names += [f"{base}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
-        return files.first_of(*names)
+        return place_in(files, network, name=name, is_tied=is_tied)
 
     def kind_at_end(name: str) -> Kind:
         if weights is None or weights in PACKED:

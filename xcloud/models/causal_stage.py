@@ -29,6 +29,7 @@ from xcloud.comm.devices import bring
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
+    NOT_FINITE,
     Architecture,
     Batch,
     BuildContext,
@@ -164,13 +165,13 @@ class CausalStage(Stage):
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Return for each sample [millionths of a nat, tokens guessed] of one document after the
-        other."""
+        other; NOT_FINITE in place of millionths that are no number."""
         packing, rows = self._rows(received, batch=batch)
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
         nats, counts = _by_document(losses.cpu(), guessed=guessed, packing=packing)
-        # Not a number is the worst loss: as a whole number it would be the best.
-        worst = (1e6 * nats).nan_to_num(math.inf).clamp(max=1e15)
-        found = torch.stack((worst.round().long(), counts), 1)
+        millionths = (1e6 * nats).round()
+        millionths = torch.where(nats.isfinite(), millionths, NOT_FINITE)
+        found = torch.stack((millionths.long(), counts), 1)
         starts_R = packing.positions == 0
         ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
         return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]

@@ -86,13 +86,14 @@ def attend(
     softcap: float | None = None,
     position_ids: Tensor | None = None,
     use_cache: bool = False,
+    output_router_logits: bool = False,
 ) -> tuple[Tensor, None]:
     """Return what `transformers` expects of an attention function, [B, S, N, F] and no weights.
     A further argument, which would ask for another attention, is a TypeError.
 
     query: [B, N, S, F]. key, value: [B, N or fewer, T, F], of earlier tokens too.
     documents: of the rows of the only sample (B = 1); None: each sample is one document.
-    position_ids, use_cache: change nothing here.
+    position_ids, use_cache, output_router_logits: change nothing here.
     """
     assert getattr(module, "is_causal", True), "config_of refuses a model that is not"
     how = partial(causal, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)

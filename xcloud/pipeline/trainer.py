@@ -43,6 +43,10 @@ from xcloud.pipeline.settings import OnDivergence, Training
 
 NO_HOOKS = Hook()
 _ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
+_BEFORE_ANY = (
+    "No update has been made before it, so it is not the learning rate: look at the checkpoint, "
+    "the data, training.precision and what the compressors leave of them"
+)
 
 
 class DivergenceGuard(StatefulTree):
@@ -61,13 +65,15 @@ class DivergenceGuard(StatefulTree):
     def skip_update(self, step: int, what: str) -> str:
         """Leave out an update, and return a note for the user. Raises TrainingDiverged if it may
         not be left out."""
+        num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
+        advice = _BEFORE_ANY if num_in_a_row == step else _ADVICE
         if self._on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
-            raise diverged(f"{what} is not finite", remark=remark)
-        num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
+            raise diverged(f"{what} is not finite", remark=remark, advice=advice)
         if num_in_a_row > self._most:
             what = f"{what} is not finite, after {self._most} skipped updates in a row"
-            raise diverged(what, remark=f"training.max_skips_in_a_row is {self._most}")
+            remark = f"training.max_skips_in_a_row is {self._most}"
+            raise diverged(what, remark=remark, advice=advice)
         self.num_in_a_row = num_in_a_row
         self.last_step = step
         return (
@@ -76,9 +82,9 @@ class DivergenceGuard(StatefulTree):
         )
 
 
-def diverged(what: str, remark: str) -> TrainingDiverged:
+def diverged(what: str, remark: str, advice: str = _ADVICE) -> TrainingDiverged:
     """Build the error for an update that can be neither made nor skipped."""
-    return TrainingDiverged(f"{what}; parameters are as before this update. {_ADVICE}; {remark}")
+    return TrainingDiverged(f"{what}; parameters are as before this update. {advice}; {remark}")
 
 
 @dataclass(frozen=True)

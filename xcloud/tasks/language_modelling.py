@@ -95,6 +95,7 @@ CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
 FORMS = 'A line is {"text": …} or {"messages": [{"role": …, "content": …}, …]}.'
 CONVERTER = "docs/causal-language-models.md#texts"
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
+_MARK = "end-of-what-is-begun "  # whose space tells whether a template keeps spaces
 OPEN = 64  # samples that a document is tried in; more fill little better
 
 
@@ -413,13 +414,35 @@ class CausalTokenizer:
         return self._reader.encode_written([text])[0]
 
     @cached_property
+    def _writes_begin(self) -> bool:
+        """Whether the tokenizer itself begins a text with the begin token."""
+        return bool(self._first) and self._pretrained.encode("")[:1] == self._first
+
+    def encode_itself(self, text: str) -> list[int]:
+        """Return the tokens of a plain text, behind the begin token only where the tokenizer
+        itself writes it or the text has it."""
+        begin = self._pretrained.bos_token
+        if begin and text.startswith(begin):
+            return self.encode(text.removeprefix(begin), begins=True)
+        return self.encode(text, begins=self._writes_begin)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens, which `decode` leaves out."""
+        added = self._pretrained.added_tokens_decoder
+        special = {token.content: number for number, token in added.items() if token.special}
+        return frozenset(special[text] for text in texts if text in special)
+
+    @cached_property
     def digest(self) -> int:
         """A 32-bit digest of vocabulary, rules and chat template."""
         described = (self.token_ids, self._first, self._pretrained.chat_template)
         return digest_32(f"{described!r} {self._pretrained.backend_tokenizer.to_str()}")
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Iterable[int], as_written: bool = False) -> str:
+        """Return the text of tokens. as_written: as it grows token by token, so without what some
+        tokenizers clean up afterwards (do n't), which changes letters before."""
+        how = {"clean_up_tokenization_spaces": False} if as_written else {}
+        return str(self._pretrained.decode(list(ids), skip_special_tokens=True, **how))
 
     def render(
         self, messages: Messages, ask: bool, where: str, given: Mapping[str, Any] = {}
@@ -439,6 +462,21 @@ class CausalTokenizer:
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error
+
+    def begun(self, messages: Chat, where: str) -> str:
+        """Return what the chat template writes up to the end of the last message, which is the
+        beginning of an answer, as transformers' continue_final_message does."""
+        last = messages[-1]
+        marked = {**last, "content": f"{last['content']}{_MARK}"}
+        written = self.render([*messages[:-1], marked], ask=False, where=where)
+        place = written.rfind(_MARK.strip())
+        if place < 0:
+            raise DataError(
+                f"{where}: the chat template of {self._name} does not write the end of the last "
+                "message, so nothing can go on from it (gen_prefix)"
+            )
+        keeps_spaces = written[place:].startswith(_MARK)
+        return written[:place] if keeps_spaces else written[:place].rstrip()
 
 
 @settings("task", kw_only=True)
@@ -628,13 +666,15 @@ class LanguageData(View[LanguageModelling]):
         self.check_predictions(split, predictions=predictions)
         order = sorted(predictions)
         found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
+        for of_sample in found:
+            of_sample[of_sample[:, 0] < 0, 0] = math.nan  # NOT_FINITE
         of_piece = [number for i in order for number in self._documents[split][i]]
         documents = np.zeros((max(of_piece) + 1, 2))
         np.add.at(documents, of_piece, np.concatenate(found))
         nats, tokens = documents.T
         loss = float(nats.sum() / tokens.sum())
         error = ratio_error(nats, below=tokens)
-        perplexity = math.exp(min(loss, LARGEST_LOSS))
+        perplexity = math.inf if loss > LARGEST_LOSS else math.exp(loss)
         samples = {}
         for i, pieces in zip(order, found, strict=True):
             nats, tokens = pieces.sum(0)

@@ -368,7 +368,8 @@ class PreferenceData(LanguageData):
 
 def nats_of(predictions: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     """Return the nats of both answers of each pair, float64 [B, 2]."""
-    return np.reshape(predictions, (-1, 2, 2))[:, :, 0] / MILLIONTHS
+    found = np.reshape(predictions, (-1, 2, 2))[:, :, 0] / MILLIONTHS
+    return np.where(found < 0, np.nan, found)  # NOT_FINITE
 
 
 @settings("task", kw_only=True)
