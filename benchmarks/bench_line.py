@@ -38,11 +38,12 @@ from torch.distributed import TCPStore
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts
 from xcloud.launch.processes import LIBRARY_SETTINGS
-from xcloud.line.connection import LineState
+from xcloud.line.connection import Stream
 from xcloud.line.hello import RUN_BYTES, StreamName
 from xcloud.line.keys import make_key, read_line_keys
+from xcloud.line.line_state import LineState
 from xcloud.line.pinned_tls import PinnedTls
-from xcloud.line.stream_link import Stream, StreamInLink, StreamOutLink
+from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink

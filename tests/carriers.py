@@ -40,8 +40,8 @@ from tests.owners import folder_of_keys, keys_of
 from tests.s3_server import BUCKET, needs_s3, s3_server
 from xcloud.base.errors import LinkClosed, LinkError
 from xcloud.line import mailbox
-from xcloud.line.connection import LineState
 from xcloud.line.hello import StreamName
+from xcloud.line.line_state import LineState
 from xcloud.line.mailbox import ObjectStore
 from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.stream_link import StreamInLink, StreamOutLink

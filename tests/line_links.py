@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from tests.owners import keys_of
-from xcloud.line.connection import LineState
+from xcloud.line.connection import Stream
 from xcloud.line.hello import StreamName
+from xcloud.line.line_state import LineState
 from xcloud.line.pinned_tls import PinnedTls
-from xcloud.line.stream_link import Stream, StreamInLink, StreamOutLink
+from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
@@ -91,7 +92,10 @@ class Proxy:
             try:
                 near, _ = self._listening.accept()
             except OSError:
-                return
+                if self._listening.fileno() < 0:
+                    return
+                time.sleep(0.05)  # no descriptor is left
+                continue
             self.num_dialled += 1
             if self.refuses:
                 near.close()

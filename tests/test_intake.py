@@ -36,7 +36,7 @@ OF_RANK_0 = {
     "partial_merge": "step weights",
     "absence": "absent ranks what step",
     "refused_reports": "sender num reason",
-    "line": "to round_trip_s bandwidth_bits_per_s num_cuts",
+    "line": "to round_trip_s bandwidth_bits_per_s num_cuts num_outages outage_s sent_again_bytes",
 }
 """Fields of what nobody but rank 0 reports, of all."""
 XCLOUD = Path(following.__file__).parents[1]

@@ -36,7 +36,9 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.launch.joined_rank import place_of
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line import connection as connections
+from xcloud.line import door as doors
 from xcloud.line import stream_link
+from xcloud.line.door import name_in
 from xcloud.line.hello import Hello, Refusal, encode_hello, read_hello
 from xcloud.line.keys import LineKeys, make_key, read_line_keys
 from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
@@ -147,10 +149,10 @@ def test_a_connection_that_waits_for_room_is_woken_when_there_is_some(
     looks, waits = threading.Event(), threading.Event()
     wait = connections.Connection.wait
 
-    def noted(self: Any, timeout_s: float, reading: bool = True) -> None:
+    def noted(self: Any, *given: Any, reading: bool = True, **named: Any) -> None:
         if not reading:
             waits.set()
-        wait(self, timeout_s, reading=reading)
+        wait(self, *given, reading=reading, **named)
 
     monkeypatch.setattr(connections.Connection, "wait", noted)
     parts = parts_of([6_000] * 4)
@@ -220,7 +222,10 @@ def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool)
 @pytest.mark.parametrize(
     ("num_connections", "out_listens"), [(1, True), pytest.param(3, False, marks=NIGHTLY)]
 )
-def test_fifty_cuts_change_no_byte(num_connections: int, out_listens: bool) -> None:
+def test_fifty_cuts_change_no_byte(
+    num_connections: int, out_listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_LONGEST_PAUSE_S", 0.05)
     cut_often(50, seed=1, num_connections=num_connections, out_listens=out_listens)
 
 
@@ -253,7 +258,7 @@ def test_a_silent_line_is_dialled_again_and_said_to_be_down(
         assert ends.incoming.recv(key(1), 20.0)[0].shape == (4,)
         wait_for(lambda: ends.state.text is None)
         ends.close()
-        assert ends.state.num_cuts >= 1
+        assert ends.state.num_outages >= 1 and ends.state.outage_s > 0.0
 
 
 def test_a_line_on_which_nothing_arrives_any_more_is_dialled_again_soon(
@@ -290,7 +295,7 @@ def test_an_attempt_that_took_long_is_followed_by_the_next_one_at_once(
         now_s[0] += 40.0
         raise LineDown("no answer")
 
-    way: Any = SimpleNamespace(connect=connect)
+    way: Any = SimpleNamespace(connect=connect, leave=ignore)
     out = StreamOutLink(stream(way, first_within_s=1e9), OutSettings("receiver", 1000))
     assert tried.acquire(timeout=10) and tried.acquire(timeout=10)
     out.stop()
@@ -341,7 +346,9 @@ def test_a_line_is_down_from_its_cut_on_however_long_it_was_up() -> None:
             ends.out.send(key(number), (torch.ones(3),))
             ends.incoming.recv(key(number), 20.0)
             for end in (ends.out, ends.incoming):
-                end._connections._down_since_s -= 100  # that long ago
+                course = end._connections.course
+                wait_for(lambda course=course: bool(course._carrying))
+                course._since_s -= 100  # that long ago
             proxy.reset()
         ends.close()
 
@@ -366,12 +373,12 @@ def test_the_last_acknowledgement_may_be_lost(num_connections: int) -> None:
         lost = threading.Event()
         acknowledge = ends.out._outbox.acknowledge
 
-        def lose(number: int, num_pieces: int) -> None:
+        def lose(number: int, num_pieces: int) -> Any:
             if ends.out._close_taken and not lost.is_set():  # this thread has sent it
                 wait_for(lambda: ends.incoming.has_closed)
                 lost.set()
                 raise LineDown("cut")
-            acknowledge(number, num_pieces)
+            return acknowledge(number, num_pieces)
 
         ends.out._outbox.acknowledge = lose  # type: ignore[method-assign]
         ends.close()
@@ -394,12 +401,12 @@ def test_bytes_changed_on_the_way_end_a_connection_and_no_link(change: str) -> N
         return [data[:999], data[1003:]] if change == "drop" else [data, data]
 
     parts = parts_of([200_000] * 8)
-    with linked(out_listens=False, change=alter) as (ends, _):
+    with linked(out_listens=False, change=alter) as (ends, proxy):
         sending = send_all(ends.out, parts)
         check_all(ends.incoming, parts)
         sending.join()
         ends.close()
-        assert left[0] < 3 and ends.state.num_cuts >= 1
+        assert left[0] < 3 and proxy.num_dialled > 1
 
 
 def test_what_an_observer_sees_are_records_of_tls_without_a_name() -> None:
@@ -415,6 +422,110 @@ def test_what_an_observer_sees_are_records_of_tls_without_a_name() -> None:
     while at < len(seen):
         assert seen[at] in (20, 21, 22, 23) and seen[at + 1] == 3
         at += 5 + int.from_bytes(seen[at + 3 : at + 5], "big")
+
+
+def test_a_dialler_may_want_another_number_until_something_was_carried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The listener has answered, and the answer was lost with its connection."""
+    monkeypatch.setattr("xcloud.line.ways.num_connections", lambda round_trip_s: 1)
+    answered = threading.Event()
+    send = stream_link.StreamOutLink.begin
+
+    def begin(self: Any, number: int, of: int, expected: int) -> None:
+        if not answered.is_set() and of == 3:
+            answered.set()
+            raise LineDown("cut before the dialler has read the answer")
+        send(self, number, of, expected)
+
+    monkeypatch.setattr(stream_link.StreamOutLink, "begin", begin)
+    listens = listener()
+    out = StreamOutLink(stream(listens), OutSettings("receiver", 1 << 20))
+    Peer(listens.port, hello(of=3)).close()
+    assert answered.wait(10.0)
+    incoming = StreamInLink(stream(dialler(listens.port)), InSettings("sender", 1 << 20))
+    out.send(key(0), (torch.ones(3),))
+    incoming.recv(key(0), 20.0)
+    assert out._connections._of == incoming._connections._of == 1
+    out.close(20.0)
+    incoming.close(20.0)
+    listens.close()
+
+
+def test_connections_that_lack_descriptors_are_made_once_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And it is said."""
+    monkeypatch.setattr(connections, "_LACK_EVERY_S", 0.2)
+    made = connections.Waker
+    is_scarce = threading.Event()
+    is_scarce.set()
+    num = [0]
+
+    def scarce() -> Any:
+        num[0] += 1
+        if is_scarce.is_set() and num[0] > 4:
+            raise OSError(24, "Too many open files")
+        return made()
+
+    monkeypatch.setattr(connections, "Waker", scarce)
+    said: list[str] = []
+    with linked(num_connections=5) as (ends, _):
+        ends.state._say_at_times._say = said.append
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        wait_for(lambda: bool(said))
+        assert "lacks connections" in said[0] and "Too many open files" in said[0]
+        is_scarce.clear()
+        wait_for(lambda: len(ends.out._up) == 5, 15.0)
+        ends.close()
+
+
+def test_an_idle_stream_speaks_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others rest, are not cut for it, and carry when they are needed."""
+    quick_silence(monkeypatch)
+    with linked(num_connections=4) as (ends, _):
+        wait_for(lambda: len(ends.out._up) == 4)
+        time.sleep(0.5)
+        asked: list[int] = []
+        ask = ends.out._outbox.ask
+
+        def noted(number: int) -> None:
+            asked.append(number)
+            ask(number)
+
+        ends.out._outbox.ask = noted  # type: ignore[method-assign]
+        time.sleep(1.5)
+        assert {*asked} == {0} and len(asked) >= 3
+        assert ends.state.num_cuts == 0 and len(ends.out._up) == 4
+        parts = parts_of([PIECE_BYTES] * 8)
+        sending = send_all(ends.out, parts)
+        check_all(ends.incoming, parts)
+        sending.join()
+        ends.close()
+
+
+def test_a_receiver_stays_for_a_sender_that_has_not_heard_that_all_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has closed, and the last acknowledgements are lost with the line for a while."""
+    with linked(out_listens=False) as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+        wait_for(lambda: bool(ends.out._connections.course._carrying))
+        proxy.held_to = "dialler"
+        closing = threading.Thread(target=ends.out.close, args=(20.0,), daemon=True)
+        closing.start()
+        ends.incoming.close(20.0)
+        assert ends.incoming.has_closed
+        proxy.refuses = True
+        proxy.reset()
+        proxy.held_to = None
+        time.sleep(1.0)
+        proxy.refuses = False
+        closing.join(20.0)
+        assert not closing.is_alive() and ends.out._failure is None
+        assert ends.incoming.join(10.0)
 
 
 # Who is let in
@@ -669,18 +780,93 @@ def test_a_slow_or_endless_greeting_is_left_after_five_seconds(
     door.said("no answer")
 
 
-def test_no_more_than_sixteen_handshakes_go_on_at_once(door: Door) -> None:
-    """Eight from one address: the ninth is closed at once, and honest ones come through later."""
+def client_hello(label: str = LABEL) -> bytes:
+    """What a TLS client says first."""
+    sent = ssl.MemoryBIO()
+    client = ssl.create_default_context()
+    with suppress(ssl.SSLWantReadError):
+        client.wrap_bio(ssl.MemoryBIO(), sent, server_hostname=label).do_handshake()
+    return sent.read()
+
+
+def test_the_name_is_found_in_what_a_client_says_first_and_nowhere_else() -> None:
+    record = client_hello()
+    assert name_in(record[5:]) == LABEL.encode()
+    assert name_in(client_hello("other.example")[5:]) == b"other.example"
+    draw = random.Random(0)
+    for num_bytes in range(len(record) - 5):
+        assert LABEL.encode().startswith(name_in(record[5 : 5 + num_bytes]) or b"")
+    for _ in range(2000):
+        damaged = bytearray(record[5:])
+        for _ in range(4):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        name_in(bytes(damaged))  # raises nothing
+
+
+CROWDS = {
+    "silent": lambda: b"",
+    "half a beginning": lambda: client_hello()[:60],
+    "garbage": lambda: b"GET / HTTP/1.1",
+    "another name": lambda: client_hello("other.example"),
+    "this rank's name": client_hello,
+}
+
+
+@pytest.mark.parametrize("says", CROWDS)
+def test_a_crowd_keeps_no_peer_out_that_shares_its_address(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the crowd dials again as soon as it is closed. The line is cut meanwhile."""
+    monkeypatch.setattr(doors, "MAX_WAITING", 24)
+    monkeypatch.setattr(doors, "MAX_HANDSHAKES", 8)
+    said = CROWDS[says]()
+    is_over = threading.Event()
+    lost = list[LinkError]()
+    with linked(reconnect_s=15.0, on_lost=lost.append) as (ends, proxy):
+        ends.out.send(key(0), (torch.ones(3),))
+        ends.incoming.recv(key(0), 20.0)
+
+        def stand() -> None:
+            while not is_over.is_set():
+                with suppress(OSError):
+                    with socket.create_connection(("127.0.0.1", ends.listener.port), 5) as one:
+                        one.sendall(said)
+                        one.settimeout(1.0)
+                        while one.recv(1000) and not is_over.is_set():
+                            pass
+                is_over.wait(0.01)
+
+        crowd = [threading.Thread(target=stand, daemon=True) for _ in range(16)]
+        for one in crowd:
+            one.start()
+        time.sleep(0.5)
+        for number in (1, 2):
+            proxy.reset()
+            ends.out.send(key(number), (torch.ones(3),))
+            ends.incoming.recv(key(number), 20.0)
+        door = ends.listener.door
+        assert door.num_waiting <= 24 and door.num_handshakes <= 8
+        is_over.set()
+        for one in crowd:
+            one.join(10.0)
+        assert not lost
+        ends.close()
+
+
+def test_the_oldest_of_a_crowd_makes_room_for_who_comes(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "MAX_WAITING", 4)
+    monkeypatch.setattr(doors, "FIRST_BYTES_S", 60.0)
     port = door.listener.port
-    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-    wait_for(lambda: door.listener._handshakes.total() == 8)
-    with socket.create_connection(("127.0.0.1", port), 5) as ninth:
-        assert ninth.recv(1) == b""
-    door.said("too many handshakes at once")
-    for one in slow:
-        one.close()
-    wait_for(lambda: door.listener._handshakes.total() == 0)
+    silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(4)]
+    wait_for(lambda: door.listener.door.num_waiting == 4)
     assert "not ready" in dial(dialler(port))
+    assert silent[0].recv(1) == b""
+    door.said("say nothing")
+    for one in silent:
+        one.close()
+    wait_for(lambda: door.listener.door.num_waiting == 0)
 
 
 def test_a_link_goes_on_while_strangers_dial() -> None:
@@ -802,7 +988,8 @@ BACK = NAME._replace(sender_cloud="cloud_b", sender=1, receiver_cloud="cloud_a",
         ([(0, 1 << 20, 4)], "frame 0 has 1,048,576 bytes and no piece 4"),
         ([(0, 1 << 20, 0), (0, 1 << 19, 1)], "or 524,288"),
         ([(n, 1 << 20, 0) for n in range(9)], "from 0 on are not finished"),
-        ([(n, 10, 0) for n in range(9)], "too few for a frame"),
+        ([(0, 39, 0)], "a frame has 40 or more"),
+        ([(n, 40, 0) for n in range(1, 9)] + [(1 << 10, 40, 0)], "at most 1,024 are under way"),
         ([(0, 0, 1)], "has ended without closing its link"),
     ],
 )

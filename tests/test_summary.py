@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
 from xcloud.study.archive import figures_of
@@ -17,6 +17,7 @@ REQUIRED = {
     "bytes_per_token",
     *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),
     *("compute_s", "codec_s", "waiting_s", "bubble_ratio", "wan_bytes_per_step"),
+    "wan_sent_again_bytes",
     *("compression_ratio", "samples_per_s", "tokens_per_s"),
     *("learned_tokens_per_s", "num_steps"),
 }
@@ -329,3 +330,42 @@ def test_the_closing_table_leaves_out_what_never_crosses() -> None:
         assert row not in shown
     crossing = {**sent, "forward": 1000}
     assert "sent forward" in tables.markdown_of({**summary, "wan_bytes_per_step": crossing})
+
+
+def line_event(**fields: Any) -> dict[str, Any]:
+    measured = {"round_trip_s": 0.1, "bandwidth_bits_per_s": None, "num_cuts": 54}
+    return {"to": "rank 1 of b", **measured, "num_outages": 1, "outage_s": 20.0,
+            "sent_again_bytes": 3_000_000, **fields}  # fmt: skip
+
+
+def test_a_line_has_one_row_whose_outages_of_all_attempts_are_counted() -> None:
+    first = line_event()
+    resumed = line_event(
+        round_trip_s=None, bandwidth_bits_per_s=48e6, num_cuts=0, num_outages=0, outage_s=0.0,
+        sent_again_bytes=0,
+    )  # fmt: skip
+    summary = LINES.in_summary([first, resumed])
+    assert summary == {"lines": [line_event(bandwidth_bits_per_s=48e6)]}
+    [(label, value, remark)] = LINES.rows(summary)
+    assert (label, value) == ("line to rank 1 of b", "100 ms round trip")
+    assert remark == (
+        "48 Mbit/s while full; down once, 20.0 s; sent 3.00 MB again after cuts, which the bytes "
+        "above leave out"
+    )
+    assert dict(LINES.metrics(summary))["line.rank 1 of b.num_outages"] == 1
+
+    steady = LINES.in_summary([resumed])
+    assert next(LINES.rows(steady))[2] == "48 Mbit/s while full; never down"
+    earlier = {"lines": [{"to": "b", "round_trip_s": None, "bandwidth_bits_per_s": None,
+                          "num_cuts": 2}]}  # fmt: skip
+    assert next(LINES.rows(earlier))[2] == "never filled; 2 connections cut"
+
+
+def test_bytes_that_were_sent_again_are_summed_over_ranks_and_steps() -> None:
+    run = RunStatistics(2)
+    for step in (1, 2):
+        for rank in (0, 1):
+            again = {"sent_again": 1000 * step + rank} if step == 2 or rank == 0 else {}
+            run.feed({"event": "step", "rank": rank, "cloud": "ab"[rank], "t": 1.0 * step,
+                      "step": step, "step_s": 0.1, **again})  # fmt: skip
+    assert run.summary(name="", status="finished")["wan_sent_again_bytes"] == 5001

@@ -21,8 +21,8 @@ from xcloud.launch.failures import failed
 from xcloud.launch.own_progress import OwnProgress
 from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import ClusterLayout, host_and_port
-from xcloud.line.connection import LineState
 from xcloud.line.hello import RUN_BYTES
+from xcloud.line.line_state import LineState
 from xcloud.line.mailbox import Mailbox
 from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.transport import (
@@ -184,6 +184,9 @@ def _measured(state: LineState) -> dict[str, Any]:
         "round_trip_s": state.round_trip_s,
         "bandwidth_bits_per_s": bandwidth_bits_per_s,
         "num_cuts": state.num_cuts,
+        "num_outages": state.num_outages,
+        "outage_s": round(state.outage_s, 3),
+        "sent_again_bytes": state.sent_again_bytes,
     }
 
 

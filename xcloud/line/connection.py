@@ -6,107 +6,44 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
-from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.base.units import human_duration
-from xcloud.line.hello import Hello
+from xcloud.base.errors import FrameError, LinkClosed, LinkError
+from xcloud.line.hello import Hello, StreamName
+from xcloud.line.line_state import Course, LineState
 from xcloud.line.pinned_tls import LineDown, in_words
 from xcloud.line.ways import Connected, Way
 from xcloud.net.link_end import ignore
 from xcloud.net.peer import Peer
+from xcloud.net.rendezvous import JOIN_WITHIN_S
 
 SPEAK_EVERY_S = 0.5
+"""How often an idle stream says something, over its first connection."""
 SILENT_S = 3.0
-"""After which a connection counts as cut. Both ends say something every SPEAK_EVERY_S."""
+"""How long an answer may take, or the rest of a piece, before a connection counts as cut."""
 UNANSWERED_S = 1.0
 """The same, where the system has sent something NUM_RETRIES times more, and in vain."""
 NUM_RETRIES = 2
-_SPEAK_AFTER_S = 2.0
-_SPEAK_AGAIN_S = 60.0
+RESTING_EVERY_S = 10.0
+"""How often a connection that has nothing to do says something, beside the first of its stream: a
+line of 200 ms has ten for each direction of a link, most of which rest most of the time."""
+RESTING_SILENT_S = 30.0
+RECONNECT_S = 120.0
+_SENT = struct.Struct("QQ")  # tcpi_bytes_sent, tcpi_bytes_retrans
+_SENT_AT = 200  # in struct tcp_info of <linux/tcp.h>
 _LOOK_EVERY_S = 0.5
 _WAKE_EVERY_S = 0.25
+_LACK_EVERY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 """How long after an attempt at a connection the next one begins, at least; each time longer."""
 _LONGEST_PAUSE_S = _LOOK_EVERY_S  # so that who listens never looks away
-
-
-class LineState:
-    """The state of the line to one rank of another cloud. Any thread may read it.
-
-    round_trip_s, bytes_per_s: as last measured; None before.
-    num_cuts: connections that were cut.
-    say: is told when the line is down, and when it is back.
-    """
-
-    def __init__(self, peer_name: str, say: Callable[[str], object] = ignore) -> None:
-        self.peer_name = peer_name
-        self.round_trip_s: float | None = None
-        self.bytes_per_s: float | None = None
-        self.num_cuts = 0
-        self._say = say
-        self._down: dict[object, float] = {}  # by stream, since when
-        self._since_s: float | None = None  # since when it was said to be down
-        self._waits_since_s: float | None = None  # for the peer to come at all
-        self._waits_said_s: dict[str, float] = {}  # by reason
-        self._lock = threading.Lock()
-
-    @property
-    def down_s(self) -> float | None:
-        """For how many seconds the line has been down; None while it is not."""
-        with self._lock:
-            since_s = min(self._down.values(), default=None)
-        if since_s is None:
-            return None
-        return time.monotonic() - since_s
-
-    @property
-    def text(self) -> str | None:
-        """The line in words while it is down."""
-        down_s = self.down_s
-        if down_s is None:
-            return None
-        return f"line to {self.peer_name} down for {down_s:.0f} s"
-
-    def went_down(self, stream: object, since_s: float, until_s: float, reason: str) -> None:
-        """Note that a stream is down. What is mended at once is not spoken of."""
-        now_s = time.monotonic()
-        with self._lock:
-            self._down[stream] = since_s
-            is_news = self._since_s is None and now_s - since_s > _SPEAK_AFTER_S
-            if is_news:
-                self._since_s = since_s
-        if is_news:
-            left = human_duration(until_s - now_s)
-            self._say(f"the line to {self.peer_name} is down ({reason}); dialling for {left}")
-
-    def waits(self, reason: str) -> None:
-        """Note that the peer has not come yet. A reason is spoken of once a minute."""
-        now_s = time.monotonic()
-        with self._lock:
-            if self._waits_since_s is None:
-                self._waits_since_s = now_s
-            waited_s = now_s - self._waits_since_s
-            said_s = self._waits_said_s.get(reason, float("-inf"))
-            if waited_s < _SPEAK_AFTER_S or now_s - said_s < _SPEAK_AGAIN_S:
-                return
-            self._waits_said_s[reason] = now_s
-        self._say(f"waiting for {self.peer_name}, {human_duration(waited_s)}: {reason}")
-
-    def came_back(self, stream: object) -> None:
-        with self._lock:
-            self._waits_since_s = None
-            self._down.pop(stream, None)
-            since_s = self._since_s
-            if self._down or since_s is None:
-                return
-            self._since_s = None
-        down = human_duration(time.monotonic() - since_s)
-        self._say(f"the line to {self.peer_name} is back after {down}")
 
 
 class Waker:
@@ -137,18 +74,27 @@ class Connection:
     """A TLS connection that never blocks. One thread alone uses it: a socket of Python's ssl may
     not be read and written by two.
 
-    has_ended: whether the thread is wanted for something else.
+    has_ended: returns whether the thread is wanted for something else.
+    heard: called whenever something has come.
     """
 
-    def __init__(self, tls: ssl.SSLSocket, waker: Waker, has_ended: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        tls: ssl.SSLSocket,
+        waker: Waker,
+        has_ended: Callable[[], bool],
+        heard: Callable[[], object] = ignore,
+    ) -> None:
         tls.setblocking(False)
         self._tls = tls
         self._waker = waker
         self._has_ended = has_ended
+        self._heard = heard
         self._unsent: deque[memoryview] = deque()
         self._poll = select.poll()
         self._poll.register(waker, select.POLLIN)
         self._heard_at_s = time.monotonic()
+        self._asked_at_s = self._heard_at_s  # when something was first said since then
         self.spoke_at_s = self._heard_at_s
 
     def queue(self, data: bytes | memoryview) -> None:
@@ -174,6 +120,8 @@ class Connection:
             else:
                 self._unsent[0] = data[num_bytes:]
             self.spoke_at_s = time.monotonic()
+            if self._asked_at_s <= self._heard_at_s:
+                self._asked_at_s = self.spoke_at_s
         return True
 
     def read_into(self, place: memoryview) -> int:
@@ -188,12 +136,35 @@ class Connection:
         if num_bytes == 0:
             raise LineDown("the connection was closed")
         self._heard_at_s = time.monotonic()
+        self._heard()
         return num_bytes
 
-    def wait(self, timeout_s: float, reading: bool = True) -> None:
+    @property
+    def silent_s(self) -> float:
+        """The seconds since something came."""
+        return time.monotonic() - self._heard_at_s
+
+    def unanswered_s(self, is_owed: bool) -> float:
+        """Return for how many seconds an answer is owed; 0 where none is.
+
+        is_owed: whether one is, whatever was heard since the last words.
+        """
+        if is_owed or self._asked_at_s > self._heard_at_s:
+            return time.monotonic() - max(self._asked_at_s, self._heard_at_s)
+        return 0.0
+
+    def wait(
+        self,
+        timeout_s: float,
+        silent_s: float,
+        limit_s: float | None = None,
+        reading: bool = True,
+    ) -> None:
         """Wait until the socket has something to read, or takes what is queued, or `waker` ends
         the wait.
 
+        silent_s: for how long the peer has been silent that should speak.
+        limit_s: how long it may be; SILENT_S by default.
         reading: False where nothing is read, so that the peer's silence says nothing.
 
         Raises LineDown once the peer has been silent for too long, or the thread is wanted for
@@ -201,19 +172,19 @@ class Connection:
         """
         if self._has_ended():
             raise LineDown("it was made again")
-        now_s = time.monotonic()
+        if limit_s is None:
+            limit_s = SILENT_S
         if not reading:
-            self._heard_at_s = now_s
-        silent_s = now_s - self._heard_at_s
-        if silent_s >= SILENT_S:
-            raise LineDown(f"silent for {SILENT_S:g} s")
+            self._heard_at_s = time.monotonic()
+        if silent_s >= limit_s:
+            raise LineDown(f"silent for {limit_s:g} s")
         if silent_s >= UNANSWERED_S and num_retries(self._tls) >= NUM_RETRIES:
             raise LineDown(f"no answer for {UNANSWERED_S:g} s")
         wanted = select.POLLIN if reading else 0
         if self._unsent:
             wanted |= select.POLLOUT
         self._poll.register(self._tls, wanted)
-        self._poll.poll(1000 * min(timeout_s, SILENT_S - silent_s, _WAKE_EVERY_S))
+        self._poll.poll(1000 * min(timeout_s, limit_s - silent_s, _WAKE_EVERY_S))
         self._waker.clear()
 
     def close(self) -> None:
@@ -231,64 +202,116 @@ def num_retries(connection: socket.socket) -> int:
     return num_retransmits + num_probes
 
 
-class Connections:
-    """The connections of one end of a stream, a thread for each. One that is cut is made again,
-    until all have been down for too long.
+def num_sent(connection: socket.socket) -> int | None:
+    """Return how many bytes the system has sent over a connection, each once; None but on Linux
+    (4.19), which says so."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AT + _SENT.size)
+    if len(info) < _SENT_AT + _SENT.size:
+        return None
+    sent_bytes, sent_again_bytes = _SENT.unpack_from(info, _SENT_AT)
+    return int(sent_bytes - sent_again_bytes)
 
-    hello: returns the greeting for connection 0 of `of`; its number is put in here.
-    begin: is given (number, of, expected) when a connection has been made.
-    carry: moves bytes over a connection until the stream has ended; then it returns.
-    cut: is given the number of a connection that has ended.
-    fail: is given, once, why the stream cannot go on.
+
+class StreamEnd(Protocol):
+    """An end of a stream, as the threads of its connections call it."""
+
+    def hello(self) -> Hello:
+        """Return the greeting for connection 0; its number is put in by the caller."""
+
+    def begin(self, number: int, of: int, expected: int) -> None:
+        """Take up a connection that was made, of so many.
+
+        expected: by the peer's greeting.
+        """
+
+    def carry(self, connection: Connection, number: int) -> None:
+        """Move bytes over a connection until the stream has ended; then return."""
+
+    def cut(self, number: int, sent_bytes: int | None) -> None:
+        """Let go of a connection that has ended.
+
+        sent_bytes: how many bytes the system has sent over it; None where that is not known.
+        """
+
+    def fail(self, reason: LinkError) -> None:
+        """Take, once, why the stream cannot go on."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream as both its ends see it.
+
+    run, attempt: as in a greeting.
+    state: of the line to the peer, which other links to it share.
+    first_within_s: how long the peer is waited for at first.
+    reconnect_s: how long the line may be down later.
+    num_connections: 0: as many as the round trip asks for.
+    on_lost: called in a thread of either end when the stream has ended, though nobody has closed
+        it.
     """
 
-    def __init__(
-        self,
-        way: Way,
-        state: LineState,
-        peer: Peer,
-        first_within_s: float,
-        reconnect_s: float,
-        is_bulk: bool,
-        num_connections: int,
-        hello: Callable[[], Hello],
-        begin: Callable[[int, int, int], None],
-        carry: Callable[[Connection, int], None],
-        cut: Callable[[int], None],
-        fail: Callable[[LinkError], None],
-    ) -> None:
-        self._way = way
-        self._state = state
-        self._peer = peer
-        self._first_within_s = first_within_s
-        self._reconnect_s = reconnect_s
+    name: StreamName
+    run: bytes
+    attempt: int
+    way: Way
+    state: LineState
+    first_within_s: float = JOIN_WITHIN_S
+    reconnect_s: float = RECONNECT_S
+    num_connections: int = 0
+    on_lost: Callable[[LinkError], object] = ignore
+
+    def hello(self, expected: int = 0) -> Hello:
+        return Hello(
+            self.name, self.run, attempt=self.attempt, connection=0, of=0, expected=expected
+        )
+
+
+class Connections:
+    """The connections of one end of a stream, a thread for each. One that is cut is made again,
+    until no data have passed for too long. `start` begins.
+
+    How many there are is up to the rank that dials: it fixes the number with the first answer that
+    it reads. The rank that listens follows it until something was carried.
+    """
+
+    def __init__(self, end: StreamEnd, stream: Stream, peer: Peer, is_bulk: bool) -> None:
+        self._end = end
+        self._way = stream.way
+        self._state = stream.state
+        self._name = stream.name
         self._is_bulk = is_bulk
-        self._hello = hello
-        self._begin = begin
-        self._carry = carry
-        self._cut = cut
-        self._fail = fail
-        self._stream = hello().stream
-        self._lock = threading.Lock()
+        self.course = Course(
+            stream.name,
+            state=stream.state,
+            peer=peer,
+            first_within_s=stream.first_within_s,
+            reconnect_s=stream.reconnect_s,
+        )
         self._stop = threading.Event()
-        self._of = num_connections
-        self._is_first = True
-        self._up: set[int] = set()
-        self._down_since_s = time.monotonic()
-        self._linger_until_s: float | None = None
+        self._of = stream.num_connections
+        self._lock = threading.Lock()
         self._wakers: dict[int, Waker] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
+        self._lacks_since_s: float | None = None
+        self._heard_at_s = time.monotonic()
+
+    def start(self) -> None:
         self._start(0)
+
+    @property
+    def silent_s(self) -> float:
+        """The seconds since something came over any connection."""
+        return time.monotonic() - self._heard_at_s
 
     def wake(self, number: int | None = None) -> None:
         """Wake the thread of one connection, or of all."""
-        wakers: Mapping[int, Waker] = self._wakers
-        for waker in [*wakers.values()] if number is None else [wakers[number]]:
-            waker.wake()
-
-    def linger(self, for_s: float) -> None:
-        """Go on for a while only: what matters has been done, and a cut is no longer one."""
-        self._linger_until_s = time.monotonic() + for_s
+        with self._lock:
+            wakers = [*self._wakers.values()] if number is None else [self._wakers.get(number)]
+        for waker in wakers:
+            if waker is not None:
+                waker.wake()
 
     def stop(self) -> None:
         """Have all threads end."""
@@ -298,126 +321,133 @@ class Connections:
     def join(self, timeout_s: float) -> bool:
         """Return whether all threads have ended in this time."""
         until_s = time.monotonic() + timeout_s
-        for thread in list(self._threads):
+        threads = [*self._threads.values()]
+        for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
+
+    @property
+    def _num(self) -> int:
+        """How many connections there should be, as far as that is known."""
+        return max(1, self._of)
 
     def _start(self, number: int) -> None:
-        self._wakers[number] = Waker()
+        """Raises OSError or RuntimeError where the system has no room for another one."""
+        waker = Waker()
         thread = threading.Thread(
-            target=self._run, args=(number,), name=f"{self._stream.line} {number}", daemon=True
+            target=self._run, args=(number, waker), name=f"{self._name.line} {number}", daemon=True
         )
-        self._threads.append(thread)
-        thread.start()
-
-    def _run(self, number: int) -> None:
+        with self._lock:
+            self._wakers[number] = waker
+            self._threads[number] = thread
         try:
-            self._keep_up(number)
+            thread.start()
+        except RuntimeError:
+            self._let_go(number, waker)
+            raise
+
+    def _start_missing(self) -> None:
+        """Start the connections that are not there yet."""
+        for number in range(self._num):
+            with self._lock:
+                if number in self._threads or self._stop.is_set():
+                    continue
+            try:
+                self._start(number)
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left
+                self._lacks_since_s = time.monotonic()
+                self._state.lacks(
+                    f"{len(self._threads)} of {self._num} of {self._name.line!r} are there "
+                    f"({getattr(error, 'strerror', None) or error})"
+                )
+                return
+        self._lacks_since_s = None
+
+    def _let_go(self, number: int, waker: Waker) -> None:
+        with self._lock:
+            if self._wakers.get(number) is waker:
+                del self._wakers[number]
+                if not self._stop.is_set():  # else `join` asks for it
+                    del self._threads[number]
+        waker.close()
+
+    def _run(self, number: int, waker: Waker) -> None:
+        try:
+            self._keep_up(number, waker)
         except FrameError as error:
-            self._fail(FrameError(f"{self._state.peer_name}: {error}"))
+            self._end.fail(FrameError(f"{self._state.peer_name}: {error}"))
             self.stop()
         except LinkError as error:
-            self._fail(error)
+            self._end.fail(error)
             self.stop()
         except Exception as error:  # a thread that dies in silence loses what is sent
-            self._fail(LinkClosed(f"{self._stream} broke: {error!r}"))
+            self._end.fail(LinkClosed(f"{self._name} broke: {error!r}"))
             self.stop()
         finally:
-            self._wakers[number].close()
+            self._way.leave(self._hello(number))
+            self._let_go(number, waker)
 
-    def _keep_up(self, number: int) -> None:
+    def _hello(self, number: int) -> Hello:
+        return self._end.hello()._replace(connection=number, of=self._of)
+
+    def _keep_up(self, number: int, waker: Waker) -> None:
         pause_s = _FIRST_PAUSE_S
-        while not self._stop.is_set():
-            wanted = self._hello()._replace(connection=number, of=self._of)
+        while not self._stop.is_set() and number < self._num:
+            wanted = self._hello(number)
             begun_s = time.monotonic()
             try:
                 made = self._way.connect(
                     wanted,
                     is_bulk=self._is_bulk,
+                    is_fixed=self.course.has_carried,
                     timeout_s=_LOOK_EVERY_S,
-                    wake=self._wakers[number].wake,
+                    wake=waker.wake,
                 )
             except LineDown as reason:
-                if self._note_down(str(reason)):
+                if self.course.failed(str(reason)):
                     return
-                self._stop.wait(max(0.0, begun_s + pause_s - time.monotonic()))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                has_carried = False
+            else:
+                reason_of_end = self._carried(made, number=number, wanted=wanted, waker=waker)
+                if reason_of_end is None:
+                    return self.stop()
+                has_carried = self._stop.is_set() or self.course.ended(number, reason_of_end)
+            if has_carried:
+                pause_s = _FIRST_PAUSE_S
                 continue
-            pause_s = _FIRST_PAUSE_S
-            if self._carried(made, number=number, wanted=wanted):
-                self._stop.set()
-                self.wake()
-                return
+            self._stop.wait(max(0.0, begun_s + pause_s - time.monotonic()))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _carried(self, made: Connected, number: int, wanted: Hello) -> bool:
-        """Return whether the stream has ended; False after a cut."""
-        connection = Connection(
-            tls=made.tls,
-            waker=self._wakers[number],
-            has_ended=lambda: self._stop.is_set() or self._way.has_come_again(wanted),
-        )
-        reason = ""
+    def _carried(self, made: Connected, number: int, wanted: Hello, waker: Waker) -> str | None:
+        """Use a connection until it ends. Return why, or None once the stream has ended."""
+
+        def has_ended() -> bool:
+            since_s = self._lacks_since_s
+            if since_s is not None and time.monotonic() - since_s > _LACK_EVERY_S:
+                self._start_missing()
+            has_come_again = self._way.has_come_again(wanted)
+            return self._stop.is_set() or has_come_again or number >= self._num
+
+        def heard() -> None:
+            self._heard_at_s = time.monotonic()
+
+        connection = Connection(made.tls, waker=waker, has_ended=has_ended, heard=heard)
         try:
-            self._begin(number, made.of, made.expected)
-            self._note_up(number, made=made)
-            self._carry(connection, number)
-            return True
+            if made.round_trip_s is not None:
+                self._state.round_trip_s = made.round_trip_s
+            if not self.course.has_carried:
+                self._of = made.of
+            heard()
+            self._end.begin(number, made.of, made.expected)
+            self.course.met()
+            self._start_missing()
+            self._end.carry(connection, number)
+            return None
         except LineDown as error:
-            reason = str(error)
+            return str(error)
         except OSError as error:
-            reason = in_words(error)
+            return in_words(error)
         finally:
+            sent_bytes = num_sent(made.tls)
             connection.close()
-            self._cut(number)
-            with self._lock:
-                self._up.discard(number)
-                if not self._up:
-                    self._down_since_s = time.monotonic()
-        if self._linger_until_s is None and not self._stop.is_set():
-            self._state.num_cuts += 1
-            self._note_down(reason)
-        return False
-
-    def _note_up(self, number: int, made: Connected) -> None:
-        if made.round_trip_s is not None:
-            self._state.round_trip_s = made.round_trip_s
-        self._peer.hear()
-        with self._lock:
-            self._up.add(number)
-            is_first = self._is_first
-            self._is_first = False
-        if is_first:
-            self._of = made.of
-            for further in range(1, made.of):
-                self._start(further)
-        self._state.came_back(self._stream)
-
-    def _note_down(self, reason: str) -> bool:
-        """Return whether nothing more is to be carried. Raises LinkTimeout or LinkClosed once the
-        line has been down for too long."""
-        with self._lock:
-            if self._up:
-                return False  # the others carry on
-            since_s = self._down_since_s
-        now_s = time.monotonic()
-        if self._linger_until_s is not None:
-            return now_s > self._linger_until_s
-        who = self._state.peer_name
-        if self._is_first:
-            if now_s - since_s > self._first_within_s:
-                raise LinkTimeout(
-                    f"no line to {who} in {self._first_within_s:g} s "
-                    f"(cluster.liveness.join_within_s): {reason}"
-                )
-            self._state.waits(reason)
-            return False
-        self._state.went_down(
-            self._stream, since_s=since_s, until_s=since_s + self._reconnect_s, reason=reason
-        )
-        if now_s - since_s > self._reconnect_s:
-            raise LinkClosed(
-                f"the line to {who} has been down for {self._reconnect_s:g} s "
-                f"(cluster.reconnect_s): {reason}"
-            )
-        self._peer.hear()  # it is waited for
-        return False
+            self._end.cut(number, sent_bytes)

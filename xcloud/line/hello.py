@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError, FrameError
 
-VERSION = 2
+VERSION = 3
 RUN_BYTES = 16
 MAX_CONNECTIONS = 10  # of one direction of a link
 HELLO_S = 5.0

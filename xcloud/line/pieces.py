@@ -4,14 +4,16 @@ A stream carries frames, numbered from 0, over one or more connections. On each 
 sender writes pieces, little-endian:
   frame u32 | bytes of the frame u64 | number of the piece in its frame u32 | the piece
 Pieces are PIECE_BYTES long, but for the last of a frame. A piece of a frame of 0 bytes asks for an
-answer (number 0), or says that the stream has ended (number 1). The receiver writes how many
-pieces have come over this connection, u64, every now and then and at least every second.
+answer (number 0, or 2 while frames are under way), or says that the stream has ended (number 1).
+The receiver writes how many pieces have come over this connection, u64, at least every second
+while something comes or waits.
 """
 
 from __future__ import annotations
 
 import heapq
 import struct
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -21,14 +23,20 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.net.frame import message_buffer
-from xcloud.net.link_end import QueuedBytes
+from xcloud.net.frame import HEAD_BYTES, message_buffer
+from xcloud.net.link_end import QueuedBytes, ignore
 
 PIECE_BYTES = 1 << 18
 HEADER = struct.Struct("<IQI")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-ASK = HEADER.pack(0, 0, 0)
-END = HEADER.pack(0, 0, 1)
+ASK_NUMBER = 0
+END_NUMBER = 1
+ASK = HEADER.pack(0, 0, ASK_NUMBER)
+END = HEADER.pack(0, 0, END_NUMBER)
+ASK_BEHIND = HEADER.pack(0, 0, 2)
+"""Asks for an answer, over a connection beside others that should carry something."""
+MAX_OPEN_FRAMES = 1024
+"""The most frames from the first that is not acknowledged on. An honest sender begins no more."""
 _MEASURE_S = 1.0
 _SHORTEST_MEASURE_S = 0.2
 
@@ -39,12 +47,28 @@ def _bytes_of_piece(number: int, frame_bytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A part of a frame. Of 0 bytes: a question, put at asked_at_s."""
+    """A part of a frame. Of 0 bytes: a question, put at asked_at_s.
+
+    crossed_bytes: how much of it has been sent before, over a connection that was cut.
+    """
 
     frame: int
     number: int
     num_bytes: int
     asked_at_s: float = 0.0
+    crossed_bytes: int = 0
+
+
+class Acknowledged(NamedTuple):
+    """The pieces that an acknowledgement tells of for the first time.
+
+    num_bytes: of pieces of frames. num_answers: answers to questions.
+    is_moving: whether one is of a frame of several pieces.
+    """
+
+    num_bytes: int
+    num_answers: int
+    is_moving: bool
 
 
 class _Kept:
@@ -63,14 +87,20 @@ class Outbox:
     max_bytes: no further frame is begun while so much of it is under way.
     next_frame: returns the next frame, sealed, or None while there is none.
     queued: counts the bytes kept.
+    sent_again: is given the bytes of each piece that is sent once more.
     """
 
     def __init__(
-        self, max_bytes: int, next_frame: Callable[[], Tensor | None], queued: QueuedBytes
+        self,
+        max_bytes: int,
+        next_frame: Callable[[], Tensor | None],
+        queued: QueuedBytes,
+        sent_again: Callable[[int], object] = ignore,
     ) -> None:
         self._max_bytes = max_bytes
         self._next_frame = next_frame
         self._queued = queued
+        self._sent_again = sent_again
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
         self._kept_bytes = 0
@@ -80,6 +110,7 @@ class Outbox:
         self._returned: list[Piece] = []
         self._sent: dict[int, deque[Piece]] = defaultdict(deque)  # by connection
         self._num_acknowledged: dict[int, int] = defaultdict(int)  # pieces of this connection
+        self._acknowledged_bytes: dict[int, int] = defaultdict(int)  # the same, with headers
         self._busy_since_s: float | None = None
         self._busy_bytes = 0
         self.round_trip_s: float | None = None
@@ -101,17 +132,20 @@ class Outbox:
                 raise FrameError(
                     f"the receiver expects frame {expected}, but {lowest} to {self._next} can come"
                 )
-            self._give_back(number)
             self._num_acknowledged[number] = 0
+            self._acknowledged_bytes[number] = 0
             for frame in range(self._first, expected):
                 self._kept[frame].num_acknowledged = len(self._kept[frame].data)
             self._release()
             self._floor[number] = self._first
 
-    def cut(self, number: int) -> None:
-        """Send over other connections what is not acknowledged on this one."""
+    def cut(self, number: int, sent_bytes: int | None = None) -> None:
+        """Send over other connections what is not acknowledged on this one.
+
+        sent_bytes: how many bytes the system has sent over it; None where that is not known.
+        """
         with self._lock:
-            self._give_back(number)
+            self._give_back(number, sent_bytes=sent_bytes)
 
     def take(self, number: int) -> tuple[Piece, memoryview, int] | None:
         """Return a piece to be sent over this connection now, its bytes, and the bytes of its
@@ -120,6 +154,7 @@ class Outbox:
             while self._returned:
                 piece = heapq.heappop(self._returned)
                 if piece.frame in self._kept:
+                    self._sent_again(piece.crossed_bytes)
                     return self._sends(number, piece=piece)
             last = self._kept.get(self._next - 1)
             if last is None or last.num_begun == last.num_pieces:
@@ -136,12 +171,18 @@ class Outbox:
         with self._lock:
             self._sent[number].append(Piece(0, 0, 0, asked_at_s=time.monotonic()))
 
-    def acknowledge(self, number: int, num_pieces: int) -> bool:
-        """Note how many pieces have arrived over a connection. Return whether a piece of a frame
-        of several is among them that are new.
+    def awaits(self, number: int) -> bool:
+        """Return whether something is not acknowledged that was sent over a connection."""
+        with self._lock:
+            return bool(self._sent[number])
+
+    def acknowledge(self, number: int, num_pieces: int) -> Acknowledged:
+        """Note how many pieces have arrived over a connection.
 
         Raises FrameError for fewer than before, or for more than were sent.
         """
+        num_bytes = 0
+        num_answers = 0
         is_moving = False
         with self._lock:
             sent = self._sent[number]
@@ -155,7 +196,10 @@ class Outbox:
             now_s = time.monotonic()
             for _ in range(num_pieces - before):
                 piece = sent.popleft()
+                num_bytes += piece.num_bytes
+                self._acknowledged_bytes[number] += HEADER.size + piece.num_bytes
                 if not piece.num_bytes:
+                    num_answers += 1
                     self.round_trip_s = now_s - piece.asked_at_s
                 elif (kept := self._kept.get(piece.frame)) is not None:
                     kept.num_acknowledged += piece.num_bytes
@@ -163,12 +207,12 @@ class Outbox:
                     is_moving = is_moving or kept.num_pieces > 1
             self._release()
             self._measure(now_s)
-        return is_moving
+        return Acknowledged(num_bytes, num_answers, is_moving=is_moving)
 
     def _begin_frame(self) -> _Kept | None:
         if self._kept:
             under_way = self._kept_bytes - self._kept[self._first].num_acknowledged
-            if under_way >= self._max_bytes:
+            if under_way >= self._max_bytes or len(self._kept) >= MAX_OPEN_FRAMES:
                 return None
         if (frame := self._next_frame()) is None:
             return None
@@ -187,10 +231,16 @@ class Outbox:
         offset = piece.number * PIECE_BYTES
         return piece, data[offset : offset + piece.num_bytes], len(data)
 
-    def _give_back(self, number: int) -> None:
+    def _give_back(self, number: int, sent_bytes: int | None) -> None:
+        crossed_bytes = sys.maxsize
+        if sent_bytes is not None:
+            crossed_bytes = sent_bytes - self._acknowledged_bytes[number]
         for piece in self._sent[number]:
+            crossed_bytes -= HEADER.size
+            crossed = min(piece.num_bytes, max(0, crossed_bytes))
+            crossed_bytes -= piece.num_bytes
             if piece.num_bytes and piece.frame in self._kept:
-                heapq.heappush(self._returned, piece)
+                heapq.heappush(self._returned, piece._replace(crossed_bytes=crossed))
         self._sent[number].clear()
 
     def _release(self) -> None:
@@ -236,7 +286,7 @@ class _Open:
 class Assembly:
     """The frames of one stream of which pieces have come, put together. Thread-safe.
 
-    capacity_bytes: of the longest frame.
+    capacity_bytes: of the longest frame; the shortest is HEAD_BYTES.
     max_bytes: of all frames that are open; an honest sender keeps below it.
     deliver: is given every frame in order, by whichever thread brought the last piece.
     """
@@ -259,10 +309,10 @@ class Assembly:
 
         Raises FrameError for a piece that no honest sender cuts.
         """
-        if not 0 < frame_bytes <= self._capacity_bytes:
+        if not HEAD_BYTES <= frame_bytes <= self._capacity_bytes:
             raise FrameError(
-                f"frame {frame} has {frame_bytes:,} bytes; at most {self._capacity_bytes:,} were "
-                "promised"
+                f"frame {frame} has {frame_bytes:,} bytes; a frame has {HEAD_BYTES} or more, and "
+                f"at most {self._capacity_bytes:,} were promised"
             )
         num_bytes = _bytes_of_piece(number, frame_bytes=frame_bytes)
         if num_bytes <= 0:
@@ -270,6 +320,11 @@ class Assembly:
         with self._lock:
             if frame < self.expected:
                 return memoryview(bytearray(num_bytes))
+            if frame >= self.expected + MAX_OPEN_FRAMES:
+                raise FrameError(
+                    f"frame {frame} begins before frame {self.expected} has come; at most "
+                    f"{MAX_OPEN_FRAMES:,} are under way"
+                )
             if (found := self._open.get(frame)) is None:
                 if self._open and self._open_bytes + frame_bytes > self._max_bytes:
                     raise FrameError(

@@ -31,7 +31,7 @@ class PinnedTls:
 
     def __init__(self, keys: LineKeys, label: str) -> None:
         self._keys = keys
-        self._label = label
+        self.label = label
         everyone = [one for peer in keys.peers.values() for one in peer]
         self._accepting = self._context(ssl.PROTOCOL_TLS_SERVER, certificates=everyone)
         self._accepting.num_tickets = 0
@@ -44,7 +44,7 @@ class PinnedTls:
         """Return TLS over a connection that this cloud has made to `cloud`, whose certificate it
         shows. Raises LineDown; `plain` is closed then."""
         return self._shake_hands(
-            plain, context=self._dialling[cloud], label=self._label, peer=cloud
+            plain, context=self._dialling[cloud], label=self.label, peer=cloud
         )[0]
 
     def accept(self, plain: socket.socket) -> tuple[ssl.SSLSocket, str]:

@@ -11,18 +11,36 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError
-from xcloud.line.connection import SPEAK_EVERY_S, Connection, Connections, LineState
-from xcloud.line.hello import Hello, StreamName
-from xcloud.line.pieces import ACKNOWLEDGEMENT, ASK, END, HEADER, PIECE_BYTES, Assembly, Outbox
+from xcloud.line.connection import (
+    RESTING_EVERY_S,
+    RESTING_SILENT_S,
+    SILENT_S,
+    SPEAK_EVERY_S,
+    Connection,
+    Connections,
+    Stream,
+)
+from xcloud.line.hello import Hello
+from xcloud.line.pieces import (
+    ACKNOWLEDGEMENT,
+    ASK,
+    ASK_BEHIND,
+    ASK_NUMBER,
+    END,
+    END_NUMBER,
+    HEADER,
+    MAX_OPEN_FRAMES,
+    PIECE_BYTES,
+    Assembly,
+    Outbox,
+)
 from xcloud.line.pinned_tls import LineDown
-from xcloud.line.ways import ONE_STREAM_BYTES, Way
+from xcloud.line.ways import ONE_STREAM_BYTES
 from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
     ByteQueue,
@@ -31,19 +49,17 @@ from xcloud.net.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
-    ignore,
 )
-from xcloud.net.rendezvous import JOIN_WITHIN_S
 
-RECONNECT_S = 120.0
 LINGER_S = 30.0
 """How long the receiving end answers after the last message, in case the sender has not heard that
 it came."""
 _ROOM = 1.5
 """Connections carry so many times what was measured, or a line that has become faster would not
 be noticed."""
-_BULK_BYTES = 1 << 16
-"""A link whose longest frame has fewer bytes never fills a line."""
+_BULK_BYTES = 300_000
+"""A link whose longest frame has fewer bytes has one connection: control, norms and words, which
+never fill a line."""
 _RECORD_BYTES = 1 << 14
 """The most bytes in a record of TLS, which one reading or writing takes."""
 _JOINED_BYTES = 1 << 16
@@ -55,35 +71,6 @@ _LONGEST_NAP_S = 0.02
 will take: on a slow line it would wake for each record of TLS."""
 _READY_BYTES = 1 << 22
 """How much may wait to be opened before no more is read."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A stream as both its ends see it.
-
-    run, attempt: as in a greeting.
-    state: of the line to the peer, which other links to it share.
-    first_within_s: how long the peer is waited for at first.
-    reconnect_s: how long the line may be down later.
-    num_connections: 0: as many as the round trip asks for.
-    on_lost: called in a thread of either end when the stream has ended, though nobody has closed
-        it.
-    """
-
-    name: StreamName
-    run: bytes
-    attempt: int
-    way: Way
-    state: LineState
-    first_within_s: float = JOIN_WITHIN_S
-    reconnect_s: float = RECONNECT_S
-    num_connections: int = 0
-    on_lost: Callable[[LinkError], object] = ignore
-
-    def hello(self, expected: int = 0) -> Hello:
-        return Hello(
-            self.name, self.run, attempt=self.attempt, connection=0, of=0, expected=expected
-        )
 
 
 class StreamOutLink(SendingEnd):
@@ -101,25 +88,20 @@ class StreamOutLink(SendingEnd):
             max_bytes=settings.window.max_queued_bytes,
             next_frame=self._next_frame,
             queued=settings.queued,
+            sent_again=self._count_again,
         )
         self._up: set[int] = set()
         self._idle: set[int] = set()
         self._close_taken = False
         self._is_abandoned = False
+        self._stream = stream
         self._connections = Connections(
-            way=stream.way,
-            state=stream.state,
+            end=self,
+            stream=stream,
             peer=settings.peer,
-            first_within_s=stream.first_within_s,
-            reconnect_s=stream.reconnect_s,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
-            num_connections=stream.num_connections,
-            hello=stream.hello,
-            begin=self._begin,
-            carry=self._carry,
-            cut=self._cut,
-            fail=self._fail,
         )
+        self._connections.start()
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
@@ -151,7 +133,7 @@ class StreamOutLink(SendingEnd):
         self._put_into(self._queue, item=item)
         self._wake_one()
 
-    def _fail(self, reason: LinkError) -> None:
+    def fail(self, reason: LinkError) -> None:
         self._failure = reason
         self._over.set()
         self._on_lost(reason)
@@ -175,17 +157,24 @@ class StreamOutLink(SendingEnd):
         self._close_taken = key.kind is Kind.CLOSE
         return frame
 
-    def _begin(self, number: int, of: int, expected: int) -> None:
+    def _count_again(self, num_bytes: int) -> None:
+        self._state.sent_again(num_bytes)
+        self.record.sent_again_bytes += num_bytes  # under the lock of the outbox
+
+    def hello(self) -> Hello:
+        return self._stream.hello()
+
+    def begin(self, number: int, of: int, expected: int) -> None:
         self._outbox.begin(number, of=of, expected=expected)
         self._up.add(number)
 
-    def _cut(self, number: int) -> None:
+    def cut(self, number: int, sent_bytes: int | None) -> None:
         self._up.discard(number)
         self._idle.discard(number)
-        self._outbox.cut(number)
+        self._outbox.cut(number, sent_bytes=sent_bytes)
         self._connections.wake()
 
-    def _carry(self, connection: Connection, number: int) -> None:
+    def carry(self, connection: Connection, number: int) -> None:
         acknowledgement = memoryview(bytearray(ACKNOWLEDGEMENT.size))
         num_read = 0
         while True:
@@ -200,24 +189,38 @@ class StreamOutLink(SendingEnd):
                 not self._is_abandoned and self._queue_pieces(connection, number=number)
             ):
                 if not connection.write():
-                    connection.wait(SPEAK_EVERY_S)
+                    connection.wait(SPEAK_EVERY_S, connection.unanswered_s(is_owed=True))
                 continue
             if self._is_abandoned or (self._close_taken and self._outbox.is_empty):
                 return self._end(connection)
-            if time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S:
+            if time.monotonic() - connection.spoke_at_s > self._speaks_every_s(number):
                 self._outbox.ask(number)
-                connection.queue(ASK)
+                connection.queue(ASK if self._is_done else ASK_BEHIND)
                 continue
             self._idle.add(number)
-            if not self._queue_pieces(
-                connection, number=number
-            ):  # it may have come before that line
-                connection.wait(SPEAK_EVERY_S)
+            # It may have come before that line.
+            if not self._queue_pieces(connection, number=number):
+                is_owed = self._outbox.awaits(number)
+                connection.wait(SPEAK_EVERY_S, connection.unanswered_s(is_owed))
             self._idle.discard(number)
 
+    @property
+    def _is_done(self) -> bool:
+        """Return whether all that was sent has arrived."""
+        return self._queue.is_empty and self._outbox.is_empty
+
+    def _speaks_every_s(self, number: int) -> float:
+        """Return how often a connection without pieces says something: the first one for all."""
+        if number == min(tuple(self._up), default=number):
+            return SPEAK_EVERY_S
+        return RESTING_EVERY_S
+
     def _acknowledged(self, number: int, num_pieces: int) -> None:
-        if self._outbox.acknowledge(number, num_pieces):
+        found = self._outbox.acknowledge(number, num_pieces)
+        if found.is_moving:
             self._settings.note_moving()
+        if found.num_bytes or (found.num_answers and self._is_done):
+            self._connections.course.carries(number)
         self._settings.peer.hear()
         if not self._is_needed(number):
             self._wake_one()  # there may be room now, which this connection does not use
@@ -229,7 +232,7 @@ class StreamOutLink(SendingEnd):
         """Say that the stream has ended, and wait a moment until the receiver has heard it: closed
         at once the connection may be reset, and the receiver not know."""
         connection.queue(END)
-        self._connections.linger(0.0)
+        self._connections.course.linger(0.0)
         self._over.set()
         place = memoryview(bytearray(ACKNOWLEDGEMENT.size))
         until_s = time.monotonic() + SPEAK_EVERY_S
@@ -237,7 +240,7 @@ class StreamOutLink(SendingEnd):
             while time.monotonic() < until_s:
                 connection.write()
                 if not connection.read_into(place):
-                    connection.wait(SPEAK_EVERY_S)
+                    connection.wait(SPEAK_EVERY_S, silent_s=0.0)
 
     def _is_needed(self, number: int) -> bool:
         """Return whether a connection is among the first that together fill the line. A further
@@ -286,20 +289,14 @@ class StreamInLink(ReceivingEnd):
             max_bytes=window_bytes + 2 * settings.capacity_bytes,
             deliver=self._add_ready,
         )
+        self._stream = stream
         self._connections = Connections(
-            way=stream.way,
-            state=stream.state,
+            end=self,
+            stream=stream,
             peer=settings.peer,
-            first_within_s=stream.first_within_s,
-            reconnect_s=stream.reconnect_s,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
-            num_connections=stream.num_connections,
-            hello=lambda: stream.hello(self._assembly.expected),
-            begin=self._check_sender,
-            carry=self._carry,
-            cut=lambda number: None,
-            fail=self._fail,
         )
+        self._connections.start()
         threading.Thread(target=self._open_all, name=f"from-{self.peer_name}", daemon=True).start()
 
     def join(self, timeout_s: float) -> bool:
@@ -309,13 +306,19 @@ class StreamInLink(ReceivingEnd):
     def stop(self) -> None:
         """End at once, whatever is under way."""
         self._connections.stop()
-        self._fail(LinkClosed("this rank has ended"))
+        self.fail(LinkClosed("this rank has ended"))
 
-    def _check_sender(self, number: int, of: int, expected: int) -> None:
+    def hello(self) -> Hello:
+        return self._stream.hello(self._assembly.expected)
+
+    def cut(self, number: int, sent_bytes: int | None) -> None:
+        """Keep what has come over it: a connection that is made again tells the sender."""
+
+    def begin(self, number: int, of: int, expected: int) -> None:
         if expected:
             raise FrameError(f"{self.peer_name} sends, and expects frame {expected}")
 
-    def _fail(self, reason: LinkError) -> None:
+    def fail(self, reason: LinkError) -> None:
         self._ready.put(reason, num_bytes=0)
 
     def _add_ready(self, frame: Tensor) -> None:
@@ -327,14 +330,14 @@ class StreamInLink(ReceivingEnd):
         try:
             while True:
                 found = self._ready.get()
-                if self._awaits_room and self._ready.num_bytes < _READY_BYTES:
+                if self._awaits_room and self._has_room:
                     self._awaits_room = False
                     self._connections.wake()
                 if isinstance(found, LinkError):
                     raise found
                 frame = self._open(found)
                 if frame.key.kind is Kind.CLOSE:
-                    self._connections.linger(LINGER_S)
+                    self._connections.course.linger(LINGER_S)
                     return self._leave()
                 self._deliver(frame)
                 del found, frame  # not held until the next message
@@ -350,19 +353,24 @@ class StreamInLink(ReceivingEnd):
 
     def _is_full(self) -> bool:
         """Return whether a connection must wait for room, of which it will be woken."""
-        if self._ready.num_bytes < _READY_BYTES:
+        if self._has_room:
             return False
         self._awaits_room = True
-        return self._ready.num_bytes >= _READY_BYTES  # there may have been room before that line
+        return not self._has_room  # there may have been room before that line
 
-    def _carry(self, connection: Connection, number: int) -> None:
-        receiving = _Receiving(connection)
+    @property
+    def _has_room(self) -> bool:
+        ready = self._ready
+        return ready.num_bytes < _READY_BYTES and ready.num_items < MAX_OPEN_FRAMES
+
+    def carry(self, connection: Connection, number: int) -> None:
+        receiving = _Receiving(connection, connections=self._connections)
         header = memoryview(bytearray(HEADER.size))
         while True:
             while self._is_full():
                 receiving.acknowledge()
-                connection.wait(SPEAK_EVERY_S, reading=False)
-            receiving.read(header)
+                connection.wait(SPEAK_EVERY_S, silent_s=0.0, reading=False)
+            receiving.read_header(header)
             frame, frame_bytes, number_in_frame = HEADER.unpack(header)
             if frame_bytes:
                 place = self._assembly.place(
@@ -370,23 +378,39 @@ class StreamInLink(ReceivingEnd):
                 )
                 receiving.read(place)
                 self._assembly.arrived(frame, number=number_in_frame)
+                self._connections.course.carries(number)
                 if frame_bytes > PIECE_BYTES:
                     self._settings.note_moving()
-            elif number_in_frame:
+            elif number_in_frame == ASK_NUMBER:
+                self._connections.course.carries(number)
+            elif number_in_frame == END_NUMBER:
                 gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
-                return self._fail(gone)  # nobody looks where it has closed it
+                return self.fail(gone)  # nobody looks where it has closed it
             receiving.num_pieces += 1
 
 
 class _Receiving:
     """The bytes that came over one connection, and how many the sender has been told of."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, connections: Connections) -> None:
         self._connection = connection
+        self._connections = connections
         self._buffer = memoryview(bytearray(_RECORD_BYTES))
         self._buffered = self._buffer[:0]
         self.num_pieces = 0
         self._num_told = 0
+
+    def read_header(self, place: memoryview) -> None:
+        """Fill a place with the header of the next piece, which may be long in coming."""
+        while not (at := self._take(place)):
+            if self._connection.has_unsent or self.num_pieces > self._num_told:
+                self.acknowledge()
+            limit_s = None
+            if self._connections.silent_s < 2 * SILENT_S:
+                limit_s = RESTING_SILENT_S  # others of the stream say that the peer is there
+            self._connection.wait(SPEAK_EVERY_S, self._connection.silent_s, limit_s=limit_s)
+        if at < len(place):
+            self.read(place[at:])
 
     def read(self, place: memoryview) -> None:
         """Fill a place with what comes next. Meanwhile the sender hears what has come."""
@@ -403,7 +427,7 @@ class _Receiving:
             if at and missing > _MUCH_BYTES:
                 due_s = (time.monotonic() - started_s) / at * missing
                 time.sleep(min(due_s / 4, _LONGEST_NAP_S))
-            self._connection.wait(SPEAK_EVERY_S)
+            self._connection.wait(SPEAK_EVERY_S, self._connection.silent_s)
 
     def _take(self, place: memoryview) -> int:
         """Put what is there into a place, and return how many bytes that was. Small pieces are

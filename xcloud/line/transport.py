@@ -22,12 +22,14 @@ from typing import Protocol
 import torch
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.line.connection import LineState
+from xcloud.line.connection import Stream
+from xcloud.line.door import CROWDED
 from xcloud.line.hello import Hello, StreamName
 from xcloud.line.keys import LineKeys
+from xcloud.line.line_state import LineState, OnceAMinute
 from xcloud.line.pinned_tls import PinnedTls
-from xcloud.line.stream_link import LINGER_S, Stream, StreamInLink, StreamOutLink
-from xcloud.line.ways import CROWDED, Dialler, KnownAttempts, Listener, Way
+from xcloud.line.stream_link import LINGER_S, StreamInLink, StreamOutLink
+from xcloud.line.ways import Dialler, KnownAttempts, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooTransport
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd, ignore
@@ -48,13 +50,12 @@ from xcloud.net.words import (
 
 _WORD_CAPACITY_BYTES = WORD_BYTES + 4096
 _CLOSE_WORDS_S = 60.0
-_REFUSALS_EVERY_S = 60.0
 _ABANDON_S = 0.5
 _TELL_WITHIN_S = 2.0
 _PORT_FREE_WITHIN_S = 4.0
 """A rank that starts again finds its port taken while its launcher tells of the restart there."""
 _CROWD = 1000
-"""How many connections are turned away as too many at once before it is spoken of."""
+"""How many connections that say nothing are turned away before it is spoken of."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class SealedLines:
         self._outs: list[StreamOutLink] = []
         self._incoming: list[StreamInLink] = []
         self._words: list[SealedWordLine] = []
-        self._refused_at_s: dict[str, float] = {}
+        self._say_refused = OnceAMinute(say)
         self._num_crowded = 0
         self.listener = self._listen()
 
@@ -300,18 +301,12 @@ class SealedLines:
 
     def _note_refused(self, reason: str) -> None:
         """Say why somebody was refused, a reason at most once a minute."""
-        now_s = time.monotonic()
         if CROWDED in reason:
             self._num_crowded += 1
             if self._num_crowded % _CROWD:
-                return  # a peer that opens all its connections at once comes again by itself
-        if now_s - self._refused_at_s.get(reason, float("-inf")) < _REFUSALS_EVERY_S:
-            return
-        if len(self._refused_at_s) > 100:  # strangers do not fill the memory
-            self._refused_at_s.clear()
-        self._refused_at_s[reason] = now_s
+                return  # whoever looks for open ports says nothing either
         if "not_yet" not in reason:
-            self._say(f"refused: {reason}")
+            self._say_refused(f"refused: {reason}")
 
 
 def _dial_once(way: Way, hello: Hello) -> None:

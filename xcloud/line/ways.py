@@ -1,7 +1,8 @@
 """How a connection between two clouds comes about: one of the two ranks dials, the other listens.
 
-What is dialled in from outside is bounded: 16 handshakes at once and 8 from one address, 5 s for a
-handshake and 5 s for a greeting. Only a greeting that this rank waits for leads further.
+What is dialled in from outside is bounded (door.py): who has not said the name of this rank after
+a second is closed, 64 handshakes go on at once, 5 s each and 5 s for a greeting. Only a greeting
+that this rank waits for leads further.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from xcloud.base.errors import FrameError, LinkClosed
+from xcloud.line.door import Door
 from xcloud.line.hello import (
     HELLO_S,
     MAX_CONNECTIONS,
@@ -30,10 +31,8 @@ from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
 from xcloud.net.link_end import ignore
 
 CONNECT_S = 2.0
-MAX_HANDSHAKES = 16
-MAX_HANDSHAKES_PER_ADDRESS = 8
-CROWDED = "too many handshakes at once"
 _BACKLOG = 128
+_MAX_KNOWN = 1000  # addresses
 _NOT_SENT_BYTES = 1 << 19
 ONE_STREAM_BYTES = 3e6
 """What one connection carries in a round trip with Linux's usual limit (_USUAL_LIMIT), as
@@ -61,10 +60,16 @@ class Way(Protocol):
     """The maker of connections of a rank to ranks of one other cloud."""
 
     def connect(
-        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+        self,
+        wanted: Hello,
+        is_bulk: bool,
+        timeout_s: float,
+        wake: Callable[[], None],
+        is_fixed: bool = False,
     ) -> Connected:
-        """Return a connection for this greeting, whose `of` is 0 if the number is not fixed yet.
+        """Return a connection for this greeting, whose `of` is 0 if the number is not known yet.
 
+        is_fixed: whether the peer may not choose another number any more.
         is_bulk: whether the stream may fill the line.
         wake: called when the peer has come again while this connection seems to last.
 
@@ -74,6 +79,9 @@ class Way(Protocol):
 
     def has_come_again(self, wanted: Hello) -> bool:
         """Return whether the peer has dialled once more for this greeting."""
+
+    def leave(self, wanted: Hello) -> None:
+        """Wait for this greeting no longer."""
 
 
 class KnownAttempts:
@@ -134,7 +142,12 @@ class Dialler:
         self._attempts = attempts or KnownAttempts()
 
     def connect(
-        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+        self,
+        wanted: Hello,
+        is_bulk: bool,
+        timeout_s: float,
+        wake: Callable[[], None],
+        is_fixed: bool = False,
     ) -> Connected:
         self._attempts.check(self._cloud)
         try:
@@ -171,6 +184,9 @@ class Dialler:
 
     def has_come_again(self, wanted: Hello) -> bool:
         return False
+
+    def leave(self, wanted: Hello) -> None:
+        """A rank that dials waits for nobody."""
 
     def _refused(self, reason: Refusal) -> None:
         if reason is Refusal.EARLIER_ATTEMPT:
@@ -212,28 +228,35 @@ class Listener:
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
         self.told = set[str]()
-        self._handshakes: Counter[str] = Counter()  # by address
+        self._known = set[str]()  # addresses from which a peer has come
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+        listening = socket.create_server(address, family=family, backlog=_BACKLOG)
+        self.port: int = listening.getsockname()[1]
+        self._is_closed = False
+        self.door = Door(
+            listening,
+            label=tls.label,
+            greet=self._greet,
+            on_refused=on_refused,
+            is_known=self._known.__contains__,
+        )
 
     def close(self) -> None:
         """Accept nothing more."""
-        # A blocked accept goes on after close(); this ends it.
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
         with self._changed:
+            self._is_closed = True
             for tls, _ in self._arrived.values():
                 tls.close()
             self._arrived.clear()
-
-    @property
-    def _is_closed(self) -> bool:
-        return self._socket.fileno() < 0
+        self.door.close()
 
     def connect(
-        self, wanted: Hello, is_bulk: bool, timeout_s: float, wake: Callable[[], None]
+        self,
+        wanted: Hello,
+        is_bulk: bool,
+        timeout_s: float,
+        wake: Callable[[], None],
+        is_fixed: bool = False,
     ) -> Connected:
         key = (wanted.stream, wanted.connection)
         stream = wanted.stream
@@ -249,7 +272,7 @@ class Listener:
                 raise LineDown(f"{peer} has not dialled")
             tls, hello = self._arrived.pop(key)
         try:
-            if wanted.of not in (0, hello.of):
+            if is_fixed and wanted.of != hello.of:
                 raise FrameError(f"{peer} wants {hello.of} connections for {stream}")
             tune(tls, is_bulk=is_bulk)
             tls.settimeout(HELLO_S)
@@ -265,36 +288,19 @@ class Listener:
     def has_come_again(self, wanted: Hello) -> bool:
         return (wanted.stream, wanted.connection) in self._arrived
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                plain, address = self._socket.accept()
-            except OSError as error:
-                if self._is_closed:
-                    return
-                self._on_refused(f"the system refuses connections: {in_words(error)}")
-                time.sleep(0.1)  # such as no file descriptor left
-                continue
-            host = address[0]
-            with self._changed:
-                has_room = (
-                    self._handshakes.total() < MAX_HANDSHAKES
-                    and self._handshakes[host] < MAX_HANDSHAKES_PER_ADDRESS
-                )
-                if has_room:
-                    self._handshakes[host] += 1
-            if not has_room:
-                plain.close()
-                self._on_refused(f"{host}: {CROWDED}")
-                continue
-            threading.Thread(
-                target=self._greet, args=(plain, host), name=f"greet {host}", daemon=True
-            ).start()
+    def leave(self, wanted: Hello) -> None:
+        key = (wanted.stream, wanted.connection)
+        with self._changed:
+            self._awaited.pop(key, None)
+            if (arrived := self._arrived.pop(key, None)) is not None:
+                arrived[0].close()
 
     def _greet(self, plain: socket.socket, host: str) -> None:
         """Find out who has dialled, and what for."""
         try:
             tls, cloud = self._tls.accept(plain)
+            if len(self._known) < _MAX_KNOWN:
+                self._known.add(host)
             try:
                 self._hand_over(tls, cloud=cloud)
             except BaseException:
@@ -304,10 +310,6 @@ class Listener:
             self._on_refused(f"{host}: {error}")
         except OSError as error:
             self._on_refused(f"{host}: {in_words(error)}")
-        finally:
-            with self._changed:
-                self._handshakes[host] -= 1
-                self._handshakes += Counter()  # forgets addresses that have none
 
     def _hand_over(self, tls: ssl.SSLSocket, cloud: str) -> None:
         hello = read_hello(tls, sender=cloud)

@@ -64,6 +64,8 @@ MAGIC = b"XCLD"
 VERSION = 1
 _MAX_AXIS = 2**32 - 1  # of one axis, by the layout above
 _HEADER = struct.Struct("<4sBBBBIIIIQd")
+HEAD_BYTES = _HEADER.size
+"""No frame is shorter."""
 _CRC_OFFSET = 20
 _PAYLOAD_OFFSET = 24
 _DELIVER_OFFSET = 32

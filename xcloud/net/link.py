@@ -140,6 +140,7 @@ class LinkRecord:
         checked.
     line_s: by kind, seconds that they kept the emulated line busy, counted when each takes it.
     latency_s: of the last of them.
+    sent_again_bytes: what the carrier has sent once more after a cut; in none of these.
     """
 
     link: LinkName = _UNNAMED
@@ -151,6 +152,7 @@ class LinkRecord:
     arrived_messages: Counter[Kind] = field(default_factory=Counter)
     line_s: Counter[Kind] = field(default_factory=Counter)
     latency_s: float = 0.0
+    sent_again_bytes: int = 0
     _entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
 
     def note(

@@ -52,9 +52,14 @@ class QueuedBytes:
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
 
+MAX_QUEUED = 1 << 16
+"""The most items in a queue, each of which takes a kilobyte or two besides its bytes."""
+
+
 class ByteQueue(Generic[T]):
-    """A FIFO queue. `put` blocks while the queued items and the new one exceed max_bytes; an empty
-    queue accepts an item of any size. Items of 0 bytes (which end a link) never wait.
+    """A FIFO queue. `put` blocks while the queued items and the new one exceed max_bytes, or are
+    MAX_QUEUED; an empty queue accepts an item of any size. Items of 0 bytes (which end a link)
+    never wait.
 
     total: the bytes in all queues of the rank.
     """
@@ -79,10 +84,13 @@ class ByteQueue(Generic[T]):
         """
         with self._changed:
             room_bytes = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
-            has_room = self._changed.wait_for(
-                lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= room_bytes,
-                timeout_s,
-            )
+
+            def fits() -> bool:
+                if not (num_bytes and self._num_bytes):
+                    return True
+                return self._num_bytes <= room_bytes and len(self._items) < MAX_QUEUED
+
+            has_room = self._changed.wait_for(fits, timeout_s)
             if has_room:
                 self._items.append((item, num_bytes))
                 self._num_bytes += num_bytes
@@ -107,6 +115,10 @@ class ByteQueue(Generic[T]):
     @property
     def is_empty(self) -> bool:
         return not self._items
+
+    @property
+    def num_items(self) -> int:
+        return len(self._items)
 
     @property
     def num_bytes(self) -> int:

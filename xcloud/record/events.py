@@ -123,6 +123,7 @@ class StepTotals:
     measurements of a kind of job. numbers: what is added up over the ranks, under these keys:
         ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
         ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
+        ("sent_again",) bytes that a sealed line sent once more after a cut, in none of "sent",
         ("boundaries", "NUMBER DIRECTION") bytes on the WAN link of one boundary,
         ("line_busy_s", traffic, line) of each emulated line, in seconds,
         (kind of FEED, producer) of a one-way job, ("samples",), ("tokens",) that were computed,
@@ -170,7 +171,8 @@ class StepTotals:
         for kind, busy_s in report.get("line_busy_s", {}).items():
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
             found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
-        found |= {(name,): report.get(name, 0) for name in ("samples", "tokens", "learned")}
+        whole = ("samples", "tokens", "learned", "sent_again")
+        found |= {(name,): report.get(name, 0) for name in whole}
         add_to(self.numbers, more=found)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):

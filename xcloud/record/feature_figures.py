@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.events import Event
 
 Row = tuple[str, str, str]
@@ -62,9 +63,22 @@ REFUSED_REPORTS = FeatureFigure(
 )
 
 
+_COUNTED = ("num_cuts", "num_outages", "outage_s", "sent_again_bytes")
+_MEASURED = ("round_trip_s", "bandwidth_bits_per_s")
+
+
 def _lines(events: list[Event]) -> dict[str, Any]:
-    names = ("to", "round_trip_s", "bandwidth_bits_per_s", "num_cuts")
-    return {"lines": [{name: event.get(name) for name in names} for event in events]}
+    """Return one entry for each peer: counts of all attempts, and what was measured last."""
+    lines: dict[str, dict[str, Any]] = {}
+    for event in events:
+        line = lines.setdefault(str(event["to"]), {"to": event["to"], **dict.fromkeys(_MEASURED)})
+        for name in _MEASURED:
+            if event.get(name) is not None:
+                line[name] = event[name]
+        for name in _COUNTED:
+            if event.get(name) is not None:
+                line[name] = line.get(name, 0) + event[name]
+    return {"lines": [*lines.values()]}
 
 
 def _line_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -75,13 +89,28 @@ def _line_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         carried = "never filled"
         if line["bandwidth_bits_per_s"] is not None:
             carried = f"{1e-6 * line['bandwidth_bits_per_s']:.3g} Mbit/s while full"
-        yield f"line to {line['to']}", round_trip, f"{carried}; cut {line['num_cuts']} times"
+        remarks = [carried, _outages(line)]
+        if line.get("sent_again_bytes"):
+            again = human_bytes(line["sent_again_bytes"])
+            remarks.append(f"sent {again} again after cuts, which the bytes above leave out")
+        yield f"line to {line['to']}", round_trip, "; ".join(remarks)
+
+
+def _outages(line: Mapping[str, Any]) -> str:
+    """Return how often a line was down and for how long, in words."""
+    num = line.get("num_outages")
+    if num is None:  # a run of an earlier release, which counted connections
+        return f"{line['num_cuts']} connections cut"
+    if num == 0:
+        return "never down"
+    times = "once" if num == 1 else f"{num} times"
+    return f"down {times}, {human_seconds(line['outage_s'])}"
 
 
 def _line_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for line in summary.get("lines", ()):
-        for name in ("round_trip_s", "bandwidth_bits_per_s", "num_cuts"):
-            if line[name] is not None:
+        for name in (*_MEASURED, *_COUNTED):
+            if line.get(name) is not None:
                 yield f"line.{line['to']}.{name}", float(line[name])
 
 

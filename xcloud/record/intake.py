@@ -71,7 +71,7 @@ _TABLE = {
     "phase": "name:text",
     "cut": "field:text split:text num:whole of:whole",
     "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:whole learned:number "
-    "sent:numbers raw:numbers boundaries:numbers line_busy_s:lines loss:figure "
+    "sent:numbers sent_again:whole raw:numbers boundaries:numbers line_busy_s:lines loss:figure "
     "learning_rate:number grad_norm:number values:figures taken:numbers skipped:numbers "
     "fed_bytes:numbers line_s:numbers",
     "skipped_update": "step:whole",

@@ -217,6 +217,7 @@ class RunStatistics:
             }
         return {
             "wan_bytes_per_step": per_step,
+            "wan_sent_again_bytes": round(self.steps.sum("sent_again")),
             "bytes_per_token": per_token,
             "compression_ratio": {
                 **{kind: ratio(raw.get(kind) or None, below=sent.get(kind, 0)) for kind in kinds},

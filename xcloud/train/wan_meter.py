@@ -23,6 +23,7 @@ class WanMeter(Hook):
         self._reporter = reporter
         self._tells_skips = tells_skips
         self._last = self._read()
+        self._last_again = self._sent_again_bytes
 
     def after_update(self, step: int, report: StepReport) -> None:
         self._reporter.event("step", **self.describe(report))
@@ -53,6 +54,10 @@ class WanMeter(Hook):
             "tokens": report.num_tokens,
             "learned": report.num_learned,
         }
+        again = self._sent_again_bytes
+        if again > self._last_again:
+            event["sent_again"] = again - self._last_again
+            self._last_again = again
         if self._wiring.ends.is_emulated:
             event["line_busy_s"] = {
                 name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
@@ -64,6 +69,10 @@ class WanMeter(Hook):
             if report.grad_norm is not None:
                 event["grad_norm"] = report.grad_norm
         return event
+
+    @property
+    def _sent_again_bytes(self) -> int:
+        return sum(record.sent_again_bytes for record in self._wiring.ends.records)
 
     def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any], Counter[Any]]:
         """Return what has been sent to other clouds since the run began.
