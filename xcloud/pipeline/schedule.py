@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -45,6 +45,8 @@ class Schedule(ABC):
     num_micro_batches: int
     overlaps_updates: ClassVar[bool] = False
     """Whether the next update begins before this one has ended."""
+    num_more_copies: ClassVar[int] = 0
+    """Copies of weights and gradients in memory, beside the one of each that training has."""
 
     @property
     @abstractmethod
@@ -53,6 +55,17 @@ class Schedule(ABC):
     @abstractmethod
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         """Everything this stage computes in one pass over the pipeline, in order."""
+
+    def window(self, stage: int, num_stages: int) -> list[Action]:
+        """Return what a stage computes from one update to the next, once training is under way.
+
+        A schedule that overlaps updates numbers the micro-batches of the next one from m on.
+        """
+        return self.actions(stage, num_stages=num_stages)
+
+    def begun(self, stage: int, num_stages: int) -> set[Action]:
+        """Return what the window before has computed of this update at a stage."""
+        return set()
 
     def for_lanes(self, num_stages: int, num_lanes: int) -> Schedule:
         """Return this schedule with every setting that depends on the layout filled in.
@@ -117,7 +130,7 @@ def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
 def rank_actions(
     schedule: Schedule, stages: Sequence[int], num_stages: int, turn_of: dict[int, tuple[int, int]]
 ) -> list[Action]:
-    """The order in which one rank works on all stages it holds.
+    """The order in which one rank works on all stages it holds, from one update to the next.
 
     turn_of: stage -> (first, period); only micro-batches i with i mod period = first are the
     rank's own. Several stages (a rank at both ends, interleaved stages, or one that holds all) are
@@ -125,16 +138,16 @@ def rank_actions(
     deadlock; in a tick the later stage comes first, as it is nearer to the gradients that all
     wait for.
     """
+    order = schedule.window(stages[0], num_stages=num_stages)
     if len(stages) > 1:
         ticks = ideal_ticks(schedule, num_stages=num_stages)
         order = [action for tick in ticks for action in reversed(tick)]
-    else:
-        order = schedule.actions(stages[0], num_stages=num_stages)
+    m = schedule.num_micro_batches
     return [
         action
         for action in order
         if action.stage in turn_of
-        and action.micro_batch % turn_of[action.stage][1] == turn_of[action.stage][0]
+        and action.micro_batch % m % turn_of[action.stage][1] == turn_of[action.stage][0]
     ]
 
 
@@ -144,28 +157,20 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
 
     Raises ValueError for a schedule that deadlocks.
     """
-    orders = {s: schedule.actions(s, num_stages=num_stages) for s in range(num_stages)}
-    return in_ticks(orders, num_stages=num_stages, done=set(), label=schedule.label)
-
-
-def in_ticks(
-    orders: Mapping[int, Sequence[Action]], num_stages: int, done: set[Action], label: str
-) -> list[list[Action]]:
-    """Return what equal stages do in each tick, given the order of each and what is done before.
-
-    Raises ValueError for orders that deadlock.
-    """
-    queues = {stage: deque(orders[stage]) for stage in sorted(orders)}
-    done = set(done)
+    stages = range(num_stages)
+    queues = [deque(schedule.window(stage, num_stages=num_stages)) for stage in stages]
+    done = {a for stage in stages for a in schedule.begun(stage, num_stages=num_stages)}
     ticks: list[list[Action]] = []
-    while any(queues.values()):
+    while any(queues):
         tick = [
             queue[0]
-            for queue in queues.values()
+            for queue in queues
             if queue and _has_input(queue[0], num_stages=num_stages, done=done)
         ]
         if not tick:
-            raise ValueError(f"{label} with {num_stages} stages waits for itself for ever")
+            raise ValueError(
+                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+            )
         for action in tick:
             queues[action.stage].popleft()
         done.update(tick)

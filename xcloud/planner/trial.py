@@ -45,7 +45,7 @@ from xcloud.launch.processes import RunStopped
 from xcloud.layout import ClusterLayout
 from xcloud.net.transport import num_cores
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.pipeline.schedule import Schedule, split_backwards
+from xcloud.pipeline.schedule import GPipe, Schedule, split_backwards
 from xcloud.planner.averaging_timer import time_around_averaging, time_averaging
 from xcloud.planner.settings import FreelyCut, with_micro_batches
 from xcloud.record.timeline import Timeline, timeline_of
@@ -220,6 +220,8 @@ class TrialRun:
         own = self.job.schedule
         if _splits(own):
             own = OneForwardOneBackward(own.num_micro_batches)
+        if own.overlaps_updates:  # a trial measures updates one by one
+            own = GPipe(own.num_micro_batches)
         m = own.num_micro_batches
         counts = [n for n in self.counts if n >= self.layout.min_micro_batches()]
         counts = sorted({m, *_spread(counts)}) or [m]

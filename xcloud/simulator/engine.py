@@ -11,10 +11,11 @@ Cost: O((operations + messages) * log(ranks)). Times in seconds from 0 on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
+from types import MappingProxyType
 from typing import NamedTuple
 
 from xcloud.net.link_profile import LinkProfile
@@ -71,18 +72,29 @@ class Program:
         self.posts[rank].append(posts)
         self.signals[rank].append(signal)
 
-    def repeated(self, times: int) -> Program:
+    def repeated(self, times: int, carried: Mapping[int, int] = MappingProxyType({})) -> Program:
         """Return the program so many times in a row.
 
         Each time has tokens and parcels of its own, on the same routes.
+
+        carried: token -> the token of the next time that its parcel counts for. The first time has
+            what would have been carried into it.
         """
         program = Program.for_ranks(len(self.needs))
         program.num_routes = self.num_routes
-        for _ in range(times):
+        for time in range(times):
             token = len(program.counts)
             parcel = len(program.parcels)
             program.counts += self.counts
-            program.parcels += [p._replace(token=p.token + token) for p in self.parcels]
+            if time == 0:
+                for at in carried.values():
+                    program.counts[at] = 0
+            of_next = {} if time + 1 == times else carried
+            for p in self.parcels:
+                at = p.token
+                if at in of_next:
+                    at = of_next[at] + len(self.counts)
+                program.parcels.append(p._replace(token=at + token))
             for rank, posts in enumerate(self.posts):
                 program.needs[rank] += [n if n < 0 else n + token for n in self.needs[rank]]
                 program.posts[rank] += [tuple(number + parcel for number in own) for own in posts]

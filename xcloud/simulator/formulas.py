@@ -291,7 +291,7 @@ def memory_of(
         )
         # Gradients and two moments beside the weights; a rank merges its share of a stage.
         merged = decoded / len(layout.ranks_of(stage))
-        copied = (3 + copies + merged) * work.trained_bytes
+        copied = (3 + plan.schedule.num_more_copies + copies + merged) * work.trained_bytes
         return work.parameter_bytes + copied + held + queued
 
     for name, cloud in layout.clouds.items():

@@ -82,9 +82,14 @@ class StepProgram:
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
         self._deferred = {stage for order in orders for stage, _ in split_backwards(order)}
+        self._told = -1
+        self._carried: dict[int, int] = {}
+        if agrees:
+            others = {*self.layout.leader_of()} - {0}
+            self._told = self._one.token(len(others)) if others else -1
         self._build_passes(orders)
         self._build_update(agrees)
-        self.program = self._one.repeated(num_steps)
+        self.program = self._one.repeated(num_steps, self._carried)
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
         """Return the seconds of decompressing, of the operation itself, and of compressing."""
@@ -107,7 +112,7 @@ class StepProgram:
     def owner(self, stage: int, micro_batch: int) -> int:
         """Return the rank that computes a micro-batch of the schedule at a stage."""
         ranks = self.layout.ranks_of(stage)
-        return ranks[micro_batch % len(ranks)]
+        return ranks[micro_batch % self.schedule.num_micro_batches % len(ranks)]
 
     def _orders(self) -> list[list[Action]]:
         """Return the actions of every rank in one pass."""
@@ -123,8 +128,10 @@ class StepProgram:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue
                 orders[self.owner(action.stage, micro_batch=action.micro_batch)].append(action)
+        every = range(self.num_stages)
+        begun = {a for s in every for a in schedule.begun(s, num_stages=self.num_stages)}
         for actions in orders:  # what a rank waits for in itself is no message
-            done: set[Action] = set()
+            done = set(begun)
             for action in actions:
                 before = {"backward": "forward", "weights": "backward"}.get(action.kind)
                 if before and action._replace(kind=before) not in done:  # type: ignore[arg-type]
@@ -140,11 +147,20 @@ class StepProgram:
     def _build_passes(self, orders: list[list[Action]]) -> None:
         m = self.schedule.num_micro_batches
         tokens = defaultdict[TransferCost, int](self._one.token)
+        needed = set[TransferCost]()
+        posted = set[TransferCost]()
         for first in range(0, self.num_passes * m, m):
             for rank, actions in enumerate(orders):
                 if actions:
                     self._add(rank, op=Op("fetch"))
-                for action in actions:
+                # Where updates overlap a stage tells its norm as soon as the gradient is whole.
+                own = [
+                    i for i, a in enumerate(actions) if a.kind != "forward" and a.micro_batch < m
+                ]
+                told_at = max(own, default=-1) + 1 if self.schedule.overlaps_updates else -1
+                for index, action in enumerate(actions):
+                    if index == told_at:
+                        self._tell_norm(rank)
                     kind = action.kind
                     stage = action.stage
                     received = self._transfer(
@@ -153,6 +169,8 @@ class StepProgram:
                     sent = self._transfer(stage - (kind == "backward"), action=action, first=first)
                     need = -1 if received is None else tokens[received]
                     posts = () if sent is None else (self._post(sent, token=tokens[sent]),)
+                    needed |= {received} - {None}  # type: ignore[arg-type]
+                    posted |= {sent} - {None}  # type: ignore[arg-type]
                     named = action._replace(micro_batch=first + action.micro_batch)
                     self._add(
                         rank,
@@ -160,6 +178,21 @@ class StepProgram:
                         need=need,
                         posts=posts,
                     )
+                if actions and told_at == len(actions):
+                    self._tell_norm(rank)
+        # What is sent in one window and received in the next, of whose update it is.
+        for early in posted - needed:
+            at_last = early._replace(micro_batch=early.micro_batch - m)
+            self._carried[tokens[early]] = tokens[at_last]
+
+    def _tell_norm(self, rank: int) -> None:
+        """Let the leader of a stage tell rank 0 the norm of its gradient."""
+        if self._told >= 0 and rank and rank in self.layout.leader_of():
+            transfer = TransferCost(
+                direction=NORM, boundary=-1, micro_batch=0, sender=rank, receiver=0
+            )
+            told = self._post(transfer, token=self._told)
+            self._add(rank, op=Op("arrive"), posts=(told,))
 
     def _build_update(self, agrees: bool) -> None:
         gathered: dict[tuple[int, ...], int] = {}
@@ -181,17 +214,11 @@ class StepProgram:
         program = self._one
         leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
         others = sorted({*self.layout.leader_of()} - {0})
-        all_told = program.token(len(others)) if others else -1
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
-        for leader in others:
-            told = self._post(
-                TransferCost(
-                    direction=NORM, boundary=-1, micro_batch=0, sender=leader, receiver=0
-                ),
-                token=all_told,
-            )
-            self._add(leader, op=Op("arrive"), posts=(told,))
+        if not self.schedule.overlaps_updates:
+            for leader in others:
+                self._tell_norm(leader)
         answered = tuple(
             self._post(
                 TransferCost(
@@ -205,7 +232,7 @@ class StepProgram:
             rank = placement.rank
             leader = leader_of[placement.rank]
             if rank == 0:
-                self._add(0, op=Op("answer"), need=all_told, posts=answered, signal=shared[0])
+                self._add(0, op=Op("answer"), need=self._told, posts=answered, signal=shared[0])
             elif rank in answers:
                 self._add(rank, op=Op("answer"), need=answers[rank], signal=shared.get(rank, -1))
             else:

@@ -9,7 +9,6 @@ from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBuffere
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
     Use,
-    no_plan,
     no_privacy,
     one_pipeline,
     plain,
@@ -47,7 +46,6 @@ class OverlappedUpdates(Feature):
                 untied_ends: "computes two updates at a time",
                 whole_stages: "keeps two copies of whole stages",
                 nothing_taken_back: "has messages of two updates under way",
-                no_plan: "is not known to the planner",
             },
             without="choose schedule=gpipe or one_forward_one_backward",
         ),

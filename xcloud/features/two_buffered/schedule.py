@@ -5,11 +5,11 @@ Counted from 0: m micro-batches of an update, p stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from xcloud.base.settings import Positive, settings
-from xcloud.pipeline.schedule import Action, Schedule, in_ticks
+from xcloud.pipeline.schedule import Action, Schedule
 
 
 @settings("schedule")
@@ -28,6 +28,7 @@ class TwoBuffered(Schedule):
     """
 
     overlaps_updates: ClassVar[bool] = True
+    num_more_copies: ClassVar[int] = 3  # two of the weights, one of the gradients
     num_micro_batches: Positive = 4
     """Pieces that an update is cut into, over all ranks of a stage together."""
     predict: bool = True
@@ -61,6 +62,11 @@ class TwoBuffered(Schedule):
             order += [forward, backward] if ahead == m else [backward, forward]
         return order
 
+    def begun(self, stage: int, num_stages: int) -> set[Action]:
+        ahead = self.num_ahead(stage, num_stages=num_stages)
+        forwards = {Action("forward", stage, micro_batch=i) for i in range(self.num_micro_batches)}
+        return forwards | {Action("backward", stage, micro_batch=i) for i in range(ahead)}
+
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         """Return a pass of its own: what the first update begins with, and what ends the last."""
         m = self.num_micro_batches
@@ -79,33 +85,4 @@ def next_part(window: Sequence[Action], num_micro_batches: int) -> list[Action]:
         action._replace(micro_batch=action.micro_batch - num_micro_batches)
         for action in window
         if action.micro_batch >= num_micro_batches
-    ]
-
-
-def window_of_rank(
-    schedule: TwoBuffered,
-    stages: Sequence[int],
-    num_stages: int,
-    turn_of: Mapping[int, tuple[int, int]],
-) -> list[Action]:
-    """Return the order in which one rank works on all stages that it holds, in one window.
-
-    turn_of: stage -> (first, period), see pipeline.schedule.rank_actions.
-    """
-    m = schedule.num_micro_batches
-    windows = {stage: schedule.window(stage, num_stages=num_stages) for stage in range(num_stages)}
-    order = windows[stages[0]]
-    if len(stages) > 1:
-        before: set[Action] = set()  # what earlier windows have computed of this update
-        for stage in windows:
-            ahead = schedule.num_ahead(stage, num_stages=num_stages)
-            before |= {Action("forward", stage, micro_batch=i) for i in range(m)}
-            before |= {Action("backward", stage, micro_batch=i) for i in range(ahead)}
-        ticks = in_ticks(windows, num_stages=num_stages, done=before, label=schedule.label)
-        order = [action for tick in ticks for action in reversed(tick)]
-    return [
-        action
-        for action in order
-        if action.stage in turn_of
-        and action.micro_batch % m % turn_of[action.stage][1] == turn_of[action.stage][0]
     ]

@@ -28,14 +28,13 @@ from xcloud.features.two_buffered.schedule import (
     TwoBuffered,
     next_part,
     this_part,
-    window_of_rank,
 )
 from xcloud.net.frame import Kind
 from xcloud.pipeline.control import Reply, Signal
 from xcloud.pipeline.exchange import FlatBuffer, Work
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.pipeline import Pass, Pipeline, UnderWay
-from xcloud.pipeline.schedule import Action
+from xcloud.pipeline.schedule import Action, rank_actions
 from xcloud.pipeline.trainer import NO_HOOKS, Trainer
 
 
@@ -137,7 +136,7 @@ class TwoBufferedTrainer(Trainer):
         self.pipeline.copies = self._copies
         turns = self.pipeline.turns
         num_stages = self.pipeline.num_stages
-        self._window = window_of_rank(
+        self._window = rank_actions(
             self.schedule, stages=sorted(stages), num_stages=num_stages, turn_of=turns
         )
         m = self.schedule.num_micro_batches
