@@ -312,12 +312,15 @@ def test_a_step_takes_each_way_at_the_rate_of_that_way(monkeypatch: pytest.Monke
         peer=FACTS, round_trip_s=0.1, clock_ahead_s=0.0, sent_bytes_per_s=1e6,
         received_bytes_per_s=4e6,
     )  # fmt: skip
-    monkeypatch.setattr(lines, "_max_send_buffer", lambda: 1_000_000)
     step = lines._step("cloud_b", out=6_000_000, back=8_000_000, found=found)
     assert step.figures["busy_s"] == 8.0
-    assert "on" not in step.fact.split("one connection")[1]
-    fills = found._replace(sent_bytes_per_s=5e6, received_bytes_per_s=6e6)
-    assert "of them down to" in lines._step("cloud_b", out=1, back=1, found=fills).fact
+    monkeypatch.setattr(lines, "_max_send_buffer", lambda: 1_000_000)
+    full = lines.stream_bytes(1_000_000) / 0.1
+    for sent, received, fills in ((full, full, True), (full / 2, full, False)):
+        one = found._replace(sent_bytes_per_s=sent, received_bytes_per_s=received)
+        for rates in (one, one._replace(sent_bytes_per_s=received, received_bytes_per_s=sent)):
+            fact = lines._step("cloud_b", out=10**9, back=10**9, found=rates).fact
+            assert ("of them down to" in fact) is fills
 
 
 def test_a_clock_is_read_in_the_middle_of_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
