@@ -407,10 +407,9 @@ def test_clouds_with_other_files_end_at_once_and_say_why(
         for config, clip_norm in zip(configs, (0.0, 0.5), strict=True):
             config["training"]["optimizer"]["clip_norm"] = clip_norm  # type: ignore[index]
 
-    codes, elapsed_s = run_ranks(tmp_path, configs)
+    codes, _ = run_ranks(tmp_path, configs)
 
-    assert codes == [EXIT_COMES_AGAIN] * 2
-    assert elapsed_s < 60
+    assert codes == [EXIT_COMES_AGAIN] * 2  # no time-out ends in this code
     assert said_by(tmp_path, 0) == said_by(tmp_path, 1)
     assert said in said_by(tmp_path, 0)
     assert not (tmp_path / "0" / "events.jsonl").exists()  # nothing was loaded yet

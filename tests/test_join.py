@@ -212,6 +212,7 @@ def test_cuts_in_the_middle_change_no_bit(is_silent: bool, tmp_path: Path) -> No
     draw = random.Random(1)
     proxy = Proxy(port, cut_after=None if is_silent else lambda: draw.randrange(20_000, 90_000))
     steps = "training.max_steps=300"
+    started_s = time.monotonic()
     owners = TwoOwners(tmp_path, [address("cloud_b", proxy.port), steps])
     both = [owners.start("cloud_a"), owners.start("cloud_b", "--listen", f"127.0.0.1:{port}")]
     if is_silent:
@@ -227,7 +228,7 @@ def test_cuts_in_the_middle_change_no_bit(is_silent: bool, tmp_path: Path) -> No
     assert is_silent or proxy.num_cuts > 5
     [line] = json.loads((owners.run_dir("cloud_a") / "summary.json").read_text())["lines"]
     assert line["to"] == "rank 1 of cloud_b" and line["num_cuts"] >= (1 if is_silent else 5)
-    assert 0 < line["round_trip_s"] < 5
+    assert 0 < line["round_trip_s"] < (time.monotonic() - started_s) / 2
     assert "line to rank 1 of cloud_b" in owners.said("cloud_a").partition("final loss")[2]
     start(tmp_path / "gloo", toy_config("two_clouds", [steps]))
     assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")

