@@ -33,6 +33,8 @@ from xcloud.net.link_end import ignore
 _LINE = "doctor"
 _RUN = b"xcloud doctor".ljust(RUN_BYTES, b"\0")  # of no training run
 PAUSE_S = 0.3
+CERTIFICATE = "certificate"
+"""What is in the reason of a line that is down for a certificate."""
 _CLOCKS_MAY_DIFFER_S = 2.0
 _CERTIFICATES_ALLOW_S = 3600.0
 _WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
@@ -84,7 +86,8 @@ class LineTrial:
                 with self._turn:
                     return self._try()
             except LineDown as error:
-                self.reason = str(error)
+                if CERTIFICATE not in self.reason:  # a doctor that ends first closes its port
+                    self.reason = str(error)
             except LinkError as error:  # the peer breaks the rules, and will again
                 self.reason = str(error)
                 return
@@ -196,7 +199,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
             f"ask the owner of {cloud} to run `python -m xcloud doctor {case.file.name} --cloud "
             f"{cloud}{words}` at the same time, and see that {where} is open to the one who dials"
         )
-        if "certificate" in reason:
+        if CERTIFICATE in reason:
             advice = (
                 "compare by phone what `python -m xcloud keys show FILE` says of both "
                 "certificates, and put the right ones in place of the others"
