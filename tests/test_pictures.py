@@ -147,6 +147,13 @@ def test_a_very_long_step_is_drawn_in_seconds_and_an_empty_rank_as_it_is(tmp_pat
     assert (tmp_path / "t.png").exists()
 
 
+def test_times_are_told_as_a_person_says_them() -> None:
+    lanes = (Lane(0, "a", 0, 16_570_000, ()),)
+    assert pictures._headed(Timeline(58, lanes, {}, "one clock"), False).startswith(
+        "step 58: 16.6 s"
+    )
+
+
 def test_running_mean_shifts_nothing_and_keeps_constants() -> None:
     ramp = np.arange(20, dtype=float)
 

@@ -538,5 +538,5 @@ def test_the_report_names_the_best_the_own_and_what_to_change(tmp_path: Path) ->
         steps = [s for _, s in points]
         assert steps == sorted(steps, reverse=True), f"a faster line never costs: {name}"
     told = predicted_of(tmp_path)
-    assert told == {"predicted_step_time_s": round(ranked.best[0].step_s, 6)}
+    assert told == {"predicted_step_time_s": pytest.approx(ranked.best[0].step_s)}
     assert predicted_of(tmp_path / "nothing") == {}

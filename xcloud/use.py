@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -315,7 +316,11 @@ class TextGenerator(TrainedRun):
 
 def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
     name = f"python -m xcloud {command.__name__}"
-    parser = argparse.ArgumentParser(name, description=command.__doc__)
+    parser = argparse.ArgumentParser(
+        name,
+        description=inspect.getdoc(command),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # lines of usage stay lines
+    )
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     return parser
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, ScalarFormatter
 
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
 from xcloud.planner.search import (
@@ -25,7 +25,7 @@ from xcloud.planner.search import (
     step_at,
 )
 from xcloud.record.timeline import PLAN_FILE
-from xcloud.show.canvas import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
+from xcloud.show.canvas import FAINT, INK, LINES, TITLE_POINTS, canvas, plain, save, wrapped
 from xcloud.show.tables import Column, console_of, epochs_text, print_table, say
 from xcloud.simulator.plan import NO_COMPRESSION, Plan, Priced
 from xcloud.simulator.pricing import OverEpochs, Pricer
@@ -309,8 +309,20 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
         if at and points[0][0] < at < points[-1][0]:
             there = report.pricer.at_bandwidth(at)
             axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
+    for bits_per_s in report.pricer.bandwidths(best.strategy):
+        axes.axvline(bits_per_s, color=INK, linewidth=0.8, linestyle=":",
+                     label=f"your line, {human_bandwidth(bits_per_s)}")  # fmt: skip
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: human_bandwidth(rate)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda step_s, _: human_seconds(step_s)))
+    axes.yaxis.set_minor_formatter(FuncFormatter(_few_seconds))
     settings = f"m = {best.micro_batches}, {best.schedule_label}"
-    axes.set(xlabel=f"bandwidth between clouds (bit/s); {settings}", ylabel="step (s)")
+    axes.set(xlabel=f"bandwidth between clouds; {settings}", ylabel="step")
+
+
+def _few_seconds(step_s: float, position: int | None) -> str:
+    """Name two and five of a decade: a picture of less than one has no other tick."""
+    first_digit = f"{step_s:.0e}"[0]
+    return human_seconds(step_s) if first_digit in "25" else ""
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
@@ -331,5 +343,6 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     axes.set_xticks(counts)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    for of in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        of(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     axes.set(xlabel="micro-batches of a step", ylabel="bubble ratio: idle / computing")

@@ -22,6 +22,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
+from xcloud.base.units import human_seconds
 from xcloud.feature_list import FIGURES
 from xcloud.record.events import OWN
 from xcloud.record.summary import RunStatistics, num_warmup_steps
@@ -220,7 +221,7 @@ def write_timeline(
         shown = [predicted, timeline]
     lanes = [list(_lanes(one)) for one in shown]
     longest_us = max(one.until_us for one in shown)
-    per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
+    per_us, unit = (1e-3, "ms") if longest_us < 1e7 else (1e-6, "s")
     height_in = _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)
     figure = canvas(title, width_in=_WIDTH_IN, height_in=height_in)
     panels = column(figure, heights=[len(rows) + 0.7 for rows in lanes])
@@ -242,7 +243,7 @@ def write_timeline(
         )
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.45, -0.55)
-        axes.set_xlim(0, per_us * longest_us)
+        axes.set_xlim(0, 1.01 * per_us * longest_us)  # a bar does not touch the edge
         plain(axes, grid="x")
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
@@ -259,7 +260,7 @@ def _headed(timeline: Timeline, is_predicted: bool) -> str:
     named = "predicted"
     if not is_predicted:
         named = f"step {timeline.step}"
-    text = f"{named}: {1e-3 * timeline.step_us:.4g} ms"
+    text = f"{named}: {human_seconds(1e-6 * timeline.step_us)}"
     if timeline.bubble_ratio is None:
         return text
     more = " (waiting / computing, averaging left out)"

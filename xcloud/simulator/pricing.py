@@ -80,6 +80,11 @@ class Pricer:
     def line(self, strategy: str, here: str, there: str) -> LinkProfile:
         return self._lines[strategy][f"{here}-{there}"]
 
+    def bandwidths(self, strategy: str) -> list[float]:
+        """Return the bandwidths of the lines between clouds, in bits per second, each once."""
+        found = {line.bandwidth_bits_per_s for line in self._lines[strategy].values()}
+        return sorted(bits_per_s for bits_per_s in found if bits_per_s)
+
     # Prices.
 
     def step_s(self, plan: Plan) -> float:

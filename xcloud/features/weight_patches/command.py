@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,11 @@ def follow(words: Sequence[str]) -> None:
     checkpoint, or adapters. Its file of weights is replaced as a whole. It ends with the last
     update of the run.
     """
-    parser = argparse.ArgumentParser("python -m xcloud follow", description=follow.__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m xcloud follow",
+        description=inspect.getdoc(follow),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # lines of usage stay lines
+    )
     parser.add_argument("run", type=Path, help="a folder with the experiment.yaml of the run")
     parser.add_argument("--as", type=Path, required=True, dest="folder", help="is kept current")
     parser.add_argument("--from", dest="url", help=f"where the weights are (default: {URL})")
