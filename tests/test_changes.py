@@ -1,8 +1,9 @@
 """Going on with something changed: every cell of survive/resume.TABLE, on small jobs in threads,
 over links in memory where there is one, and else on what decides."""
 
+import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.attempts import CODECS, TRAINING, Shape, job
 from tests.channels import same_state, stored
+from tests.configs import composed
 from tests.local_replicas import Diary, Scalar
 from tests.nightly import each_once, first_daily
 from tests.pipelines import TiedToy, in_threads
@@ -19,6 +21,7 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints import resume as table
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import (
@@ -31,6 +34,7 @@ from xcloud.features.checkpoints.resume import (
     outcome_of,
 )
 from xcloud.features.checkpoints.saving import about_part
+from xcloud.features.one_way.feed import Feed
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
@@ -40,7 +44,7 @@ from xcloud.job.strategy import ModelPlacement, RankStages, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.schedule import GPipe
-from xcloud.pipeline.settings import Training
+from xcloud.pipeline.settings import Checkpoints, Optimizer, Patches, Training
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.show.status import describe
 from xcloud.use import TextGenerator, Translator
@@ -123,11 +127,15 @@ SETTING = {
     "steps, optimizer, precision, divergence, decoding, security but privacy": (
         "training.max_steps", "training.optimizer.clip_norm", "security.meter.strength",
     ),
+    "memory and speed of stages, autopilot": (
+        "model.activation_checkpointing", "model.vocabulary_chunk", "training.activation_cache_mb",
+        "autopilot.every",
+    ),
     "compression": ("compression.forward.int4.bits",),
     "schedule, accumulation": ("schedule.num_micro_batches", "training.accumulate_steps"),
     "security.privacy": ("security.privacy.noise", "security.privacy"),
     "model, task, data, seed, batch size, strategy, release": (
-        "model.size", "seed", "training.batch_size", "strategy.name", "autopilot.every",
+        "model.size", "seed", "training.batch_size", "strategy.name",
     ),
 }  # fmt: skip
 PLACES = {
@@ -157,6 +165,50 @@ def test_every_cell_is_what_decides(row: str, column: str) -> None:
             assert found.refused == [
                 f"{key} is 2: {cell.refused}; set {key} back to 1, or start a new run"
             ]
+
+
+# What no row of TABLE names one by one. A new setting of a model or task has to stand here, where
+# its change is another run, or in a row of its own.
+OTHER_RUN = frozenset(
+    """
+    model._target_ model.adapter_size model.attention_dropout
+    model.blocks_per_stage model.checkpoint model.coding model.cross_attention_heads model.decoder
+    model.discriminator model.dropout model.embeddings model.encoder model.generators
+    model.label_smoothing model.lora model.output model.own model.pooling
+    model.public_text model.router_loss model.split model.text model.train_head model.weights
+    model.word_adapters
+    """.split()
+)
+
+
+GROUPS: dict[str, type] = {
+    "training": Training,
+    "training.optimizer": Optimizer,
+    "training.checkpoint": Checkpoints,
+    "training.patches": Patches,
+    "autopilot": Autopilot,
+    "feed": Feed,
+}
+
+
+def test_every_setting_is_in_a_row_on_purpose() -> None:
+    seen = set[str]()
+    for name in ("lora_clm", "abnet_iwslt", "bert_split_squad", "electra_multilingual"):
+        seen |= {*Settings.of(composed(f"+exp={name}")).compared}
+    for group, settings in GROUPS.items():
+        seen |= {f"{group}.{one.name}" for one in fields(settings)}
+    rows = [row.keys for row in TABLE.values() if row.keys]
+    unknown = sorted(
+        key for key in seen
+        if not key.startswith("cluster.") and not any(re.match(keys, key) for keys in rows)
+    )  # fmt: skip
+    assert unknown == []
+    *others, last = rows
+    left = {
+        key for key in seen if re.match(last, key) and not any(re.match(k, key) for k in others)
+    }
+    found = {".".join(key.split(".")[:2]) for key in left if key.startswith("model.")}
+    assert found <= OTHER_RUN, sorted(found - OTHER_RUN)
 
 
 def test_the_page_shows_the_table() -> None:

@@ -91,8 +91,12 @@ TABLE: Mapping[str, Row] = {
     ),
     "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
         r"training\.(max_steps|optimizer\.(?!_target_)|on_divergence|max_skips_in_a_row|precision)|"
-        r"security(?!\.privacy)|model\.decoding|feed\.on_(slow|dead)",
+        r"security(?!\.privacy)|model\.(decoding|max_answer_tokens)|feed\.on_(slow|dead)",
         GOES_ON, others={"elastic": _elastic()},
+    ),
+    "memory and speed of stages, autopilot": Row(
+        r"model\.(activation_checkpointing|vocabulary_chunk)$|training\.activation_cache_mb$|autopilot",
+        GOES_ON, others={"elastic": _elastic(), "one-way": None},
     ),
     "compression": Row("compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE}),
     "schedule, accumulation": Row(
@@ -113,7 +117,10 @@ TABLE: Mapping[str, Row] = {
     "security.privacy": Row(
         r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), others=_NONE
     ),
-    "model, task, data, seed, batch size, strategy, release": Row("", OTHER_RUN),
+    "model, task, data, seed, batch size, strategy, release": Row(
+        r"_target_|model|task|seed|strategy|hooks|feed\.(_target_|order|run_ahead)|"
+        r"training\.(_target_|batch_size|batches_per_step|optimizer\._target_)", OTHER_RUN,
+    ),
 }  # fmt: skip
 
 
