@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.nightly import NIGHTLY
-from xcloud.base.errors import DataError
+from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks import chat_template
-from xcloud.tasks.language_modelling import CausalTokenizer
+from xcloud.tasks.language_modelling import CausalTokenizer, FolderLanguageModelling
+from xcloud.tasks.tokenizer import PretrainedTokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -51,6 +54,51 @@ def test_a_template_writes_what_transformers_has_it_write(template: str, ask: bo
     assert found == wanted and "hay?" in found.encode().decode("unicode_escape")
 
 
+DATED = (
+    "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati"])
+def test_a_template_that_writes_the_day_writes_the_runs(
+    zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    tokenizer = CausalTokenizer(tokenizer_with(DATED), "toy")
+    assert tokenizer.render(CHAT[:1], False, "here").startswith("01 Jan 2026 00:00:00.000000")
+    tokenizer.date = "2024-02-29"
+    assert tokenizer.render(CHAT[:1], False, "here").startswith("29 Feb 2024 00:00:00.000000")
+    assert tokenizer.writes_date
+    other = CausalTokenizer(tokenizer_with(USUAL["chatml"]), "toy")
+    other.render(CHAT, False, "here")
+    assert not other.writes_date
+
+
+def test_a_run_says_its_date_and_is_another_run_with_another(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_chat_tokenizer(folder, template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "train.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+
+    def loaded(**settings: str) -> Any:
+        task = FolderLanguageModelling(
+            path=str(tmp_path), tokenizer=PretrainedTokenizer(str(folder)), **settings
+        )
+        return task.load(frozenset(task.fields), 0)
+
+    first, same, other = loaded(), loaded(), loaded(date="2026-01-02")
+    assert "the chat template writes the date 2026-01-01 (task.date)" in first.describe()
+    assert first.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert first.own_digests() == same.own_digests()
+    name = "tokens of text of train"
+    assert first.own_digests()[name] != other.own_digests()[name]
+    task = FolderLanguageModelling(path=str(tmp_path), date="2026-01-02")
+    first.save_tokenizers(tmp_path / "model")
+    assert task.saved_text(tmp_path / "model").date == "2026-01-02"
+    with pytest.raises(ConfigError, match=r"task\.date"):
+        FolderLanguageModelling(path=str(tmp_path), date="today")
+
+
 TOO_MUCH = {
     "loop": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -74,6 +122,14 @@ def limited() -> Iterator[chat_template.TemplateProcess]:
     made = chat_template.TemplateProcess(processor_s=1)
     yield made
     made.close()
+
+
+def test_a_chat_is_not_charged_for_what_was_written_before(
+    limited: chat_template.TemplateProcess,
+) -> None:
+    """To import transformers takes more than the second that each chat has here."""
+    for _ in range(3):
+        assert limited.render("x", messages=CHAT, settings={}) == ("x", False)
 
 
 @pytest.mark.parametrize(

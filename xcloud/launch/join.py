@@ -24,6 +24,7 @@ from xcloud.job.config import (
     this_clouds_policy,
 )
 from xcloud.job.job import Job
+from xcloud.job.misfits import misfits
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
 from xcloud.launch.joined_rank import check_peers, place_of
 from xcloud.launch.local import StopSignals, run_in_owned, stopped_in_words, train
@@ -267,7 +268,7 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
     """Run ranks without the first one of the run, whose machine keeps the record of the run."""
     job = settings.job
     settings.write(run_dir / EXPERIMENT_FILE)
-    say(job.headline)
+    say("\n".join([job.headline, *misfits(job)]))
     signals = StopSignals(ranks.ask_to_stop)
     with signals.handled():
         try:

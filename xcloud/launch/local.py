@@ -20,6 +20,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.job import Job
+from xcloud.job.misfits import misfits
 from xcloud.launch.failures import (
     START_EACH_CLOUD,
     check_gpu,
@@ -98,7 +99,7 @@ def run_in_owned(
     file = run_dir / EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     settings.write(asked)
-    say(job.headline)
+    say("\n".join([job.headline, *misfits(job)]))
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         set_aside(stale)

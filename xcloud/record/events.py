@@ -208,6 +208,7 @@ class Columns:
     def append(self, totals: StepTotals) -> None:
         loss = NO_LOSS if totals.loss is None else totals.loss
         row = {("step_s",): totals.step_s, ("ended_s",): totals.ended_s, ("loss",): loss}
+        row["learning_rate",] = totals.learning_rate or 0.0
         row |= totals.numbers
         for key in row:
             self._columns.setdefault(key, array("d", bytes(8 * len(self.step))))

@@ -188,6 +188,7 @@ class RunStatistics:
             "learned_tokens_per_s": ratio(
                 learned if learned and learned != samples else None, below=sum(step_s)
             ),
+            "highest_learning_rate": max(steps["learning_rate"], default=0.0) or None,
             "num_steps": self.num_steps,
             "num_skipped_updates": self.num_skipped(),
             "num_warmup_steps_left_out": first,

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from xcloud.base.terminal import prepare_process, say, signals_to_stop
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, Settings
+from xcloud.job.misfits import misfits
 from xcloud.launch.processes import num_threads
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
@@ -396,6 +398,7 @@ def composed_points(
     checked = set[str]()
     trackers: list[Any] = []
     wrong: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share a reason
+    odd = Counter[str]()
     said_at_s = time.monotonic()
     for number, overrides in enumerate(asked):
         if time.monotonic() > said_at_s + SAY_EVERY_S:
@@ -406,12 +409,15 @@ def composed_points(
             if point.identity not in checked:
                 checked.add(point.identity)
                 point.experiment.check()
+                odd.update(misfits(point.experiment))
             if (tracker := point.config.plain["tracker"]) not in trackers:
                 point.experiment.tracker.check()
                 trackers.append(tracker)
             points.append(point)
         except XcloudError as error:
             wrong.setdefault(_one_line(error), []).append(overrides)
+    for text, num in odd.items():
+        say(f"{num} of {len(asked)} points: {text}")
     return points, wrong
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -29,6 +30,9 @@ MAX_PROCESSOR_S = 10
 MAX_BYTES = 512 << 20
 """Beside the interpreter and transformers."""
 MAX_CHARACTERS = 16 << 20
+DATE = "2026-01-01"
+"""The day that it is for every template of a run, unless task.date names another: by the clock of
+a machine a run would go on with other texts than it began with, and two clouds would differ."""
 
 
 class TemplateError(Exception):
@@ -57,13 +61,20 @@ class TemplateProcess:
                     stream.close()
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
-    ) -> str:
-        """Return what the template writes. Raises TemplateError.
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        date: str = DATE,
+    ) -> tuple[str, bool]:
+        """Return what the template writes, and whether it has asked for the day. Raises
+        TemplateError.
 
         settings: further arguments of transformers' render_jinja_template.
+        date: the day that it is for the template.
         """
-        request = {"chat_template": template, "conversations": [list(messages)], **settings}
+        chat = {"chat_template": template, "conversations": [list(messages)], **settings}
+        request = {"chat": chat, "date": date}
         with self._lock:
             answer = self._asked(json.dumps(request))
         if not answer:
@@ -73,7 +84,7 @@ class TemplateProcess:
         found = parsed_json(answer)
         if "error" in found:
             raise TemplateError(found["error"])
-        return str(found["text"])
+        return str(found["text"]), bool(found["dated"])
 
     def _asked(self, line: str) -> str:
         """Return the answer; "" if the process was ended by one of its limits."""
@@ -109,7 +120,20 @@ def main() -> None:
     the processor each may take."""
     import resource
 
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        """The clock of a template (strftime_now), which stands at the run's date."""
+
+        of_run = datetime.fromisoformat(DATE)
+        was_asked = False
+
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            Clock.was_asked = True
+            return Clock.of_run
+
+    chat_template_utils.datetime = Clock  # type: ignore[attr-defined]
 
     def limit(kind: int, most: int) -> None:
         hard = resource.getrlimit(kind)[1]
@@ -125,12 +149,16 @@ def main() -> None:
         limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MAX_BYTES)
     for line in sys.stdin:
         limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + processor_s)
-        answer = {}
+        answer: dict[str, object] = {}
         try:
-            text = render_jinja_template(**parsed_json(line))[0][0]
+            request = parsed_json(line)
+            Clock.of_run = datetime.fromisoformat(request["date"])
+            Clock.was_asked = False
+            text = chat_template_utils.render_jinja_template(**request["chat"])[0][0]
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters; at most {MAX_CHARACTERS:,}")
             answer["text"] = text
+            answer["dated"] = Clock.was_asked
         except MemoryError:
             answer["error"] = f"it takes more than {MAX_BYTES >> 20} MiB"
         except Exception as error:  # whatever a template raises

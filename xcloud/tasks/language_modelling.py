@@ -33,7 +33,7 @@ from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
 from xcloud.pretrained import generation_config, resolve
-from xcloud.tasks.chat_template import TemplateError, template_process
+from xcloud.tasks.chat_template import DATE, TemplateError, template_process
 from xcloud.tasks.rows import (
     Corpus,
     DemoSized,
@@ -187,6 +187,8 @@ class CausalTokenizer:
         self._pretrained = pretrained
         self._name = name
         self.learns_chats = False  # or it did: a prompt is then a question
+        self.date = DATE
+        self.writes_date = False  # the template has asked for the day
         self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
         bos = pretrained.bos_token_id
         eos = pretrained.eos_token_id
@@ -457,11 +459,15 @@ class CausalTokenizer:
         how |= self._reader.veil(dict(given))
         try:
             template = self._pretrained.get_chat_template()
-            return template_process().render(template, messages=plain, settings=how)
+            text, dated = template_process().render(
+                template, messages=plain, settings=how, date=self.date
+            )
         except (TemplateError, ValueError) as error:  # ValueError: there is no template
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error
+        self.writes_date |= dated
+        return text
 
     def begun(self, messages: Chat, where: str) -> str:
         """Return what the chat template writes up to the end of the last message, which is the
@@ -489,6 +495,8 @@ class LanguageModelling(TextTask):
     column: name of the column with texts or chats. None: messages, or else text. A chat's row may
         also have system, the text of its first message, and tools and documents, which its
         template gets.
+    date: the day that it is for a chat template that writes one (strftime_now): the same in all
+        clouds, when the run goes on, and when it is used.
     A cloud that sees the labels but not the text reads the same file and keeps the answers only.
     """
 
@@ -501,6 +509,7 @@ class LanguageModelling(TextTask):
     tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=8)] = 128
     column: Text | None = None
+    date: Annotated[str, Field(pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$")] = DATE
 
     def column_of(self, table: RowTable) -> str:
         """Return where the documents of a table stand. Raises DataError for another form."""
@@ -577,7 +586,12 @@ class LanguageModelling(TextTask):
         return tokenizer.samples(rows, self.max_length, where)
 
     def saved_text(self, folder: Path) -> CausalTokenizer:
-        return CausalTokenizer.load(folder / FOLDER_NAME)
+        found = CausalTokenizer.load(folder / FOLDER_NAME)
+        found.date = self.date
+        return found
+
+    def agreed_settings(self) -> dict[str, object]:
+        return {**super().agreed_settings(), "date": self.date}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
         return LanguageData(task=self, corpus=corpus, fields=fields)
@@ -606,6 +620,7 @@ class LanguageData(View[LanguageModelling]):
         cuts: dict[str, dict[Split, Cut]] = {}
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
+            self._tokenizer.date = task.date
             for split, rows in corpus.splits.items():
                 name = task.unit(rows)
                 samples, found = task.samples(
@@ -628,6 +643,8 @@ class LanguageData(View[LanguageModelling]):
                     by_split = cuts.setdefault(f"{name} left out: {why}", {})
                     by_split[split] = Cut(num=num, of=found.num, setting="they teach nothing")
                 remarks += found.remarks
+            if self._tokenizer.writes_date:
+                remarks.append(f"the chat template writes the date {task.date} (task.date)")
         sizes = {split: len(samples) for split, samples in self._documents.items()}
         super().__init__(
             task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks=remarks,

@@ -197,6 +197,10 @@ class View(Tokenized, Generic[T]):
         self._remarks = [*corpus.remarks, *remarks]
         self._agreed = corpus.agreed
         self._digests = corpus.digests() if fields else {}
+        for name, by_split in self._columns.items():
+            for split, column in by_split.items():
+                if isinstance(column, TokenTable):
+                    self._digests[f"tokens of {name} of {split}"] = column.content_digest
         if in_words and fields:
             self._in_words = in_words
         else:
@@ -331,6 +335,13 @@ class TokenTable:
     @property
     def num_tokens(self) -> int:
         return len(self._flat)
+
+    @property
+    def content_digest(self) -> str:
+        """Return a digest of all tokens and of where each row ends."""
+        found = hashlib.sha256(self._flat.numpy().tobytes())
+        found.update(self._offsets.numpy().tobytes())
+        return found.hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
