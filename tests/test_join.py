@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 
 from tests.line_links import Proxy
 from tests.owners import CLOUDS, TwoOwners, address
-from tests.runs import free_port, losses, start, wait_for, weights
+from tests.runs import ROOT, free_port, losses, start, wait_for, weights
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
@@ -79,8 +80,21 @@ def test_one_way_jobs_of_several_owners_are_refused(wan: Any) -> None:
         OneWayLayout(clouds, wan)
 
 
-def test_a_plan_is_not_passed_over_where_several_machines_run_a_file(tmp_path: Path) -> None:
-    config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_a"), "plan=apply"])
+@pytest.fixture
+def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings of a line between two owners, whose address this process's policy names."""
+    listens = address("cloud_b")
+    policy = yaml.safe_load((ROOT / "tests" / "policy.yaml").read_text())
+    policy["addresses"] = [listens.partition("=")[2]]
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "policy.yaml"))
+    return ["cluster/wan=sealed", listens]
+
+
+def test_a_plan_is_not_passed_over_where_several_machines_run_a_file(
+    tmp_path: Path, sealed: list[str]
+) -> None:
+    config = toy_config("two_clouds", [*sealed, "plan=apply"])
     file = tmp_path / "experiment.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     with pytest.raises(ConfigError, match="plan= needs all clouds on one machine"):
@@ -341,10 +355,8 @@ def test_what_is_wrong_with_a_certificate_is_said_before_anything_starts(
     assert f"the certificate of cloud_b, {own}/cloud_b.pem, has expired" in refused()
 
 
-def test_sealed_lines_are_started_by_each_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = toy_config("two_clouds", ["cluster/wan=sealed", address("cloud_b")])
+def test_sealed_lines_are_started_by_each_owner(tmp_path: Path, sealed: list[str]) -> None:
+    config = toy_config("two_clouds", sealed)
     said = "of their own cloud: python -m xcloud join FILE --cloud NAME"
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / "run", config)
