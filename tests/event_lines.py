@@ -66,6 +66,7 @@ class Desk:
         self.intake.take(peer, Frame(MessageKey(Kind.REPORT), (part,), 0, 0.0, len(data)))
 
     def written(self, *kinds: str) -> list[dict[str, Any]]:
+        assert self.file.flush()
         return [e for e in EventReader(self.path) if not kinds or e["event"] in kinds]
 
     @property

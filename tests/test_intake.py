@@ -4,6 +4,7 @@ else."""
 import ast
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from xcloud.base.errors import FrameError
 from xcloud.job import config as configs
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
-from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, ReportIntake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
@@ -39,6 +40,7 @@ OF_RANK_0 = {
     "line": "to round_trip_s bandwidth_bits_per_s num_cuts num_outages outage_s sent_again_bytes",
 }
 """Fields of what nobody but rank 0 reports, of all."""
+FINISH = {"event": "finish"}
 XCLOUD = Path(following.__file__).parents[1]
 
 
@@ -331,3 +333,35 @@ def test_a_reporter_s_own_lines_pass(desk: Desk) -> None:
 
     assert [event["event"] for event in desk.written()] == ["phase", "note", "finish"]
     assert desk.num_refused == {}
+
+
+def test_a_disk_that_stands_still_holds_up_no_link_and_what_does_not_fit_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the link brings its rank's heartbeats too."""
+    monkeypatch.setattr("xcloud.record.reporter.MAX_WAITING_BYTES", 2000)
+    desk = Desk(tmp_path)
+    stands_still = threading.Event()
+    goes_on = threading.Event()
+    append = desk.file._append
+
+    def slow(lines: bytes) -> None:
+        stands_still.set()
+        assert goes_on.wait(20.0)
+        append(lines)
+
+    monkeypatch.setattr(desk.file, "_append", slow)
+    taking = threading.Thread(
+        target=lambda: [desk.take(1, STEP) for _ in range(50)] + [desk.take(1, FINISH)]
+    )
+    taking.start()
+    assert stands_still.wait(20.0)
+    taking.join(20.0)
+    assert not taking.is_alive()
+    goes_on.set()
+    desk.file.append(json.dumps({"event": "finish", "rank": 0}).encode() + b"\n")
+    written = desk.written()
+    assert 1 < len(written) < 51 and written[-1]["rank"] == 0  # in the order of the calls
+    desk.file.close()
+    lost = json.loads((tmp_path / LOST_LINES_FILE).read_text())
+    assert lost == {"lines": 52 - len(written), "finished_ranks": [1]}

@@ -189,7 +189,7 @@ class ReportIntake:
             except (ValueError, RecursionError):  # of what it quotes, too
                 self._refuse(peer, why="no JSON")
         if accepted:
-            self._events.append(accepted)
+            self._events.append_later(accepted)
 
     def close(self) -> None:
         for peer, num in sorted(self.num_refused.items()):
@@ -254,4 +254,4 @@ class ReportIntake:
 
     def _report(self, event: str, **fields: object) -> None:
         head = {"event": event, "rank": 0, "cloud": self._cloud_of(0), "t": round(time.time(), 3)}
-        self._events.append(json.dumps({**head, **fields}).encode() + b"\n")
+        self._events.append_later(json.dumps({**head, **fields}).encode() + b"\n")

@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,18 @@ FLUSH_EVERY_S = 1.0
 WRITE_EVERY_S = 1.0
 FINISH_WITHIN_S = 10.0  # a segment, at the end of a run
 _MAX_CHUNK_BYTES = 1 << 17
+MAX_WAITING_BYTES = 16 << 20
+"""Reports of other ranks that wait for a slow disk: minutes of a run of many ranks."""
 
 log = logging.getLogger(__name__)
 
 
 class EventFile:
     """Append whole lines; used by several threads of rank 0.
+
+    `append` waits for the disk. A thread of a link calls `append_later`: it brings its rank's
+    heartbeats too, and a disk that stands still must not be taken for the death of that rank. Up
+    to MAX_WAITING_BYTES wait then for a thread that writes them; lines beyond that are lost.
 
     Never fails a run: lines that cannot be written (full disk) are lost, with one warning, and
     counted; later lines are tried again. `close()` writes the count, and the ranks whose "finish"
@@ -53,10 +60,23 @@ class EventFile:
         self._is_torn = _ends_inside_a_line(path)
         self._finishing = threading.Thread()
         self.lost: segments.LostLines | None = None
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0  # what is being written included
+        self._crowded_out: list[bytes] = []
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._writer = threading.Thread(target=self._write_waiting, name="events", daemon=True)
+        self._writer.start()
         path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
 
     def append(self, lines: bytes) -> None:
+        """Append lines behind all that were given before."""
+        self.flush(within_s=None)
+        self._append(lines)
+
+    def _append(self, lines: bytes) -> None:
         with self._lock:
+            self._count_crowded_out()
             # End a torn line first, or it would spoil the next one too.
             data = b"\n" + lines if self._is_torn else lines
             num_written = 0
@@ -77,12 +97,57 @@ class EventFile:
                 self._finishing = threading.Thread(target=self._finish_segment, daemon=True)
                 self._finishing.start()
 
+    def append_later(self, lines: bytes) -> None:
+        """Have lines appended in another thread. Never blocks."""
+        with self._changed:
+            if self._waiting_bytes + len(lines) > MAX_WAITING_BYTES or self._is_closing:
+                self._crowded_out.append(_in_short(lines))
+                return
+            self._waiting.append(lines)
+            self._waiting_bytes += len(lines)
+            self._changed.notify_all()
+
+    def flush(self, within_s: float | None = FINISH_WITHIN_S) -> bool:
+        """Wait until all that `append_later` was given is written. Return whether it is.
+
+        within_s: None: however long that takes.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting_bytes, within_s)
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    return
+                lines = self._waiting.popleft()
+            self._append(lines)
+            with self._changed:
+                self._waiting_bytes -= len(lines)
+                self._changed.notify_all()
+
+    def _count_crowded_out(self) -> None:
+        with self._changed:
+            crowded_out, self._crowded_out = self._crowded_out, []
+        for lines in crowded_out:
+            error = OSError(f"more than {MAX_WAITING_BYTES:,} bytes wait for it")
+            self.lost = self.lost or segments.LostLines(log_file=self._path, error=error)
+            self.lost.add(lines)
+
     def close(self) -> None:
         """Close the file and record what was lost, if anything."""
+        self.flush()
+        with self._changed:
+            self._is_closing = True
+            self._crowded_out += map(_in_short, self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
         if self._finishing.is_alive():
             self._finishing.join(FINISH_WITHIN_S)
         with self._lock:
             self._file.close()
+            self._count_crowded_out()
             if self.lost is not None:
                 self.lost.write(self._path.with_name(LOST_LINES_FILE))
 
@@ -100,6 +165,13 @@ class EventFile:
         except (OSError, ValueError) as error:  # ValueError: closed
             self._finish_at += files.SEGMENT_BYTES
             log.debug("%s could not be finished as a segment: %s", self._path, error)
+
+
+def _in_short(lines: bytes) -> bytes:
+    """Return lines that are lost with what LostLines counts of them: how many they are, and which
+    of them end a rank."""
+    kept = [line if b'"event":"finish"' in line else b"-" for line in lines.split(b"\n") if line]
+    return b"\n".join(kept)
 
 
 def _ends_inside_a_line(path: Path) -> bool:
