@@ -126,7 +126,7 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
         def actions(self, stage: int, num_stages: int) -> list[Action]:
             return super().actions(stage, num_stages)[::-1]
 
-    with pytest.raises(ValueError, match="2 stages waits for itself"):
+    with pytest.raises(ValueError, match="2 stages deadlocks"):
         rank_actions(BackwardFirst(2), [0, 1], 2, {0: (0, 1), 1: (0, 1)})
 
 

@@ -90,12 +90,12 @@ class LocalRanks:
 
     essential: ranks whose failure fails the run; the others may be lost once they are ready, which
         the remaining ranks report. None: all ranks.
-    restart_s: after which all ranks of a cloud that lost one restart, unless that one has an error
-        of its own; None: never.
+    restart_s: seconds to wait before restarting a cloud that lost a rank. None: never. A rank that
+        reported an error of its own is not restarted.
     liveness: an essential rank that is suspended (SIGSTOP) for lost_after_s is ended, whatever the
         others wait for, and until all have joined any rank.
     experiment_file: that the ranks read; None: that of the run folder.
-    first_rank: of these ranks, where other owners start the others.
+    first_rank: number of the first rank that this launcher starts; other owners start the rest.
     """
 
     def __init__(

@@ -169,7 +169,8 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
         ]
         if not tick:
             raise ValueError(
-                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+                f"{schedule.label} with {num_stages} stages deadlocks: a stage waits for "
+                "a message that it would send later"
             )
         for action in tick:
             queues[action.stage].popleft()

@@ -241,8 +241,8 @@ def rank_pairs(layout: ClusterLayout, stage: int, replica: int) -> set[tuple[int
 
 
 _FORWARD_AHEAD = 32
-"""Receives posted forward, as far as the budget of the link goes, where no gradient holds back the
-sender: for an evaluation's pieces, and training over a boundary that no gradient crosses."""
+"""How many receives to post, as far as the budget of the link goes, where no gradient limits the
+sender: in evaluations, and over a boundary that no gradient crosses."""
 
 
 class Boundaries:

@@ -48,7 +48,7 @@ class StepProgram:
     without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
     without_rows: boundaries over which nothing goes forward, either.
 
-    Raises ValueError, here or when it is run, if the schedule waits for itself.
+    Raises ValueError, here or when it is run, if the schedule deadlocks.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class StepProgram:
 
     def deadlock(self) -> ValueError:
         return ValueError(
-            f"{self.schedule.label} with {self.num_stages} stages waits for itself for ever"
+            f"{self.schedule.label} with {self.num_stages} stages deadlocks: a stage waits for "
+            "a message that it would send later"
         )
 
     def _build_passes(self, orders: list[list[Action]]) -> None:

@@ -494,7 +494,7 @@ def interleaved(sets: Mapping[str, Rows]) -> Rows:
 
 @dataclass(frozen=True)
 class Given:
-    """A Table in memory."""
+    """A RowTable in memory."""
 
     where: str
     cells: Mapping[str, Sequence[Any]]

@@ -78,9 +78,13 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A Table: one file, or the files of a line pair. name: without suffixes. kind: squad is one
-    JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text, which its task cuts
-    into documents. read: the texts of a side of a line pair."""
+    """A RowTable of one file, or of the files of a line pair.
+
+    name: the file's name without suffixes.
+    kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
+        which its task cuts into documents.
+    read: returns the texts of a side of a line pair.
+    """
 
     name: str
     kind: FileKind

@@ -1,1 +1,1 @@
-"""The training of one rank: its loop over updates, and the one list of features."""
+"""The training of one rank: its loop over updates, and what it builds."""

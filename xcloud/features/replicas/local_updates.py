@@ -77,9 +77,9 @@ class LocalUpdates(Averaging):
     def __post_init__(self) -> None:
         if self.fragments > self.every or self.overlap >= self.every:
             raise ConfigError(
-                f"{NAME}.fragments ({self.fragments}) must be at most, and {NAME}.overlap "
-                f"({self.overlap}) less than, {NAME}.every ({self.every}): one fragment is merged "
-                "at a step, and ends before the next merge of the same parameters begins"
+                f"{NAME}.fragments must be at most {NAME}.every ({self.every}), and "
+                f"{NAME}.overlap less than it; got fragments={self.fragments}, overlap="
+                f"{self.overlap}. One fragment is merged at a step, and ends before its next merge"
             )
         if self.is_elastic and not (self.is_at_once and self.merge is None):
             raise ConfigError(
