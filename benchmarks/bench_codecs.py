@@ -22,6 +22,7 @@ from benchmarks.machine import say_where
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
+from xcloud.comm.rotation import Eden
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.transform import Transform
 from xcloud.net.frame import TensorSpec
@@ -42,6 +43,8 @@ def compressors() -> Iterator[tuple[str, Compressor]]:
         yield f"svd({rate:.3g})", Svd(rate)
         yield f"svd({rate:.3g}) 2 iterations", Svd(rate, iterations=2)
     yield "fp16(svd(0.6))", Chain(svd=Svd(0.6), fp16=Cast("float16"))
+    for bits in (1, 2, 4):
+        yield f"eden{bits}", Eden(bits)
     for step in (0.8, 1.6, 3.2):
         yield f"transform({step})", Transform(step)
     yield "int8(svd(0.2))", Chain(svd=Svd(0.2), int8=BlockInt(8))

@@ -8,6 +8,7 @@ from torch import Tensor
 from xcloud.comm.compressor import Chain, Compressor, Tensors
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
+from xcloud.comm.rotation import Eden
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
 from xcloud.comm.transform import Transform
 from xcloud.net.frame import TensorSpec
@@ -47,6 +48,9 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),
     (Chain(cocktail=RandomTopK(0.5, 0.5), int4=BlockInt(4)), 0.87),
     (Chain(powersgd=PowerSgd(4), int8=BlockInt(8)), 0.96),
+    (Eden(1), 0.63),
+    (Eden(2), 0.36),
+    (Eden(4), 0.11),
     (Transform(0.25), 0.075),
     (Transform(1.6), 0.5),
     (Chain(rows=TopRows(0.5), transform=Transform(0.5)), 0.75),
@@ -74,6 +78,8 @@ def relative_error(tensor: Tensor, seen: Tensor) -> float:
 def rounding(compressor: Compressor) -> float:
     """The largest error of a single value: three times that of Gaussian ones, for the formats that
     round; at least 2 %, at most 30 %."""
+    if isinstance(compressor, Eden):  # after its rotation equal values are like any others
+        return next(bound for known, bound in ERRORS if known == compressor)
     parts = compressor.members.values() if isinstance(compressor, Chain) else [compressor]
     errors = [bound for known, bound in ERRORS if known in parts and known.family == "precision"]
     return min(0.3, max([0.02, *(3 * error for error in errors)]))

@@ -41,7 +41,7 @@ comm.compression_plans.Phase comm.compression_plans.Phased comm.compressor.Chain
 comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
 comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK
 comm.sparsify.TopK comm.sparsify.TopRows comm.transform.Transform
-models.electra.model.MultilingualElectra
+comm.rotation.Eden models.electra.model.MultilingualElectra
 models.electra.parts.DiscriminatorSettings models.electra.parts.Generator experiment.Experiment
 job.job.Launch features.one_way.job.OneWayExperiment features.one_way.job.OneWayTraining
 models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
