@@ -31,7 +31,7 @@ from xcloud.net.frame import TensorSpec
 
 MAX_FEATURES = 2048  # of rows with a basis
 _ROWS_PER_FEATURE = 8  # before there is a basis
-_SETUP_SHARE = 8  # bytes of rows for one of a basis
+_LOOK_AT = 2  # times the bytes of a basis, sent since it came, before another is tried
 _ROWS_OF_A_MESSAGE = 512  # that a basis is measured on, at most
 _ROWS_LATER = 128  # the same of a message once there is one
 _KEPT = 0.25  # steps that a component's deviation must have, to be in a basis
@@ -44,6 +44,8 @@ _NUM_CLASSES = 16
 _FEW_ROWS = 16  # their features are one class
 _LARGEST_CODE = 1 << (bit_planes.MOST_BITS - 1)
 _RANGE = (1e-15, 1e15)  # of the largest value, beyond which squares approach float32's limits
+
+_COUNTS = ("seen", "since", "look_at", "features")
 
 # kind, number of the basis, components
 _HEAD = struct.Struct("<BBH")
@@ -97,11 +99,11 @@ class Transform(Compressor):
     The basis B. The first rows cross in their own features, around the message's own mean and at a
     step of its own root mean square. Once there are 8 H of them, the sender takes the principal
     components that deviate by a quarter of delta or more, and sends them in 8 bits each, in front
-    of the message that uses them first. So it does again whenever the rows since then took 8 times
-    the bytes of the basis, with older moments halved each time: a basis follows what training
-    moves, and takes a ninth of the bytes at most. r is what the components leave of a feature
-    where that is 0.85 delta or more. Rows of more than 2,048 features have no basis: finding one
-    takes seconds.
+    of the message that uses them first. When twice as many bytes have followed, and whenever these
+    have doubled, it finds a basis anew, with older moments halved, and sends it if by it the rows
+    since the last one would have taken so many bytes less. So a basis follows what training moves
+    where that pays. r is what the components leave of a feature where that is 0.85 delta or more.
+    Rows of more than 2,048 features have no basis: finding one takes seconds.
 
     Rounding: components are made smaller by a sixth of delta first, which saves more bytes than a
     larger step at the same error (as coders of video do).
@@ -117,14 +119,15 @@ class Transform(Compressor):
 
     family: ClassVar[Family] = "precision"
     feedback: ClassVar[Feedback] = "useful"
-    own_names = ("seen", "since", "features", "mean_square", "moments", "number", "mean",
-                 "codes", "classes")  # fmt: skip
+    own_names = ("seen", "since", "look_at", "features", "mean_square", "moments", "number",
+                 "mean", "codes", "classes")  # fmt: skip
 
     step: Annotated[float, Field(ge=0.05, le=64.0)] = 2.2
 
     def __post_init__(self) -> None:
         self.seen = 0  # rows that the moments are of, since the run began
         self.since = 0  # bytes sent since the last basis
+        self.look_at = 0  # so many of them before another basis is tried
         self.features = 0
         self._moments_HH: Tensor | None = None
         self._mean_square = 0.0  # of a centred value, a running mean
@@ -156,17 +159,11 @@ class Transform(Compressor):
             return self._message(spec, kind=_NOTHING, device=tensor.device)
         if not _RANGE[0] < largest < _RANGE[1]:
             return self._alone(spec, matrix_RH / largest, unit=largest)
-        has_new = False
         if self._may_have_basis(num_features) and self.features in (0, num_features):
             self._learn(matrix_RH)
-            has_new = self._is_due()
-            if has_new:
-                self._basis = self._measured()
-                self.since = 0
-        basis = self._basis
-        if basis is None or len(basis.mean_H) != num_features:
+        if self.features != num_features or not self._has_rows_enough():
             return self._alone(spec, matrix_RH, unit=1.0)
-        return self._in_basis(spec, matrix_RH, basis=basis, has_new=has_new)
+        return self._in_basis(spec, matrix_RH)
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         device = parts[0].device
@@ -219,10 +216,8 @@ class Transform(Compressor):
             moments_HH += self._moments_HH
         self._moments_HH = moments_HH
 
-    def _is_due(self) -> bool:
-        if self._basis is None:
-            return self.seen >= _ROWS_PER_FEATURE * self.features
-        return self.since >= _SETUP_SHARE * self._basis.packed().nbytes
+    def _has_rows_enough(self) -> bool:
+        return self._basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
 
     def _measured(self) -> _Basis:
         """Return the components of the moments, and halve these."""
@@ -243,22 +238,26 @@ class Transform(Compressor):
         classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
         return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
 
-    def _in_basis(
-        self, spec: TensorSpec, matrix_RH: Tensor, basis: _Basis, has_new: bool
-    ) -> Tensors:
-        rows_KH = basis.rows_KH.to(matrix_RH)
-        around_RH = matrix_RH - basis.mean_H.to(matrix_RH)
-        own = float(around_RH.square().mean())
+    def _in_basis(self, spec: TensorSpec, matrix_RH: Tensor) -> Tensors:
+        is_first = self._basis is None
+        basis = self._measured() if self._basis is None else self._basis
+        own = float((matrix_RH - basis.mean_H.to(matrix_RH)).square().mean())
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
         self._mean_square = usual + _FADE * (own - usual)
-        edges = basis.edges(num_features=matrix_RH.shape[1])
-
-        def codes(delta: float) -> Tensor:
-            codes_RK = _rounded(around_RH @ rows_KH.T / delta, smaller=_DEAD)
-            rest_RH = around_RH / delta - codes_RK @ rows_KH
-            return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
-
-        delta, coded = _coded(codes, self.step * math.sqrt(self._mean_square), edges, spec)
+        delta = self.step * math.sqrt(self._mean_square)
+        used, coded = _coded_in(basis, matrix_RH, delta=delta, spec=spec)
+        has_new = is_first
+        if not is_first and self.since >= self.look_at:
+            self.look_at = 2 * self.since
+            other = self._measured()
+            other_used, other_coded = _coded_in(other, matrix_RH, delta=delta, spec=spec)
+            would_save = self.since * (1 - len(other_coded) / len(coded))
+            if would_save > other.packed().nbytes:
+                has_new, basis, used, coded = True, other, other_used, other_coded
+        if has_new:
+            self._basis = basis
+            self.since = 0
+            self.look_at = _LOOK_AT * basis.packed().nbytes
         self.since += len(coded)
         if has_new:
             coded = np.concatenate([basis.packed(), coded])
@@ -268,7 +267,7 @@ class Transform(Compressor):
             device=matrix_RH.device,
             number=basis.number,
             num_components=len(basis.codes_KH),
-            delta=delta,
+            delta=used,
             content=coded,
         )
 
@@ -323,7 +322,7 @@ class Transform(Compressor):
 
     def own(self) -> State:
         """All that the next message depends on; nothing of it is ever changed in place."""
-        state: State = {"seen": self.seen, "since": self.since, "features": self.features}
+        state: State = {name: getattr(self, name) for name in _COUNTS}
         if self._moments_HH is not None:
             state["moments"] = copy_of(self._moments_HH)
         if (basis := self._basis) is not None:
@@ -338,7 +337,7 @@ class Transform(Compressor):
 
     def take(self, own: State) -> None:
         self.__post_init__()
-        for name in ("seen", "since", "features"):
+        for name in _COUNTS:
             setattr(self, name, int(own.get(name, 0)))
         if "moments" in own:
             self._moments_HH = torch.as_tensor(own["moments"])
@@ -350,6 +349,22 @@ class Transform(Compressor):
                 codes_KH=torch.as_tensor(own["codes"]),
                 classes_K=torch.as_tensor(own["classes"]),
             )
+
+
+def _coded_in(
+    basis: _Basis, matrix_RH: Tensor, delta: float, spec: TensorSpec
+) -> tuple[float, Bits]:
+    """Return the step and the codes of rows in a basis."""
+    rows_KH = basis.rows_KH.to(matrix_RH)
+    around_RH = matrix_RH - basis.mean_H.to(matrix_RH)
+    values_RK = around_RH @ rows_KH.T
+
+    def codes(delta: float) -> Tensor:
+        codes_RK = _rounded(values_RK / delta, smaller=_DEAD)
+        rest_RH = around_RH / delta - codes_RK @ rows_KH
+        return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
+
+    return _coded(codes, delta, basis.edges(num_features=matrix_RH.shape[1]), spec)
 
 
 def _rounded(values: Tensor, smaller: float) -> Tensor:
