@@ -89,6 +89,9 @@ class FakeRuns:
             raise KeyboardInterrupt
         write_run(run_dir, point.named, bleu=30.0 + point.experiment.seed)
 
+    def is_running(self, run_dir: Path) -> bool:
+        return False
+
     def end(self) -> None: ...
 
 

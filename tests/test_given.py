@@ -109,9 +109,9 @@ def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:
         (["training.checkpoint={every_steps: 3}"], "training.checkpoint.every_steps", 3),
         (["training.optimizer={learning_rate: 0.5}"], "training.optimizer.learning_rate", 0.5),
         (
-            ["cluster.clouds.cloud_c={num_ranks: 1}", "cluster.clouds.cloud_c.slowdown=2.0"],
-            "cluster.clouds.cloud_c.slowdown",
-            2.0,
+            ["cluster.clouds=null", "cluster.clouds={a: {num_ranks: 1}, b: {num_ranks: 2}}"],
+            "cluster.clouds.b._target_",
+            "xcloud.layout.Cloud",
         ),
         (
             ["schedule={_target_: xcloud.pipeline.schedule.GPipe}"],
@@ -133,6 +133,15 @@ def test_the_last_value_counts_and_a_group_may_be_given_whole(
     changed = with_overrides(tmp_path / "experiment.yaml", words, CONF)
     filled = fill_in(looked_up(changed), by_position=True)
     assert OmegaConf.select(OmegaConf.create(filled), key) == value
+
+
+def test_an_entry_that_a_user_names_is_not_made_by_a_wrong_name() -> None:
+    """A third cloud, or a further compressor, because of a letter."""
+    line = hint("cluster=two_clouds", "cluster.clouds.cloud_c.slowdown=3")
+    assert line.startswith("unknown setting 'cluster.clouds.cloud_c'; did you mean 'cloud_")
+    assert "Allowed here: cloud_a, cloud_b" in line
+    line = hint("compression=int8", "compression.forward.int9.block=3")
+    assert line.startswith("unknown setting 'compression.forward.int9'; did you mean 'int8'?")
 
 
 def test_names_that_a_class_takes_as_any_are_no_settings() -> None:

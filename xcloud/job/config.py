@@ -236,6 +236,7 @@ def _note_keys(
     if not isinstance(node, Mapping):
         return
     wrong: set[str] = set()
+    is_open = "_target_" not in node
     if "_target_" in node:
         try:
             parameters = _parameters(str(node["_target_"]))
@@ -244,13 +245,19 @@ def _note_keys(
                 f"{path or 'config'}._target_: there is no {node['_target_']}, or it cannot be "
                 f"imported: {type(error).__name__}: {_lines(error)[0]}"
             ) from error
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not is_open:
             wrong = {str(key) for key in node if key not in parameters and key != "_target_"}
             unknown += [(path, name, [*parameters]) for name in node if name in wrong]
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in node:
                 lacking.append(f"setting {f'{path}.{name}' if path else name!r} is missing")
+    groups = {str(key): "_target_" in e for key, e in node.items() if isinstance(e, Mapping)}
+    if is_open and any(groups.values()):  # a user names the entries; one is misspelled
+        wrong = {name for name, is_whole in groups.items() if not is_whole}
+        known = [name for name in groups if name not in wrong]
+        unknown += [(path, name, known) for name in groups if name in wrong]
     for key, entry in node.items():
         if key not in wrong:
             _note_keys(entry, f"{path}.{key}" if path else str(key), unknown, lacking)

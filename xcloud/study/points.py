@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -264,14 +264,14 @@ def _below(key: str, heads: Sequence[str]) -> bool:
     return any(key == head or key.startswith(f"{head}.") for head in heads)
 
 
-Verdict = Literal["run", "skip", "again", "resume"]
+Verdict = Literal["run", "skip", "again", "resume", "follow"]
 Changed = Mapping[str, tuple[object, object]]  # by setting: before and now
 
 
 @dataclass(frozen=True)
 class Decision:
     """A decision about a point: run it, keep what it left, run it again from the start or from its
-    last checkpoint. why: the reason, if worth printing."""
+    last checkpoint, or follow the job that runs it. why: the reason, if worth printing."""
 
     point: Point
     verdict: Verdict
@@ -295,9 +295,14 @@ class SweepState:
         with owned(self.folder, advice=advice):
             yield
 
-    def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
-        """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
-        changed ones again."""
+    def decide(
+        self,
+        points: Sequence[Point],
+        accept_changes: bool,
+        is_running: Callable[[Path], bool] = lambda run_dir: False,
+    ) -> list[Decision]:
+        """Skip finished, unchanged points; follow those that a job runs; resume interrupted,
+        unchanged ones; run failed and changed ones again."""
         ran = {}
         for name in self.points:
             with suppress(ConfigError):  # its settings were never written
@@ -318,6 +323,10 @@ class SweepState:
                 taken.add(folder)
                 decisions.append(Decision(point=point, verdict="run", folder=folder))
             else:
+                if is_running(self.folder / folder):
+                    why = "a job runs it"
+                    decisions.append(Decision(point, verdict="follow", folder=folder, why=why))
+                    continue
                 changed = differences(ran.get(folder) or point.settings, other=point.settings)
                 decisions.append(
                     self._judge(
@@ -330,6 +339,8 @@ class SweepState:
         """Make an empty folder for the point, unless it resumes in its own; an existing one moves
         to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
         run_dir = self.folder / decision.folder
+        if decision.verdict == "follow":
+            return run_dir
         with owned(run_dir):  # else it is a point that somebody has resumed by hand
             return self._emptied(run_dir, decision=decision, parallel=parallel)
 

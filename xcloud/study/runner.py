@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import IO, Any, Literal, Protocol
 
 from xcloud.base import wording
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
@@ -38,7 +38,8 @@ from xcloud.base.units import human_duration, human_seconds, score_name, score_t
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.misfits import misfits
-from xcloud.launch.processes import num_threads
+from xcloud.launch.failures import EXIT_START_AGAIN
+from xcloud.launch.processes import RunStopped, num_threads
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     Decision,
@@ -49,12 +50,14 @@ from xcloud.study.points import (
     same_overrides,
 )
 from xcloud.tracking.mlflow_store import final_metrics
+from xcloud.tracking.tracker import Tracker
 
 FINISHED = 0
 SOME_FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130
-_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
+_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes",
+          "follow": "is followed"}  # fmt: skip
 MAX_REASONS = 10  # shown of why points are invalid
 OUTPUT_FILE = "run.log"
 SAY_EVERY_S = 5.0  # while points are checked
@@ -64,14 +67,36 @@ Compose = Callable[[Sequence[str]], Any]
 
 @settings("hydra.launcher")
 class LauncherSettings:
-    """stop_on_failure: no further point starts after a failure. parallel: points at once.
-    accept_changes: keep finished points even if code or config has changed since. also: every
-    point again with these."""
+    """How the points of a sweep are run.
+
+    stop_on_failure: no further point starts after a failure.
+    parallel: how many points run at once; as jobs, how many are queued or run.
+    accept_changes: finished points are kept even if code or config has changed since.
+    also: every point again with these.
+    on: "here" runs points as processes of this command, "slurm" as jobs of a cluster, which go on
+        without it, and "local" as such jobs of this machine.
+    job: parameters of submitit for a job, such as {timeout_min: 60, slurm_partition: gpu}.
+    """
 
     stop_on_failure: bool = False
     parallel: Positive = 1
     accept_changes: bool = False
     also: Mapping[str, Any] | None = None
+    on: Literal["here", "local", "slurm"] = "here"
+    job: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.job is not None and self.on == "here":
+            raise ConfigError("hydra.launcher.job is for hydra.launcher.on=slurm or local")
+
+
+class PointRunner(Protocol):
+    """What runs points. `run` blocks: it is called from one thread per point. `end` is called
+    once, at Ctrl+C."""
+
+    def run(self, point: Point, run_dir: Path) -> None: ...
+    def is_running(self, run_dir: Path) -> bool: ...
+    def end(self) -> None: ...
 
 
 def check_name(name: object) -> None:
@@ -109,6 +134,10 @@ class Processes:
         if code := process.wait():
             raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
 
+    def is_running(self, run_dir: Path) -> bool:
+        """Return whether a run that this command has not started is under way: none is."""
+        return False
+
     def end(self) -> None:
         """Ask all runs to save the step under way and to end; at a second Ctrl+C within 60 s."""
         say("\nsaving what there is; once more, to end at once")
@@ -142,7 +171,7 @@ class Runner:
         self,
         state: SweepState,
         settings: LauncherSettings,
-        processes: Processes,
+        processes: PointRunner,
         on_finished: Callable[[Point, Path], None] | None = None,
     ) -> None:
         self.causes: dict[Overrides, str] = {}
@@ -163,7 +192,9 @@ class Runner:
 
     def decide(self, points: Sequence[Point]) -> list[Decision]:
         """Decide what becomes of each point. Raises ConfigError if that cannot be told."""
-        decisions = self._state.decide(points, self._settings.accept_changes)
+        decisions = self._state.decide(
+            points, self._settings.accept_changes, is_running=self._processes.is_running
+        )
         self.todo = [decision for decision in decisions if decision.verdict != "skip"]
         self._finished = [decision for decision in decisions if decision.verdict == "skip"]
         return decisions
@@ -256,15 +287,19 @@ class Sweep:
     again: what a user gives to continue it, a command or a call.
     drops_invalid: points that cannot run do not refuse the others, for a sweeper that learns from
         each what it asks for next.
+    closes: the table and the pictures follow at once; else whoever runs more points makes them.
+    tracker: where the runs are recorded, once points have been asked for.
     causes: why points failed or cannot run.
     """
 
     name: str
     folder: Path
     settings: LauncherSettings
-    processes: Processes
+    processes: PointRunner
     again: str
     drops_invalid: bool = False
+    closes: bool = True
+    tracker: Tracker | None = None
     causes: dict[Overrides, str] = field(default_factory=dict)
     _folders: dict[Overrides, Path] = field(default_factory=dict)
 
@@ -327,7 +362,7 @@ class Sweep:
         for decision in decisions:
             self._folders[decision.point.overrides] = self.folder / decision.folder
         self._announce(decisions, todo=runner.todo, num_others=len(earlier))
-        tracker = points[0].experiment.tracker
+        tracker = self.tracker = points[0].experiment.tracker
         page = self.name, tracker, [point.settings for point in points]
         Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
         try:
@@ -339,7 +374,8 @@ class Sweep:
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
         self.causes |= runner.causes
-        close_sweep(self.folder, tracker=tracker)
+        if self.closes:
+            close_sweep(self.folder, tracker=tracker)
         if not runner.causes:
             return FINISHED
         failed = f"{len(runner.causes)} of {len(runner.todo)} points failed"
@@ -456,7 +492,9 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def start_point(run_dir: Path, threads: str) -> subprocess.Popen[str]:
+def start_point(
+    run_dir: Path, threads: str, output: int | IO[bytes] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     command = python_command("xcloud.study.runner", str(run_dir))
     own = {**os.environ, **module_paths(), "OMP_NUM_THREADS": threads}
     own["PYTHONIOENCODING"] = "utf-8"
@@ -464,7 +502,7 @@ def start_point(run_dir: Path, threads: str) -> subprocess.Popen[str]:
     # In a session of its own: Ctrl+C reaches the sweep alone.
     return subprocess.Popen(
         [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
         env=own, start_new_session=True,
     )  # fmt: skip
 
@@ -488,6 +526,8 @@ def main() -> int:
     except XcloudError as error:
         say(f"xcloud: {error}")
         return 1
+    except RunStopped:
+        return EXIT_START_AGAIN
     except KeyboardInterrupt:
         return 130
     return 0

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,12 +48,56 @@ class SweepSweeper(BasicSweeper):
             super().validate_batch_is_legal(batch)
 
 
+class SearchSweeper(Sweeper):
+    """A search over settings: xcloud/study/search.py. Settings: conf/hydra/sweeper/search.yaml."""
+
+    def __init__(self, params: Mapping[str, str] | None = None, **given: Any) -> None:
+        self.params = dict(params or {})
+        self.given = {**given, "objectives": list(given.get("objectives") or ())}
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the search, and print the table of all its points."""
+        from xcloud.base.errors import ConfigError, XcloudError
+        from xcloud.study.runner import INTERRUPTED, refuse, signals_as_ctrl_c
+        from xcloud.study.search import Search, SearchSettings, SearchSpace
+
+        words = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        launcher = self.launcher
+        try:
+            if not isinstance(launcher, SweepLauncher):
+                raise ConfigError("hydra/sweeper=search runs with hydra/launcher=xcloud only")
+            chosen = SearchSettings(**self.given)
+            search = Search(
+                space=SearchSpace.of([word.removeprefix("++") for word in words]),
+                settings=chosen,
+                run=launcher.outcomes,
+                compose=launcher.composer,
+                batch=max(1, launcher.settings.parallel // chosen.seeds),
+            )
+            with signals_as_ctrl_c():
+                search.go_on(launcher.folder)
+                launcher.close()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except XcloudError as error:
+            sys.exit(refuse(str(error)))
+
+
 class SweepLauncher(Launcher):
     """Settings: conf/hydra/launcher/xcloud.yaml."""
 
     def __init__(self, also: Mapping[str, object] | None = None, **given: object) -> None:
         self.given: dict[str, Any] = {**given, "also": None if also is None else dict(also)}
-        self._composed: Composer | None = None
+        if given.get("job") is not None:
+            self.given["job"] = dict(given["job"])  # type: ignore[call-overload]
+        self._last: Sweep | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -87,28 +134,65 @@ class SweepLauncher(Launcher):
         return [_returned(sweep, words) for words in given]
 
     def run_points(
-        self, given: Sequence[tuple[str, ...]], drops_invalid: bool
+        self, given: Sequence[tuple[str, ...]], drops_invalid: bool, closes: bool = True
     ) -> tuple[Sweep, int]:
         """Run the points of these words, and return their sweep and its exit code."""
+        from xcloud.base.errors import ConfigError
+        from xcloud.study.cluster import runner_of
         from xcloud.study.points import with_also
-        from xcloud.study.runner import Processes, Sweep, command_again
+        from xcloud.study.runner import Sweep, command_again, refuse
 
-        folder = Path(str(self.config.hydra.sweep.dir)).absolute()
+        folder = self.folder
         name = self.config.get("sweep") or folder.name
+        try:
+            processes = runner_of(self.settings, folder=folder)
+        except ConfigError as error:
+            sys.exit(refuse(str(error)))
         sweep = Sweep(
             name=name,
             folder=folder,
             settings=self.settings,
-            processes=Processes(self.settings.parallel),
+            processes=processes,
             drops_invalid=drops_invalid,
+            closes=closes,
             again=command_again(name),
         )
-        if self._composed is None:
-            self._composed = self._composer()
-        return sweep, sweep.run(with_also(given, also=self.settings.also or {}), self._composed)
+        self._last = sweep
+        return sweep, sweep.run(with_also(given, also=self.settings.also or {}), self.composer)
 
-    def _composer(self) -> Composer:
-        """Return what composes a point, from all places that Hydra looks in."""
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep."""
+        return Path(str(self.config.hydra.sweep.dir)).absolute()
+
+    def outcomes(self, given: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any] | str]:
+        """Run the points of these words; return the figures of each, or why there are none."""
+        from xcloud.base.errors import RunFailed
+        from xcloud.study.runner import INTERRUPTED
+
+        if not given:
+            return []
+        sweep, code = self.run_points(given, drops_invalid=True, closes=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        found: list[Mapping[str, Any] | str] = []
+        for words in given:
+            try:
+                found.append(sweep.summary_of(words))
+            except RunFailed as error:
+                found.append(str(error))
+        return found
+
+    def close(self) -> None:
+        """Print the table of all points that have run, and make its pictures."""
+        if self._last is not None and self._last.tracker is not None:
+            from xcloud.study.report import close_sweep
+
+            close_sweep(self.folder, tracker=self._last.tracker)
+
+    @cached_property
+    def composer(self) -> Composer:
+        """What composes a point, from all places that Hydra looks in."""
         from xcloud.job.given import Composer
 
         loader = self.context.config_loader

@@ -1,0 +1,238 @@
+"""Points as jobs of a cluster: what is refused, followed, submitted again; and a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import slurm
+from tests.runs import ROOT, wait_for
+from tests.sweep_runs import points, write_run
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.study import cluster
+from xcloud.study.cluster import (
+    JOB_FILE,
+    Jobs,
+    _is_full,
+    _mount_of,
+    check_shared_locks,
+    runner_of,
+)
+from xcloud.study.points import Point, SweepState, name_points
+from xcloud.study.runner import LauncherSettings
+
+MOUNTS = """21 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+22 21 0:30 / /shared rw,relatime - nfs4 server:/x rw,vers=4.2,local_lock=none
+23 21 0:31 / /shared/fast rw - nfs server:/y rw,vers=3,nolock
+24 21 0:32 / /lustre rw - lustre 10.0.0.1:/l rw,localflock
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "place", "options"),
+    [
+        ("/shared/sweep", "/shared", {"local_lock=none"}),
+        ("/shared/fast/sweep", "/shared/fast", {"nolock"}),
+        ("/sharedother", "/", {"relatime"}),
+        ("/lustre/a/b", "/lustre", {"localflock"}),
+    ],
+)
+def test_the_mount_of_a_folder_says_whether_its_locks_hold_between_machines(
+    folder: str, place: str, options: set[str], tmp_path: Path
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(MOUNTS)
+    found, _, given = _mount_of(Path(folder), table)
+    assert found == place and options <= {*given}
+
+
+def test_a_folder_without_shared_locks_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_shared_locks(tmp_path / "fine")
+    mount = "/shared/fast", "nfs", ["rw", "nolock"]
+    monkeypatch.setattr(cluster, "_mount_of", lambda folder: mount)
+    with pytest.raises(ConfigError, match=r"shared/fast .nfs., mounted with nolock.*sweep.dir"):
+        check_shared_locks(tmp_path / "other")
+
+
+def test_a_machine_without_slurm_is_said_and_settings_of_jobs_need_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no sbatch here"):
+        runner_of(LauncherSettings(on="slurm"), folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.job is for hydra\.launcher\.on"):
+        LauncherSettings(job={"timeout_min": 3})
+
+
+@pytest.mark.parametrize(
+    ("said", "full"),
+    [
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit", True),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", True),
+        ("sbatch: error: invalid partition specified: gpu", False),
+    ],
+)
+def test_a_full_queue_is_told_from_a_job_that_is_refused(said: str, full: bool) -> None:
+    assert _is_full(RuntimeError(f"Command failed\n{said}")) is full
+
+
+class JobsThatEnd(Jobs):
+    """Jobs of which each ends as `statuses` says, at once."""
+
+    def __init__(self, statuses: list[str], point: Point) -> None:
+        self._on = "local"
+        self.statuses = statuses
+        self.num_submitted = 0
+        self.point = point
+        self._jobs_dir = Path("jobs")
+
+    def _running(self, run_dir: Path) -> Any:
+        return None
+
+    def _submit(self, point: Point, run_dir: Path) -> Any:
+        self.num_submitted += 1
+        self.run_dir = run_dir
+        return SimpleNamespace(id="7", on="local")
+
+    def _follow(self, point: Point, job: Any) -> None:
+        (self.run_dir / JOB_FILE).touch()
+        status = self.statuses.pop(0)
+        if status != "nothing":
+            write_run(self.run_dir, self.point.named, status=status, cause=f"it {status}")
+
+
+def one_point() -> Point:
+    found = points("seed=1")
+    name_points(found)
+    return found[0]
+
+
+def test_a_job_that_stopped_is_submitted_again_and_one_that_failed_is_not(tmp_path: Path) -> None:
+    point = one_point()
+    jobs = JobsThatEnd(["stopped", "stopped", "finished"], point)
+    jobs.run(point, run_dir=tmp_path)
+    assert jobs.num_submitted == 3
+
+    jobs = JobsThatEnd(["failed"], point)
+    with pytest.raises(RunFailed, match="it failed"):
+        jobs.run(point, run_dir=tmp_path)
+    assert jobs.num_submitted == 1
+
+
+def test_a_point_that_a_job_runs_is_followed_whatever_has_changed(tmp_path: Path) -> None:
+    point = one_point()
+    state = SweepState(tmp_path)
+    (decision,) = state.decide([point], accept_changes=False)
+    run_dir = state.begin(decision, parallel=1)
+    (run_dir / "mark").touch()
+
+    (again,) = SweepState(tmp_path).decide([point], False, is_running=lambda folder: True)
+    assert again.verdict == "follow" and state.begin(again, parallel=1) == run_dir
+    assert (run_dir / "mark").exists()
+    (ended,) = SweepState(tmp_path).decide([point], False)
+    assert ended.verdict == "again"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    pytest.importorskip("submitit")
+    if not slurm.is_installed():
+        pytest.skip("needs slurm-wlm and munge, and root")
+    with slurm.slurm(tmp_path / "slurm") as environment:
+        paths = [str(ROOT), *(path for path in sys.path if path)]
+        yield {**environment, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def sweep(folder: Path, environment: dict[str, str], *more: str) -> subprocess.Popen[bytes]:
+    words = [
+        "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy", "tracker=none", "cluster=local",
+        f"hydra.sweep.dir={folder}", f"sweep={folder.name}", "hydra.launcher.on=slurm",
+        "hydra.launcher.job={timeout_min: 30}", *more,
+    ]  # fmt: skip
+    with open(folder.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+
+
+def finished(folder: Path) -> int:
+    found = [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
+    return sum(summary["status"] == "finished" for summary in found)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_points_of_a_sweep_on_slurm_run_once_though_the_launcher_is_killed_in_the_middle(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "grid"
+    words = ["seed=" + ",".join(map(str, range(1, 25))), "hydra.launcher.parallel=24"]
+    first = sweep(folder, environment, *words)
+    wait_for(lambda: finished(folder) >= 8 or first.poll() is not None, 280)
+    assert first.poll() is None, folder.with_suffix(".log").read_text()
+    first.kill()
+    first.wait()
+
+    assert sweep(folder, environment, *words).wait(280) == 0
+    assert finished(folder) == 24
+    ids = [json.loads(path.read_text())["id"] for path in folder.glob("*/job.json")]
+    assert sorted(map(int, ids)) == list(range(1, 25))  # no point was submitted twice
+    said = folder.with_suffix(".log").read_text()
+    assert "is followed; a job runs it" in said and (folder / "table.csv").exists()
+    assert not list(folder.glob("earlier/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_job_that_is_requeued_goes_on_and_ctrl_c_leaves_jobs_alone(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "long"
+    words = ["seed=1", "training.max_steps=1500", "training.checkpoint.every_steps=10"]
+    first = sweep(folder, environment, *words)
+    run_dir = folder / "off_s1"
+    wait_for(lambda: list(run_dir.glob("checkpoints/*")) != [] or first.poll() is not None, 200)
+    assert first.poll() is None, folder.with_suffix(".log").read_text()
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130
+    job = json.loads((run_dir / JOB_FILE).read_text())["id"]
+    assert "RUNNING" in slurm.asked(["squeue", "-h", "-j", job, "-o", "%T"], environment)
+
+    slurm.asked(
+        ["scancel", "--signal=USR2", "--batch", "--full", job], environment
+    )  # as at its end
+    assert sweep(folder, environment, *words).wait(280) == 0
+    assert finished(folder) == 1
+    events = "".join(path.read_text() for path in run_dir.glob("events*.jsonl"))
+    assert '"event": "resume"' in events or '"event":"resume"' in events
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_jobs_of_this_machine_survive_the_command_that_started_them(tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    folder = tmp_path / "here"
+    paths = [str(ROOT), *(path for path in sys.path if path)]
+    environment = {"PYTHONPATH": ":".join(paths), "PATH": slurm.PATH, "HOME": str(tmp_path)}
+    words = ["hydra.launcher.on=local", "seed=1,2", "hydra.launcher.parallel=2"]
+    first = sweep(folder, environment, *words)
+    wait_for(lambda: len([*folder.glob("*/job.json")]) == 2 or first.poll() is not None, 200)
+    first.kill()
+    first.wait()
+    ids = {json.loads(path.read_text())["id"] for path in folder.glob("*/job.json")}
+    assert all(psutil.pid_exists(int(job)) for job in ids)
+
+    assert sweep(folder, environment, *words).wait(200) == 0
+    assert finished(folder) == 2
+    assert {json.loads(path.read_text())["id"] for path in folder.glob("*/job.json")} == ids
