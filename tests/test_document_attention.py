@@ -50,6 +50,19 @@ def by_mask(
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_dropped_in_training_whatever_its_path(
+    window: int | None, softcap: float | None
+) -> None:
+    given = drawn(11, 11)
+    how = PLAIN | {"window": window, "softcap": softcap}
+    torch.manual_seed(0)
+    first, second = (causal(*given, **how | {"dropout": 0.5}) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(causal(*given, **how), causal(*given, **how))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize(("num_new", "num_keys"), [(11, 11), (1, 1), (1, 11), (6, 11)])
 def test_attention_is_that_of_a_mask_over_all_pairs(

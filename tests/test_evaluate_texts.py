@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from tests.causal_models import build, saved, through, where
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.evaluate.command import evaluate
+from xcloud.evaluate.command import _key_of, evaluate
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.models.causal import CausalLM
-from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer
+from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer, FolderLanguageModelling
 from xcloud.use import TextGenerator
 
 LENGTH = 32
@@ -72,6 +72,31 @@ def test_perplexity_of_a_file_is_that_of_transformers_over_its_documents(
         nats += losses[torch.tensor(document.learned[1:])].tolist()
     assert found.values["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-4)
     assert found.values["perplexity"] == pytest.approx(math.exp(found.values["loss"]), rel=1e-3)
+
+
+def test_texts_are_cut_into_documents_as_the_run_was_told(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / FOLDER_NAME)
+    (file := tmp_path / "mine.txt").write_text("Ana came.\nWho?\n\nWhen?\n")
+    generator = generator_of(tmp_path)
+    found = {}
+    for document in ("line", "blank_line", "file"):
+        trained = FolderLanguageModelling(path=str(tmp_path), max_length=LENGTH, document=document)
+        generator.experiment.task = trained
+        data = read_texts(generator, file=file)
+        found[document] = sum(map(len, data._documents["test"]))
+    assert found == {"line": 3, "blank_line": 2, "file": 1}
+
+
+@pytest.mark.parametrize("known", [{}, {"data_test": {"file": "/a/data/test.txt"}}])
+def test_files_of_one_name_have_scores_of_their_own(known: dict[str, Any]) -> None:
+    scores = dict(known)
+    files = ["/a/data/test.txt", "/a/data/test.jsonl", "/b/data/test.jsonl.gz", "/a/data/test.txt"]
+    keys = []
+    for file in files:
+        key = _key_of(Path(file), known=scores)
+        scores[key] = {"file": file}
+        keys.append(key)
+    assert keys == ["data_test", "data_test_jsonl", "b_data_test_jsonl", "data_test"]
 
 
 def test_a_file_of_another_form_or_none_is_named(tmp_path: Path) -> None:

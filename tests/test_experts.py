@@ -35,7 +35,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Stage
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import KINDS, Lora, merged_weights
-from xcloud.models.experts import SHARES, TOKENS
+from xcloud.models.experts import SHARES, TOKENS, ExpertAdapters
 from xcloud.models.frozen_weights import FrozenMatrix
 from xcloud.net.frame import Kind, MessageKey
 
@@ -341,3 +341,13 @@ def test_a_run_over_two_clouds_is_that_of_one_and_goes_on_from_its_checkpoint(
     assert weights(tmp_path / "part").keys() == weights(tmp_path / "whole").keys()
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(weights(tmp_path / "part")[name], tensor)
+
+
+def test_adapters_of_experts_start_as_those_of_peft_do() -> None:
+    """A is uniform within 1 / sqrt(inputs), B is zero."""
+    adapters = ExpertAdapters(num_experts=8, shape=(6, 64), r=16, scale=2.0)
+    torch.manual_seed(0)
+    adapters.draw()
+    assert adapters.lora_A.abs().max() <= 1 / 8
+    assert float(adapters.lora_A.detach().std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.03)
+    assert not adapters.lora_B.any()

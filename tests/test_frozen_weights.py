@@ -31,7 +31,7 @@ from xcloud.comm.devices import scratch, scratch_bytes
 from xcloud.models import causal_network, frozen_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
-from xcloud.models.frozen_weights import NF4_VALUES, FrozenMatrix
+from xcloud.models.frozen_weights import NF4_VALUES, FrozenEmbedding, FrozenMatrix
 from xcloud.pipeline.exchange import digest
 from xcloud.rank.peak_bytes import PeakBytes
 from xcloud.rank.reports import SavedTensors, bytes_of
@@ -101,6 +101,57 @@ def test_zeros_one_value_and_huge_and_tiny_ones_come_back(kind: str) -> None:
     matrix = nn.Linear(64, 3, bias=False)
     matrix.weight.data[1] = 0
     assert not kept(matrix, kind).stored()[1].any() and kept(matrix, kind).stored()[0].any()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_products_under_autocast_are_in_its_dtype_and_of_the_dense_matrix(kind: str) -> None:
+    """Whose float32 and bfloat16 forms do not share a scratch."""
+    torch.manual_seed(0)
+    matrix = kept(nn.Linear(70, 12, bias=False), kind)
+    rows = torch.randn(5, 70)
+    dense = matrix.stored()
+    assert torch.equal(matrix.dense(torch.bfloat16), dense.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = matrix(rows)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, rows.bfloat16() @ dense.bfloat16().T)
+    assert torch.equal(matrix.dense(torch.float32), dense)
+
+
+def test_rows_of_a_frozen_embedding_have_its_scale() -> None:
+    """That of Gemma 3, which multiplies its embeddings by the root of their width."""
+    table = nn.Embedding(5, 4)
+    table.scalar_embed_scale = 2.0  # type: ignore[assignment]
+    frozen = FrozenEmbedding(table, "bfloat16").to_empty(device="cpu")
+    with torch.no_grad():
+        frozen.weight.copy_(table.weight)
+    found = frozen(torch.tensor([1, 3]))
+    assert torch.equal(found, 2 * table.weight.detach()[[1, 3]].bfloat16().float())
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(12, 70), (37, 65), (5, 7), (64, 128)])
+def test_what_is_kept_is_near_bitsandbytes_whatever_the_dtype(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """nf4 to the bit; int8, which is rounded to 16 bits first there, within one code."""
+    bnb = pytest.importorskip("bitsandbytes", reason="not installed: import it by hand")
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) * 0.02).to(dtype)
+    linear = nn.Linear(shape[1], shape[0], bias=False)
+    linear.weight.data = weight
+    matrix = kept(linear, "nf4")
+    how = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+    packed, state = bnb.functional.quantize_4bit(weight, **how)
+    assert torch.equal(matrix.scales, state.absmax.float())
+    theirs = bnb.functional.dequantize_4bit(packed, state).float()
+    assert torch.equal(matrix.stored().to(dtype), theirs.to(dtype))
+    codes, _, _ = bnb.functional.int8_vectorwise_quant(weight.half())
+    matrix = kept(linear, "int8")
+    away = (matrix.weight.int() - codes.int()).abs()
+    assert away.max() <= 1 and (away > 0).float().mean() < 0.03
 
 
 @pytest.mark.slow

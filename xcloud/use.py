@@ -39,6 +39,7 @@ from xcloud.job.given import check_is_run, read_settings
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past, positions_of
 from xcloud.models.causal_stage import CausalStage
+from xcloud.models.frozen_weights import PACKED
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.pipeline.crossing import Crossing
 from xcloud.pipeline.settings import autocast_for, is_emulated
@@ -413,6 +414,13 @@ def generate(words: Sequence[str]) -> None:
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
     prompts = _prompts(generator, arguments=arguments)
     _ = generator.stages  # what is said while they are read stands before the text
+    weights = getattr(generator.experiment.model, "weights", None)
+    if weights in PACKED:
+        say(
+            f"model.weights={weights}: each matrix is made dense again for every token; to write "
+            f"much, merge first: python -m xcloud export {arguments.run} --merge",
+            error=True,
+        )
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
         choice = Choice(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,10 @@ from xcloud.models.frozen_weights import (
 )
 from xcloud.models.stages import seeded
 from xcloud.pretrained import INDEX, WeightFiles, check_unread, raw_config
+
+# peft imports bitsandbytes where it is installed, which then asks in each process for a package
+# that no matrix here needs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 HEAD = "lm_head"
 EXPERT_PARAMETERS = ("gate_up", "down")  # and "_proj", in transformers

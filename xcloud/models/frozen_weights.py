@@ -8,10 +8,11 @@ float16    2                   as it is
 int8       1 + 4 / inputs      code * scale / 127; a scale for each output (arXiv:2208.07339)
 nf4        1/2 + 4 / 64        one of 16 values * scale; a scale for 64 weights (arXiv:2305.14314)
 
-Codes and scales are those of `bitsandbytes`, which is not needed: where it is installed, peft
-imports it, and with it torch's compiler, into every process. Its int8 layers also round what goes
-in; here all kinds round weights alone, so a product is that of the dense matrix. Codes and scales
-are frozen parameters, so memory, digests and checkpoints count them as weights.
+Codes and scales are those of `bitsandbytes`, but that its int8 rounds weights to 16 bits first: of
+a checkpoint in FP32 some 0.8 % of the codes differ by one. It is not needed: where it is
+installed, peft imports it, and with it torch's compiler, into every process. Its int8 layers also
+round what goes in; here all kinds round weights alone, so a product is that of the dense matrix.
+Codes and scales are frozen parameters, so memory, digests and checkpoints count them as weights.
 """
 
 from __future__ import annotations
