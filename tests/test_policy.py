@@ -660,7 +660,7 @@ def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
 
 
 WORDS = """
-choices classes clouds column compressors config dev experiment follow_up generators
+choices classes clouds column compressors config date dev experiment follow_up generators
 holders hooks
 label label_column language languages links metrics name names pairs pairs_config profile
 reader revision
