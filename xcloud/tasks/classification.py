@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import HubName, settings
+from xcloud.base.settings import settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo import answers, inferences, reviews
@@ -363,17 +363,15 @@ class HubCrossLingual(OnHub, CrossLingual):
     validation of train_language, test of every language. path, languages: null: the benchmark's
     own."""
 
-    path: HubName | None = None  # type: ignore[assignment]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if local_folder(self.where):
             said = "is a folder, but this profile reads the hub; use profile=files for a folder"
-            raise ConfigError(f"task.path={self.path} {said}")
+            raise ConfigError(f"task.path={self.where} {said}")
 
     @property
     def where(self) -> str:
-        return self.path or self.known.hub
+        return super().where or self.known.hub
 
     @property
     def data_set(self) -> str:

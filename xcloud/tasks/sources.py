@@ -26,9 +26,14 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
-from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json
-from xcloud.base.errors import DataError
-from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check_is_text
+from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json, read_json
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.placeholders import (
+    check_is_data,
+    check_is_json,
+    check_is_no_dead_link,
+    check_is_text,
+)
 from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
@@ -48,6 +53,7 @@ from xcloud.tasks.rows import (
 
 BATCH_ROWS = 1000
 NOTHING: tuple[object, ...] = (None, "", [], {})  # what a cell holds that says nothing
+SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 MAX_WORDS = 300  # characters of another library's message
 # Endings of files that may hold data: what has one of them and is not read is said.
 SECOND_COPY = re.compile(r"( ?\(\d+\)| - copy( \(\d+\))?| copy( \d+)?|~)(?=$|\.)", re.IGNORECASE)
@@ -428,19 +434,28 @@ class OnHub(Source):
     """A data set of the hub. It is public: `datasets` caches all columns on disk, and a rank loads
     the visible ones.
 
-    path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
+    dataset: its name, such as "Helsinki-NLP/opus-100", or a folder that holds it: as on the hub,
+        of parquet or other files, or written by save_to_disk.
+    path: the same, by its older word, where dataset is null.
+    revision: commit, tag or branch; None: the newest.
     """
 
-    path: HubName
+    dataset: HubName | None = None
+    path: HubName | None = None
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.where:
+            raise ConfigError("task.dataset must name a data set of the hub or a folder; got null")
 
     @property
     def is_public(self) -> bool:
-        return local_folder(self.path) is None
+        return local_folder(self.where) is None
 
     @property
     def where(self) -> str:
-        return self.path
+        return self.dataset or self.path or ""
 
     def source_name(self) -> str:
         return self.where
@@ -533,6 +548,8 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
     with _reading(name, reached=reached):
+        if folder is not None and any((folder / file).is_file() for file in SAVED):
+            return _saved(datasets, folder=folder, split=which.get("split"))
         revision = which.get("revision")
         for card in cards_of(name, folder=folder, revision=revision, reached=reached):
             check_card(card, name=name)
@@ -542,6 +559,34 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
         for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
             check_features(getattr(one, "features", None), name=name)
         return loaded
+
+
+def _check_saved(folder: Path) -> None:
+    """Raise DataError if what save_to_disk wrote names files that lie elsewhere."""
+    for path in (folder / SAVED[0], folder / SAVED[1], *sorted(folder.glob(f"*/{SAVED[1]}"))):
+        if not path.is_file():
+            continue
+        check_is_json(path)
+        described = read_json(path)
+        names = [one.get("filename") for one in described.get("_data_files") or ()]
+        for name in (*names, *(described.get("splits") or ())):
+            if not isinstance(name, str) or Path(name).name != name:
+                raise DataError(f"{path} names {quoted(name)}, which is no file beside it")
+            if name in names and not (path.parent / name).is_file():
+                raise DataError(f"{path.parent / name} is missing, which {path.name} names")
+
+
+def _saved(datasets: Any, folder: Path, split: str | None) -> Any:
+    """Return what save_to_disk wrote, by split, or one split. A set without splits is train."""
+    _check_saved(folder)
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.Dataset):
+        found = {"train": found}
+    if split is None:
+        return found
+    if split not in found:
+        raise DataError(f"{folder} has no split {split!r}, but {listed(found)}")
+    return found[split]
 
 
 def _check_data_files(

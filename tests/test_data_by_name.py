@@ -1,0 +1,81 @@
+"""Data by name: `task.dataset` reads a data set of the hub, a folder of parquet and what
+save_to_disk wrote by the same words, in all five forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small_tokenizer import SmallTokenizer
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.tasks.classification import HubClassification
+from xcloud.tasks.language_modelling import HubLanguageModelling
+from xcloud.tasks.preferences import HubPreferences
+from xcloud.tasks.translation import HubTranslation
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+FORMS: dict[str, tuple[type[Any], dict[str, Any], str]] = {
+    "chats": (HubLanguageModelling, {"messages": CHAT}, "messages"),
+    "texts": (HubLanguageModelling, {"text": "  a text"}, "text"),
+    "preferences": (HubPreferences, {"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
+    "classification": (HubClassification, {"text": "a", "label": "good"}, "first"),
+    "translation": (HubTranslation, {"translation": {"es": "hola", "en": "hello"}}, "source"),
+}
+CELLS = {"chats": CHAT, "texts": "  a text", "preferences": "b", "classification": "a",
+         "translation": "hola"}  # fmt: skip
+
+
+def saved(folder: Path, rows: list[dict[str, Any]], place: str) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_list(rows)
+    folder.mkdir()
+    if place == "parquet":
+        for split in ("train", "validation", "test"):
+            made.to_parquet(str(folder / f"{split}.parquet"))
+    elif place == "saved, by split":
+        parts = datasets.DatasetDict(train=made, validation=made, test=made)
+        parts.save_to_disk(str(folder))
+    else:
+        made.save_to_disk(str(folder))
+
+
+@pytest.mark.parametrize("place", ["parquet", "saved, by split", "saved, one set"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_from_a_folder_by_the_same_word(
+    form: str, place: str, tmp_path: Path
+) -> None:
+    kind, row, column = FORMS[form]
+    saved(tmp_path / "set", [row] * 9, place)
+    settings: dict[str, Any] = {"dataset": str(tmp_path / "set"), "dev_share": 2, "test_share": 3}
+    if form == "classification":
+        settings |= {"classes": ["good", "bad"], "tokenizer": SmallTokenizer()}
+    task = kind(**settings)
+    task.check_source()
+    corpus = task.read(frozenset(task.fields))
+    counts = [4, 2, 3] if place == "saved, one set" else [9, 9, 9]
+    assert list(corpus.counts.values()) == counts
+    assert corpus.splits["train"].texts[column][0] == CELLS[form]
+    assert not task.is_public, "files of a folder are somebody's own"
+
+
+def test_the_older_word_still_names_a_data_set_and_none_is_refused() -> None:
+    assert HubLanguageModelling(path="owner/name").where == "owner/name"
+    assert HubLanguageModelling(dataset="owner/name", path="other/name").where == "owner/name"
+    with pytest.raises(ConfigError, match=r"task\.dataset must name a data set"):
+        HubLanguageModelling()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.arrow", "/etc/passwd", "missing.arrow"])
+def test_a_saved_set_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "set", [{"text": "a"}] * 9, "saved, one set")
+    state = tmp_path / "set" / "state.json"
+    content = json.loads(state.read_text())
+    content["_data_files"] = [{"filename": name}]
+    state.write_text(json.dumps(content))
+    task = HubLanguageModelling(dataset=str(tmp_path / "set"))
+    with pytest.raises(DataError, match=r"no file beside it|is missing"):
+        task.read(frozenset(task.fields))
