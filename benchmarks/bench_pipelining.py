@@ -2,7 +2,7 @@
 alone takes, side by side.
 
     python -m benchmarks.bench_pipelining [--mbit 3 10 30 100 1000 free] [--rounds 3] [--steps 10]
-        [--round-trip-ms 0 50 150] [--micro-batches 4] [--systems "xcloud ZB 8 INT4" ...]
+        [--rtt-ms 0 50 150] [--micro-batches 4] [--systems "xcloud ZB 8 INT4" ...]
 
 Two namespaces as hosts, one rank in each, the kernel limits their link (tbf), or a line in user
 space that also has a round trip. Every rank holds the
@@ -72,7 +72,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--mbit", nargs="+", default=["30", "100", "1000", "free"])
-    parser.add_argument("--round-trip-ms", nargs="+", type=float, default=[0.0])
+    parser.add_argument(
+        "--rtt-ms", "--round-trip-ms", dest="round_trip_ms", nargs="+", type=float, default=[0.0]
+    )
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)

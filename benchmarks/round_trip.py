@@ -1,6 +1,6 @@
 """Step time over the round trip of the line, by schedule: GPipe, 1F1B and two-buffered.
 
-    python -m benchmarks.round_trip [--stages 2 4] [--round-trip-ms 0 50 150 300]
+    python -m benchmarks.round_trip [--stages 2 4] [--rtt-ms 0 50 150 300]
         [--micro-batches 8] [--steps 12] [--json FILE]
 
 Real runs, one rank a stage, over emulated lines of 100 Mbit/s. Stages sleep as long as they would
@@ -101,7 +101,14 @@ def step_s(schedule: Schedule, num_stages: int, round_trip_s: float, steps: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--round-trip-ms", type=float, nargs="+", default=[0.0, 50, 150, 300])
+    parser.add_argument(
+        "--rtt-ms",
+        "--round-trip-ms",
+        dest="round_trip_ms",
+        type=float,
+        nargs="+",
+        default=[0.0, 50, 150, 300],
+    )
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path)
