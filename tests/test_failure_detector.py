@@ -362,3 +362,31 @@ def test_a_frame_that_is_repeated_or_lost_is_refused(numbers: Sequence[int], cam
     said = f"message {came} from rank 1 came as number {len(good)}"
     with pytest.raises(FrameError, match=said):
         end._open(last)
+
+
+@pytest.mark.parametrize(("asleep_s", "is_silent"), [(1.6, False), (0.9, True)])
+def test_time_in_which_this_machine_slept_is_nobodys_silence(
+    asleep_s: float, is_silent: bool
+) -> None:
+    """From half of lost_after_s on without a look it was asleep."""
+    now_s = [100.0]
+    liveness = Liveness(interval_s=0.5, lost_after_s=3.0)
+    detector = FailureDetector(0, 2, liveness=liveness, clock_s=lambda: now_s[0])
+    peer = detector.peers[1]
+    peer.hear()
+    for _ in range(4):
+        now_s[0] += asleep_s
+        silent_s = peer.silent_s
+    assert silent_s == pytest.approx(4 * asleep_s if is_silent else 0.0)
+    assert peer.is_silent is is_silent
+
+
+def test_a_message_that_an_emulated_line_holds_back_makes_its_sender_no_younger() -> None:
+    """It was heard when the message came, and the wait lasts until it is delivered."""
+    peer = Peer(Liveness(interval_s=0.5, lost_after_s=3.0))
+    settings = InSettings("b", 1000, peer=peer, is_emulated=True)
+    frame = encode_frame(MessageKey(Kind.NORM, 1), (), sequence=0)
+    seal_frame(frame, deliver_at_s=time.monotonic() + 60.0)
+    ReceivingEnd(settings)._open(frame)
+    assert peer.silent_s < 30.0
+    assert 30.0 < peer.left_s(1000.0, overdue_s=1.0) <= 63.0

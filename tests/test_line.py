@@ -332,7 +332,7 @@ def test_a_line_that_stays_down_ends_the_link_with_the_reason() -> None:
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
         proxy.close()
-        said = r"down for 0\.6 s \(cluster\.reconnect_s\): cloud_a at 127.*the connection"
+        said = r"down for 0\.6 s \(cluster\.reconnect_s\): cloud_a at 127.*connection refused"
         with pytest.raises(LinkClosed, match=said):
             ends.incoming.recv(key(1), 20.0)
         said = r"down for 0\.6 s .*cloud_b has not dialled"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
@@ -369,3 +370,10 @@ def test_bytes_that_were_sent_again_are_summed_over_ranks_and_steps() -> None:
             run.feed({"event": "step", "rank": rank, "cloud": "ab"[rank], "t": 1.0 * step,
                       "step": step, "step_s": 0.1, **again})  # fmt: skip
     assert run.summary(name="", status="finished")["wan_sent_again_bytes"] == 5001
+
+
+def test_an_error_of_exactly_0_is_an_error_that_was_measured() -> None:
+    metrics = {"acc": {"value": 1.0, "stderr": 0.0}, "f1": {"value": 0.5, "stderr": None}}
+    found = dict(evaluation_metrics({"evaluation": {"copa": {"metrics": metrics}}}))
+    assert [name for name in found if name.endswith("_error")] == ["eval_copa_acc_error"]
+    assert found["eval_copa_acc_error"] == 0.0

@@ -115,6 +115,8 @@ def in_words(error: OSError) -> str:
             f"its certificate is not accepted here ({error.verify_message}): is the file in "
             "`peers` of policy.yaml the one that its owner uses now?"
         )
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: nobody listens there"
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionError):
         return "the connection was closed"
     if isinstance(error, TimeoutError):
