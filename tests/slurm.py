@@ -95,12 +95,19 @@ def slurm(folder: Path, *more: str) -> Iterator[dict[str, str]]:
         wait_for(lambda: "idle" in asked(["sinfo", "-h", "-o", "%T"], environment), 120)
         yield environment
     finally:
-        asked(["scancel", "--full", "--me"], environment)
-        time.sleep(1.0)
+        asked(["scancel", "--full", "--signal=KILL", "--me"], environment)
+        asked(["scancel", "--me"], environment)
+        until_s = time.monotonic() + 30.0
+        while asked(["squeue", "-h"], environment).strip() and time.monotonic() < until_s:
+            time.sleep(0.5)
         for daemon in reversed(daemons):
             daemon.terminate()
-        for daemon in daemons:
-            daemon.wait(60.0)
+        for daemon in reversed(daemons):
+            try:
+                daemon.wait(20.0)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 def asked(command: Sequence[str], environment: dict[str, str]) -> str:

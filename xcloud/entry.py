@@ -109,7 +109,8 @@ def exit_codes() -> Iterator[None]:
     except (XcloudError, OSError) as error:
         if isinstance(error, OSError) and not error.filename:
             raise
-        say(f"xcloud: {error}", error=True)
+        for line in str(error).splitlines():
+            say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except RunStopped as stopped:
         say(f"xcloud: {stopped}", error=True)
