@@ -1,12 +1,13 @@
 """`python -m xcloud settings GROUP`: what may be set, with types, defaults and meanings.
 
-Each setting is documented in the docstring of its class, as "name: what it means"; this module
-reads it there, so nothing is said twice.
+Each setting is documented in its class, by a string below it or in the docstring as "name: what it
+means". This module reads it there, so nothing is said twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import json
@@ -16,6 +17,8 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -119,7 +122,8 @@ def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Se
 
 
 def _meanings(target: type) -> dict[str, str]:
-    """Return what the docstrings of a class and of its bases say of each of its settings."""
+    """Return what a class and its bases say of each of its settings, in their docstrings or in a
+    string below the setting."""
     names = {name for name in inspect.signature(target).parameters}
     meanings: dict[str, str] = {}
     for cls in reversed(inspect.getmro(target) if inspect.isclass(target) else [target]):
@@ -135,7 +139,28 @@ def _meanings(target: type) -> dict[str, str]:
             end = heads[index + 1].start() if index + 1 < len(heads) else len(text)
             for name in head[1].split(", "):
                 meanings[name] = text[head.end() : end].strip()
+        meanings |= _below_fields(cls)
     return meanings
+
+
+@cache
+def _below_fields(cls: type) -> dict[str, str]:
+    """Return the strings that stand below the fields of a class, by field."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # a built-in class, or one made while the program runs
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    body = getattr(definition, "body", [])
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 def _annotations(target: Any) -> dict[str, Any]:
