@@ -469,7 +469,7 @@ class CausalTokenizer:
         self.writes_date |= dated
         return text
 
-    def begun(self, messages: Chat, where: str) -> str:
+    def begun(self, messages: Messages, where: str) -> str:
         """Return what the chat template writes up to the end of the last message, which is the
         beginning of an answer, as transformers' continue_final_message does."""
         last = messages[-1]
