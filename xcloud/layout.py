@@ -42,21 +42,21 @@ class Carrier(Protocol):
 
 @settings("cluster")
 class Layout(ABC):
-    """All clouds of a run, and what joins them.
+    """All clouds of a run, and the links between them.
 
-    clouds: each has num_ranks and a device ("auto", "cpu" or "cuda").
+    clouds: the clouds by name. Each has num_ranks and a device ("auto", "cpu" or "cuda").
     wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
         alone; "free" = no limit (messages are still framed, compressed and counted); "sealed" =
         sealed lines between the clouds of several owners, each started by `xcloud join`.
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
-    liveness: when a rank that is silent outside a training step counts as lost.
-    link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
-        the queue at each of its ends. Three receives, and room in the queues for all micro-batches
-        that wait for a gradient under the schedule, there always are; an evaluation, and training
-        over a boundary that no gradient crosses, is blocked instead.
-    carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
-    reconnect_s: how long a sealed line may be down before the run ends.
-    name: of the layout, in run folders and reports.
+    liveness: limits after which a rank that is silent outside a training step counts as lost.
+    link_budget_bytes: bytes that the posted receives of one direction between two ranks may fill,
+        and the queue at each of its ends. Three receives are always posted, and the queues always
+        have room for all micro-batches that wait for a gradient under the schedule. An evaluation,
+        and training over a boundary that no gradient crosses, is blocked instead.
+    carrier: the transport of messages, also inside a cloud. None: gloo (gloo_link.py).
+    reconnect_s: seconds that a sealed line may be down before the run ends.
+    name: name of the layout in run folders and reports.
     """
 
     clouds: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Layout(ABC):
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Raise ConfigError unless every key of `links` names one pair of clouds.
 
-        pairs: of clouds between which there is a link.
+        pairs: pairs of clouds that have a link.
         """
         pairs = sorted({(min(pair), max(pair)) for pair in pairs})
         for key in self.links:

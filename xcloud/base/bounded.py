@@ -21,9 +21,11 @@ MAX_UNPACKED = 200
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raises ValueError, also for values too deep in each other and
-    for a key that stands twice in one object: of two values Python's own reader drops the first
-    without a word."""
+    """Return what a JSON text holds.
+
+    Raises ValueError, also for values that are nested too deeply, and for a key that occurs twice
+    in one object. Python's own reader silently drops the first of the two values.
+    """
     if not isinstance(text, str):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:

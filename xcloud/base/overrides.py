@@ -63,13 +63,14 @@ def parsed(words: Sequence[str]) -> list[Override]:
 
 
 def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str]:
-    """Return the words of a user in Hydra's grammar: a value may be set, whether or not a chosen
+    """Return the words of a user in Hydra's grammar. A value may be set whether or not a chosen
     file names its key, and the last word for a key counts.
 
-    is_group: whether a key is a group of options.
-    A mapping with a `_target_` replaces what stands at its key. One without changes settings of
-    what stands there. Words that choose an option, delete, or set Hydra's own keys stay as they
-    are, and so does what cannot be read.
+    is_group: returns True for a key that is a group of options.
+
+    A mapping with a `_target_` replaces the value at its key. A mapping without one changes
+    settings of that value. Words that choose an option, delete, or set Hydra's own keys are not
+    changed. Neither are words that cannot be read.
     """
     written: list[str] = []
     chosen: dict[str, str] = {}  # by group: the word that adds an option

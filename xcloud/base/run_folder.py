@@ -37,7 +37,7 @@ def file_name(text: str, end: str = "") -> str:
 def owned(run_dir: Path, advice: str = "") -> Iterator[None]:
     """Own a run folder, which is made if it is missing: nobody else writes there meanwhile.
 
-    advice: what to do about a folder that is in use, where that is not a run's.
+    advice: advice for the error message if the folder is in use. "": the advice for a run.
     Raises ConfigError, before anything in the folder is touched, if another process owns it or
     something in it is no plain file.
     """

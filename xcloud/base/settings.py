@@ -41,13 +41,14 @@ Seconds = NotNegativeFloat
 
 @dataclasses.dataclass(frozen=True)
 class Leads:
-    """Marks a text setting that leads out of the experiment, in an Annotated. A text without this
-    mark is a word: nothing is opened by it. security/places.py looks for it.
+    """Marks, in an Annotated, a text setting that refers to something outside the experiment. A
+    text without this mark is a word: nothing is opened by it. security/places.py looks for it.
 
     to: "read" and "write": files; "hub": a checkpoint or data set of the hub, or in a folder;
-        "address": a server; "line": HOST:PORT at which a cloud listens for others; "command": one
-        that is run; "inside": names of files in a folder that another setting leads to.
-    shared: what the file holds, where every cloud that reads it must have the same one.
+        "address": a server; "line": HOST:PORT at which a cloud listens for others; "command": a
+        command that is run; "inside": names of files in a folder to which another setting refers.
+    shared: kind of contents of a file that must be the same in every cloud that reads it. None: it
+        may differ.
     """
 
     to: Literal["read", "write", "hub", "address", "line", "command", "inside"]
@@ -137,12 +138,13 @@ def with_defaults(
     """Return the settings of a constructor in its order, with the default of each that is not
     given.
 
-    given: its settings by name, plain data; what the constructor does not name stays at the end.
-        A group without a `_target_` changes the group that is the default.
-    by_position: where the default is no group, it is of the class that its key takes, if that is
-        one class only.
-    A default that is no plain data and does not keep its own settings stays left out: no class of
-    xcloud has one.
+    given: its settings by name, as plain data. Names that the constructor does not have stay at
+        the end. A group without a `_target_` changes the group that is the default.
+    by_position: True to take such a group for the class that its key takes, if the default is no
+        group and the key takes one class only.
+
+    A default that is neither plain data nor keeps its own settings is left out. No class of xcloud
+    has one.
     """
     settings = {key: value for key, value in given.items() if str(key).startswith("_")}
     defaults = _defaults(target)

@@ -111,8 +111,8 @@ def check_lines(
 ) -> list[Finding]:
     """Talk to the doctor of each peer at the other end of the line, all at once, and measure.
 
-    keys: with those peers whose certificates are in order; the others are left out.
-    listen: host and port to listen at, where it is not the address that others dial.
+    keys: the line keys. They hold only those peers whose certificates are valid.
+    listen: host and port to listen at, if that is not the address that others dial.
     """
     findings = list[Finding]()
     tls = PinnedTls(keys=keys, label=_LINE)

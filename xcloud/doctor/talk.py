@@ -74,7 +74,7 @@ class Facts(NamedTuple):
 class LineFigures(NamedTuple):
     """The figures of a line, as the doctors at its two ends have measured it.
 
-    clock_ahead_s: by how much the peer's clock is ahead of this machine's.
+    clock_ahead_s: seconds by which the peer's clock is ahead of this machine's.
     """
 
     peer: Facts
@@ -122,7 +122,7 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
 class _Talk:
     """The messages on one connection, which one thread alone uses.
 
-    peer: who is at the other end, for errors.
+    peer: name of the rank at the other end, for error messages.
     """
 
     def __init__(self, tls: socket.socket, peer: str) -> None:

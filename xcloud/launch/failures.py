@@ -128,9 +128,9 @@ def first_cause(
     A rank that lost its peer fails too, often before the peer's exit is noticed, so this waits a
     moment for ranks that still run.
 
-    clouds: of each rank.
-    failed: returns exit codes by rank, as they are now.
-    suspended: ranks that were ended because they were suspended, and after how many seconds.
+    clouds: the cloud of each rank.
+    failed: returns the present exit codes by rank.
+    suspended: seconds of suspension after which a rank was ended, by rank.
     """
     settled_at_s = time.monotonic() + _SETTLE_S
     codes = failed()

@@ -75,7 +75,7 @@ class CloudRanks(LocalRanks):
     """The worker processes of one cloud of a run, on one machine.
 
     listen: see JoinedProcess.
-    more_words: of the command of each rank.
+    more_words: further words for the command of each rank.
     """
 
     def __init__(

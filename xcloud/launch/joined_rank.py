@@ -44,10 +44,10 @@ _ATTEMPT = "attempt of the line"
 class JoinedProcess(RankProcess):
     """A rank that `xcloud join` has started in one cloud.
 
-    attempt: a number of this beginning of the cloud, by the first rank's machine.
+    attempt: number of this start of the cloud, given by the first rank's machine.
     listen: HOST:PORT where the first rank of this machine listens, if that is not its address.
-    meet_at: HOST:PORT of the cloud's first machine, where the cloud has several.
-    is_first_here: whether it is the first rank of its machine, which says how it goes.
+    meet_at: HOST:PORT of the cloud's first machine, if the cloud has several.
+    is_first_here: True for the first rank of its machine. That rank prints its progress.
     """
 
     crosses_owners = True

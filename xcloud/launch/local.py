@@ -262,8 +262,8 @@ class StopSignals:
     """The signals to stop: while `handled` lasts, the first one calls on_first, any later one
     raises KeyboardInterrupt.
 
-    writes_record: only the record of the run is left to be written.
-    came_late: the first signal came after that.
+    writes_record: True once nothing is left to do but to write the record of the run.
+    came_late: True if the first signal came after that.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:

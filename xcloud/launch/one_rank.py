@@ -50,12 +50,12 @@ FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
 def join(
     job: Job, table: Table, rank: int, run_dir: Path, find_others: Callable[[], Rendezvous]
 ) -> tuple[Rendezvous, Verdict]:
-    """Compare with the other ranks what is to run and which checkpoint it goes on from.
+    """Compare with the other ranks what is to run and from which checkpoint it resumes.
 
-    table: what this rank runs.
-    find_others: the rendezvous. It is called once this rank has read its checkpoints.
+    table: the settings that this rank runs.
+    find_others: returns the rendezvous. It is called once this rank has read its checkpoints.
 
-    Raises ConfigError in a rank that cannot go on.
+    Raises ConfigError in a rank that cannot continue.
     """
     held = {}
     if CheckpointSteps(run_dir).steps():
@@ -85,10 +85,11 @@ def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
 class Process:
     """The process of a rank, beside the rank itself. Here the launcher of this machine watches it.
 
-    asked: whether it is to end early.
-    state: what it does at the moment, for python -m xcloud status; None: nobody asks.
-    roll_back: agreed checkpoints later than the one that the ranks go on from may be deleted. On
-        one machine all of them are one user's.
+    asked: the signal to end early.
+    state: the record of what the rank does at the moment, which python -m xcloud status shows.
+        None: none is kept.
+    roll_back: True if agreed checkpoints may be deleted that are later than the one from which the
+        ranks resume. On one machine all of them belong to one user.
     """
 
     roll_back = True

@@ -20,11 +20,12 @@ SAY_EVERY_S = 30.0  # as the first cloud's terminal, where it cannot be rewritte
 
 
 class OwnProgress:
-    """A line about every 30 s and after the last step, smoothed as the first cloud's line is:
-    `hear` is told every event.
+    """A line of text about every 30 s and after the last step, smoothed like that of the first
+    cloud. `hear` is called with every event.
 
-    cloud: whose waiting it is.
-    next_merge: returns the next step in which replicas that train apart merge; None where none do.
+    cloud: name of the cloud whose waiting time is printed.
+    next_merge: returns the next step in which replicas that train locally are averaged; None if
+        none are.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process that writes to a log and gets no Ctrl+C of its own.
 
-    speaks: what it prints, but for its errors, goes to this process's output instead.
+    speaks: True to send what it prints, except errors, to this process's output instead.
     """
     with open(log, "ab") as file:
         return subprocess.Popen(
@@ -88,13 +88,13 @@ def start_process(
 class LocalRanks:
     """The worker processes of one run.
 
-    essential: ranks whose failure fails the run; the others may be lost once they are ready, which
-        the remaining ranks report. None: all ranks.
+    essential: ranks whose failure fails the run. The others may be lost once they are ready; the
+        remaining ranks report that. None: all ranks.
     restart_s: seconds to wait before restarting a cloud that lost a rank. None: never. A rank that
         reported an error of its own is not restarted.
-    liveness: an essential rank that is suspended (SIGSTOP) for lost_after_s is ended, whatever the
-        others wait for, and until all have joined any rank.
-    experiment_file: that the ranks read; None: that of the run folder.
+    liveness: limits on silence. An essential rank that is suspended (SIGSTOP) for lost_after_s is
+        ended, whatever the others wait for. Until all have joined, this applies to every rank.
+    experiment_file: the experiment file that the ranks read. None: the one in the run folder.
     first_rank: number of the first rank that this launcher starts; other owners start the rest.
     """
 
@@ -207,15 +207,14 @@ class LocalRanks:
             self.end()
 
     def _is_over(self, have_joined: bool) -> bool:
-        """Return whether the run is over. What follows from the conditions of all ranks, the first
-        that applies:
+        """Return whether the run is over. The first condition that applies decides:
 
-        a rank stopped before all joined, longer than     the run has stopped: those that wait for
-        END_WITHIN_S ago                                  it inside torch hear no signal
+        a rank stopped before all joined, longer than     the run has stopped, since those that
+        END_WITHIN_S ago                                  wait for it inside torch get no signal
         one failed that is essential or was not ready,    the run fails, once those that have
         as nobody is before all joined                    joined have reported
-        an essential one runs                             the run goes on; lost clouds restart
-        another one runs, for LATE_S at most              the run goes on
+        an essential one runs                             the run continues; lost clouds restart
+        another one runs, for LATE_S at most              the run continues
         an essential one stopped                          the run has stopped
         """
         self._end_suspended(self.essential if have_joined else self.ranks)

@@ -30,7 +30,7 @@ from xcloud.security.audit import audit_file, set_aside
 class RankProcess(Process):
     """A rank that the launcher of this machine has started, and whose settings it has checked.
 
-    says: whether it prints what it does.
+    says: True if it prints what it does.
     """
 
     state: RankState

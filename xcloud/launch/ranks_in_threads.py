@@ -13,7 +13,7 @@ from xcloud.record.reporter import RankState
 def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: RankState) -> bool:
     """Run each rank in a thread of its own. Return whether the run has ended early.
 
-    state: of rank 0.
+    state: the state of rank 0.
     """
     job = settings.job
     table = table_of(settings.compared)

@@ -43,8 +43,8 @@ TABLE_WITHIN_S = 30.0  # of a run that has failed
 class TorchrunProcess(RankProcess):
     """A rank that torchrun has started, perhaps on a machine of another owner.
 
-    is_first_here: whether it is the first of the ranks of its machine. The monitor reports rank 0;
-        in every other cloud the first rank says what it does.
+    is_first_here: True for the first rank of its machine. The monitor reports rank 0. In every
+        other cloud the first rank prints what it does.
     """
 
     crosses_owners = True
@@ -238,8 +238,8 @@ def check_unfinished(job: Job, run_dir: Path) -> None:
 def stopped_by(clouds: Sequence[str], own: str, was_asked: bool) -> str:
     """Say in a cloud other than the first which cloud has stopped the run.
 
-    own: this cloud.
-    was_asked: whether it was stopped here.
+    own: name of this cloud.
+    was_asked: True if the run was stopped here.
     """
     if was_asked:
         return f"stopped by {own} ({WAYS_TO_STOP})"

@@ -145,9 +145,9 @@ class Connection:
         return time.monotonic() - self._heard_at_s
 
     def unanswered_s(self, is_owed: bool) -> float:
-        """Return for how many seconds an answer is owed; 0 where none is.
+        """Return for how many seconds an answer of the peer has been due; 0 if none is due.
 
-        is_owed: whether one is, whatever was heard since the last words.
+        is_owed: True if an answer is due, even if something was received since the last question.
         """
         if is_owed or self._asked_at_s > self._heard_at_s:
             return time.monotonic() - max(self._asked_at_s, self._heard_at_s)
@@ -163,9 +163,9 @@ class Connection:
         """Wait until the socket has something to read, or takes what is queued, or `waker` ends
         the wait.
 
-        silent_s: for how long the peer has been silent that should speak.
-        limit_s: how long it may be; SILENT_S by default.
-        reading: False where nothing is read, so that the peer's silence says nothing.
+        silent_s: seconds since the peer, from which something is due, last sent anything.
+        limit_s: seconds that it may be silent; SILENT_S by default.
+        reading: False if nothing is read here, so that the peer's silence means nothing.
 
         Raises LineDown once the peer has been silent for too long, or the thread is wanted for
         something else.
@@ -221,9 +221,10 @@ class StreamEnd(Protocol):
         """Return the greeting for connection 0; its number is put in by the caller."""
 
     def begin(self, number: int, of: int, expected: int) -> None:
-        """Take up a connection that was made, of so many.
+        """Take up a connection that was made, one of `of` connections.
 
-        expected: by the peer's greeting.
+        expected: number of the first frame that the receiver has not got in full, from the peer's
+            greeting.
         """
 
     def carry(self, connection: Connection, number: int) -> None:
@@ -243,13 +244,13 @@ class StreamEnd(Protocol):
 class Stream:
     """A stream as both its ends see it.
 
-    run, attempt: as in a greeting.
-    state: of the line to the peer, which other links to it share.
-    first_within_s: how long the peer is waited for at first.
-    reconnect_s: how long the line may be down later.
-    num_connections: 0: as many as the round trip asks for.
-    on_lost: called in a thread of either end when the stream has ended, though nobody has closed
-        it.
+    run, attempt: the same values as in a greeting (Hello).
+    state: the state of the line to the peer. Other links to this peer share it.
+    first_within_s: seconds to wait for the peer's first connection.
+    reconnect_s: seconds that the line may be down later.
+    num_connections: number of connections. 0: chosen from the round-trip time.
+    on_lost: called in a thread of either end when the stream has ended although neither end
+        closed it.
     """
 
     name: StreamName

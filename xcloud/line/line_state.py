@@ -44,11 +44,12 @@ class LineState:
 
     An outage lasts from when the first stream carries nothing any more until all carry again.
 
-    round_trip_s, bytes_per_s: as last measured; None before.
-    num_cuts: connections that had carried something and were cut.
-    num_outages: outages that have begun. outage_s: how long those that are over lasted, in all.
-    sent_again_bytes: bytes that were sent once more after a cut.
-    say: is told when the line is down, and when it is back.
+    round_trip_s, bytes_per_s: the last measurement; None before the first.
+    num_cuts: number of connections that were lost after they had carried something.
+    num_outages: number of outages that have begun.
+    outage_s: total seconds of the outages that are over.
+    sent_again_bytes: bytes that were sent once more after a connection was lost.
+    say: called with a message when the line goes down, and when it is back.
     """
 
     def __init__(self, peer_name: str, say: Callable[[str], object] = ignore) -> None:

@@ -101,8 +101,8 @@ def local_folder(url: str) -> str | None:
 class ObjectStore:
     """The objects of a mailbox. A call that fails is made again for patience_s.
 
-    setting: where the URL was given, for messages.
-    writes: whether objects are written too, which is tried at once.
+    setting: name of the setting that gives the URL, for error messages.
+    writes: True if objects are written too. Then one is written at once, as a test.
 
     Raises ConfigError for a place that cannot be written, or is no folder.
     """

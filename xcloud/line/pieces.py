@@ -62,8 +62,9 @@ class Piece(NamedTuple):
 class Acknowledged(NamedTuple):
     """The pieces that an acknowledgement tells of for the first time.
 
-    num_bytes: of pieces of frames. num_answers: answers to questions.
-    is_moving: whether one is of a frame of several pieces.
+    num_bytes: total bytes of those pieces that belong to frames.
+    num_answers: number of answers to questions.
+    is_moving: True if one of them belongs to a frame of several pieces.
     """
 
     num_bytes: int
@@ -286,9 +287,9 @@ class _Open:
 class Assembly:
     """The frames of one stream of which pieces have come, put together. Thread-safe.
 
-    capacity_bytes: of the longest frame; the shortest is HEAD_BYTES.
-    max_bytes: of all frames that are open; an honest sender keeps below it.
-    deliver: is given every frame in order, by whichever thread brought the last piece.
+    capacity_bytes: size of the longest frame that is accepted; the shortest has HEAD_BYTES.
+    max_bytes: bound on the total bytes of all open frames. An honest sender stays below it.
+    deliver: called with every frame in order, in the thread that received its last piece.
     """
 
     def __init__(

@@ -346,7 +346,7 @@ _WORD = MessageKey(Kind.WORD)
 class SealedRendezvous(Rendezvous):
     """The rendezvous of a rank whose cloud has another owner than others.
 
-    store: of the ranks of its own cloud.
+    store: the store that the ranks of its own cloud share.
     """
 
     lines: OwnersLines | None = None

@@ -45,9 +45,10 @@ FAST_LINE = 125e6
 class Connected(NamedTuple):
     """A connection on which both sides have said who they are.
 
-    of: how many connections the stream has.
-    expected: by the peer's greeting.
-    round_trip_s: None where this rank did not dial.
+    of: number of connections that the stream has.
+    expected: number of the first frame that the receiver has not got in full, from the peer's
+        greeting.
+    round_trip_s: seconds of one round trip; None if the peer dialled.
     """
 
     tls: ssl.SSLSocket
@@ -69,9 +70,9 @@ class Way(Protocol):
     ) -> Connected:
         """Return a connection for this greeting, whose `of` is 0 if the number is not known yet.
 
-        is_fixed: whether the peer may not choose another number any more.
-        is_bulk: whether the stream may fill the line.
-        wake: called when the peer has come again while this connection seems to last.
+        is_fixed: True if the peer can no longer choose another number of connections.
+        is_bulk: True if the stream may fill the line.
+        wake: called when the peer connects again while this connection still seems to work.
 
         Raises LineDown if there is none yet, LinkClosed if there can be none any more, FrameError
         for a peer that breaks the rules.
@@ -87,9 +88,9 @@ class Way(Protocol):
 class KnownAttempts:
     """The attempt of each other cloud, as this rank first heard of it. Thread-safe.
 
-    A cloud that comes with another one has begun the run again: what this rank and the earlier
-    attempt told each other is lost there, so that this rank must begin again too. It is then not
-    taken for known, and the other does not take this rank for known: it waits for the next one.
+    A new attempt number means that the other cloud has restarted and lost its state. This rank
+    must restart too. The new number is not kept here, and the other cloud does not accept this
+    attempt: it waits for this rank's next one.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class Dialler:
     """Dials one rank of another cloud.
 
     address: host and port of that rank.
-    attempts: of other clouds; this rank's other ways share it.
+    attempts: the known attempt of each other cloud. This rank's other ways share it.
     """
 
     def __init__(
@@ -198,12 +199,12 @@ class Dialler:
 class Listener:
     """Waits for ranks of other clouds to dial this one.
 
-    cloud, rank: of this rank.
-    run, attempt: as in a greeting.
-    on_refused: is given a line for each connection that led to nothing.
-    attempts: of other clouds; this rank's other ways share it.
+    cloud, rank: the cloud and the number of this rank.
+    run, attempt: the same values as in a greeting (Hello).
+    on_refused: called with a line of text for each connection that was not used.
+    attempts: the known attempt of each other cloud. This rank's other ways share it.
 
-    told: clouds that knew an earlier attempt, and have been told of this one.
+    told: the clouds that knew an earlier attempt and have received the number of this one.
     """
 
     def __init__(

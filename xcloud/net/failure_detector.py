@@ -73,14 +73,15 @@ class _Watch:
 class FailureDetector:
     """The knowledge of one rank, or of a launcher, which others are alive. Thread-safe.
 
-    A rank that does not look itself for half of lost_after_s was stopped, or its machine
-    suspended: it could hear nobody meanwhile, and that time counts as nobody's silence.
+    If a rank itself does not look for half of lost_after_s, it was stopped or its machine was
+    suspended. It could not receive heartbeats meanwhile, so that time counts as nobody's silence.
 
     peers: the record of each other rank.
-    name_of: the name of a rank, for messages.
-    on_lost: called in a thread, once, when ranks are lost that this one needs. It must end the
-        process: the main thread may wait in torch. None: links alone act on a loss.
-    needs: whether it needs any of these ranks, until `connected`; by default each that has come.
+    name_of: returns the name of a rank, for messages.
+    on_lost: called once, in a thread, when ranks are lost that this one needs. It must end the
+        process, since the main thread may be waiting in torch. None: only the links act on a loss.
+    needs: returns True if this rank needs any of the given ranks. It is used until `connected` is
+        called. The default needs every rank that has come.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class FailureDetector:
     ) -> None:
         """Note that this rank has all its links.
 
-        needs: whether it cannot go on without any of these ranks.
+        needs: returns True if this rank cannot continue once the given ranks are lost.
         final_report: called before on_lost, for GRACE_S at most.
         """
         with self._lock:

@@ -77,7 +77,7 @@ class GlooCollectives(GroupCollectives):
     ranks has a GPU of its own. NCCL knows no two ranks on one GPU: these go over gloo, through the
     memory of the host.
 
-    ranks: in the order of the group.
+    ranks: the ranks in the order of the group.
     """
 
     def __init__(

@@ -60,8 +60,9 @@ class Reservation(NamedTuple):
 class SentMessage(NamedTuple):
     """A message that this rank sent.
 
-    line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
-        when it was passed to the network, and line_until_s is None: only the receiver knows it.
+    line_from_s, line_until_s: the times at which the emulated line began and ended carrying it.
+        On a real link line_from_s is the time at which it was passed to the network. There
+        line_until_s is None, because only the receiver knows it.
     """
 
     link: LinkName
@@ -133,14 +134,16 @@ class LinkRecord:
     """The notes of one end of a link. Other threads may read all of it.
 
     to: cloud of the receiver; None inside a cloud, where messages are only counted.
-    log: of its rank; None notes no times.
-    num_bytes, num_messages: by kind of message, counted when one is handed to the link; bytes of
-        whole frames, headers included.
-    arrived_bytes, arrived_messages: the same of the receiving end, counted when a frame has been
+    log: the log of its rank. None: no times are noted.
+    num_bytes, num_messages: bytes and number of messages handed to the link, by kind. The bytes
+        are those of full frames with their headers.
+    arrived_bytes, arrived_messages: the same for the receiving end, counted once a frame has been
         checked.
-    line_s: by kind, seconds that they kept the emulated line busy, counted when each takes it.
-    latency_s: of the last of them.
-    sent_again_bytes: what the carrier has sent once more after a cut; in none of these.
+    line_s: seconds that messages keep the emulated line busy, by kind. Each message is counted
+        when the line takes it.
+    latency_s: latency of the last message on the emulated line, in seconds.
+    sent_again_bytes: bytes that the carrier sent once more after a disconnect. No other count
+        includes them.
     """
 
     link: LinkName = _UNNAMED
@@ -161,7 +164,7 @@ class LinkRecord:
         """Count a message that is handed to the link.
 
         carries: a description of each part.
-        num_bytes: of the whole frame.
+        num_bytes: size of the full frame.
         """
         self.num_bytes[kind] += num_bytes
         self.num_messages[kind] += 1

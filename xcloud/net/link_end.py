@@ -134,13 +134,13 @@ def ignore(*reported: object) -> None:
 class EndSettings:
     """The settings of either end of a link.
 
-    capacity_bytes: the receiver's buffer size; a longer frame is refused.
-    window: receives that the receiver posts, and bytes that may wait at each end: at the sender
-        before `send` blocks, at the receiver, for `recv`, before no more are taken.
+    capacity_bytes: the receiver's buffer size. A longer frame is refused.
+    window: number of receives that the receiver posts, and bytes that may wait at each end. Beyond
+        them `send` blocks at the sender, and the receiver takes no more until `recv` is called.
     peer: the record of the peer, which its other links share.
-    progress: of messages of a step over any link of this rank; None: the deadline of a message
-        stands, whatever else is on its way.
-    queued: what waits in this rank, in all queues of its links.
+    progress: the time when a message of a step last moved on any link of this rank. The deadline
+        of a message counts from there. None: the deadline stands, whatever else is on its way.
+    queued: bytes that wait in this rank, in all queues of its links.
     """
 
     peer_name: str
@@ -229,7 +229,7 @@ class SendingEnd(ABC):
     def send(self, key: MessageKey, parts: Tensors, carries: Sequence[str] = ()) -> None:
         """Send a message.
 
-        carries: what each part is, in words, for the record of what left the cloud.
+        carries: a description of each part, for the record of what left the cloud.
         """
         with self._sending:
             self._send(key, parts=parts, carries=carries)
@@ -339,9 +339,9 @@ class ReceivingEnd:
     def recv(self, key: MessageKey, overdue_s: float, while_alive: bool = False) -> Tensors:
         """Return the next message, which must be `key`.
 
-        Raises LinkTimeout after overdue_s seconds in which no message of a step moved either (in
-        an evaluation, and with while_alive: not while the peer gives heartbeats), LinkClosed if
-        the peer is gone, FrameError if something else came.
+        Raises LinkTimeout after overdue_s seconds in which no message of a step moved either. In
+        an evaluation, and with while_alive, it is not raised while the peer sends heartbeats.
+        Raises LinkClosed if the peer is gone, and FrameError if another message came.
         """
         peer = self._settings.peer
         started_s = time.monotonic()
@@ -436,7 +436,7 @@ def await_peer(
 ) -> None:
     """Call wait(seconds) until it returns True.
 
-    failing: what the peer did not do, for the message.
+    failing: text for the error message that says what the peer did not do.
 
     Raises LinkTimeout for a peer that was silent for timeout_s.
     """

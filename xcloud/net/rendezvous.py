@@ -107,7 +107,7 @@ class Waiting:
     """A wait that says once a minute what this process waits for.
 
     what: "for all machines".
-    within_s: after which `go_on` raises LinkTimeout.
+    within_s: seconds after which `go_on` raises LinkTimeout.
     """
 
     def __init__(self, what: str, within_s: float, say: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ class Waiting:
     def go_on(self, why: str, look_every_s: float = _LOOK_S) -> None:
         """Sleep a moment.
 
-        why: what this process found when it looked last.
+        why: text that says what this process found when it looked last.
         """
         now_s = time.monotonic()
         waited_s = self.waited_s

@@ -60,10 +60,11 @@ def num_cores() -> int:
 class Rendezvous:
     """A store in which the ranks of a job find each other before they have links.
 
-    within_s: how long ranks that have not come are waited for.
-    is_open: ranks may begin at any time, also again.
-    detector: of this rank, where ranks watch each other from here on; None: its links make one.
-    beginning: how often this one has begun, with this time.
+    within_s: seconds to wait for ranks that have not come.
+    is_open: True if ranks may start, and restart, at any time.
+    detector: the failure detector of this rank, if ranks watch each other from here on. None: its
+        links make one.
+    beginning: number of starts of this rank, this one included.
     """
 
     rank: int
@@ -155,7 +156,7 @@ class Transport(ABC):
         """Return the collectives of several ranks of a cloud; None for a single one, and outside
         them.
 
-        device: of this rank's tensors; the ranks agree on its type.
+        device: the device of this rank's tensors. Its type is the same in all the ranks.
         """
 
     def begins_again(self, ranks: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ _DRAWING = threading.Lock()
 def jitter_share(number: int) -> float:
     """Return which share of jitter_s delays a message: a draw that is the same in every run.
 
-    number: of the message, counted from 0 for each direction between two clouds.
+    number: number of the message, counted from 0 for each direction between two clouds.
     """
     return random.Random(f"0:{number}").random()
 
@@ -36,13 +36,14 @@ def jitter_share(number: int) -> float:
 class UnsteadyLine(ABC):
     """An emulated line that does not stay the same: its settings, and when it carries what.
 
-    trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
-        latency in seconds: what the line does from then on; repeats every trace_period_s if that
-        is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
-    outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
-    outage_every_s, outage_lasting_s: further outages at random gaps (exponential), drawn alike in
-        every run; 0 = none.
-    trace_period_s: seconds after which the trace of bandwidths begins again; 0 = it does not.
+    trace: [[seconds since the start, bits per second], ...]. Each entry may have a third number,
+        the latency in seconds. An entry applies from its time on. Before the first entry
+        bandwidth_bits_per_s and latency_s apply. The trace repeats every trace_period_s if that is
+        set.
+    outages: [[start, duration], ...] in seconds since the start. Nothing is sent meanwhile.
+    outage_every_s, outage_lasting_s: mean seconds between further outages at random (exponential)
+        gaps, and their duration in seconds. They are the same in every run. 0 = none.
+    trace_period_s: seconds after which the trace starts over. 0 = it does not repeat.
     """
 
     trace: Sequence[_PairOrThree] = ()

@@ -108,8 +108,8 @@ def joined_over_gloo(
 def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> Pair:
     """Return the line between rank 0 and this beginning of another rank, not joined yet.
 
-    is_first: whether it is rank 0's end.
-    within_s: how long the other side is waited for.
+    is_first: True for rank 0's end.
+    within_s: seconds to wait for the other side.
     """
     own = PrefixStore(f"words {rank}.{beginning}", store)
     within = timedelta(seconds=within_s)

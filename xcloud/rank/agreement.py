@@ -68,7 +68,7 @@ class Verdict:
     kind: go = start; stop = the run ends.
     refused: ranks that end, while the run continues without them.
     text: the reason or, with `go`, a note for the user; may be empty.
-    from_step: of the checkpoint that all go on from; 0 = from the start.
+    from_step: step of the checkpoint from which all resume. 0 = the start.
     attempt: a number that no other attempt at this run has.
     """
 
@@ -92,14 +92,16 @@ def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
 
 
 def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: Newest) -> Verdict:
-    """Compare with all ranks; where ranks may begin at any time, with those that save, and the
-    others with rank 0. Every rank calls it first.
+    """Compare what is to run and the checkpoints with all ranks. Every rank calls it first.
 
-    mine: what this rank runs (table_of).
-    held: its checkpoints.
+    If ranks may start at any time, those that save compare with each other, and the others compare
+    with rank 0.
 
-    Raises ConfigError in every rank that cannot go on, but in one that is `refused`, which must
-    still join the wiring before it may leave.
+    mine: the settings that this rank runs (table_of).
+    held: the checkpoints that this rank has.
+
+    Raises ConfigError in every rank that cannot continue. A rank that is `refused` gets none: it
+    must still join the wiring before it may leave.
     """
     rank = rendezvous.rank
     compared = {*range(rendezvous.num_ranks)}
@@ -144,11 +146,11 @@ def agree_on(
     """Compare facts that all ranks must share before the first step. Return those of rank 0. Every
     rank calls it.
 
-    what: a name for them.
-    left_out: by rank, those that it need not have.
+    what: a name for the facts.
+    left_out: names of the facts that a rank need not have, by rank.
 
-    Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
-    may begin at any time.
+    Raises ConfigError in the rank that differs, naming the fact. Raises it in rank 0 too, unless
+    ranks may start at any time.
     """
     rendezvous.write(what, json.dumps(dict(facts)))
     theirs = facts

@@ -27,7 +27,7 @@ def export_stage(
 ) -> Path:
     """Write a stage's weights and the tokenizers of this side. Return the file of the weights.
 
-    tensors: what the stage exports, whole.
+    tensors: the tensors that the stage exports, in full.
     """
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
 
@@ -48,9 +48,9 @@ def export_stage(
 
 
 def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Return tensors whole, on the CPU. Of a sharded stage every rank calls it.
+    """Return full tensors, on the CPU. If the stage is sharded, each of its ranks calls it.
 
-    keep: whether this rank wants them; else it returns none.
+    keep: True if this rank wants the tensors. Otherwise it returns none.
     """
     found = {}
     for name, tensor in tensors.items():

@@ -131,16 +131,16 @@ class MemoryMeter:
     """A meter of the memory of one rank. `first_step` goes around every step; `describe` returns
     bytes:
 
-    peak: most resident memory of the process since the first step began, libraries and network
-        buffers included; where the system cannot forget an earlier peak (no Linux, or not
-        allowed), since the process began.
+    peak: maximum resident memory of the process since the first step began, libraries and network
+        buffers included. If the system cannot reset an earlier peak (no Linux, or not allowed), it
+        counts from the start of the process.
     program: resident memory when the meter was made, before there was a model: Python, libraries,
-        and in a pipeline the data. A part of the peak, not of gpu_peak.
-    gpu_peak: most that torch had allocated on the GPU; only where there is one.
-    parameters, gradients, optimizer: of this rank's stages; frozen weights and buffers are
-        parameters here, moments are the optimizer's.
-    activations: most that was kept at once for the backward of the first step, over all
-        micro-batches in flight. What a backward computes again is not kept.
+        and in a pipeline the data. It is part of the peak, and not of gpu_peak.
+    gpu_peak: maximum that torch had allocated on the GPU; absent without a GPU.
+    parameters, gradients, optimizer: memory of this rank's stages. Frozen weights and buffers
+        count as parameters here, and moments as the optimizer's.
+    activations: maximum that was kept at once for the backward of the first step, over all
+        micro-batches in flight. Activations that a backward recomputes are not kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -332,10 +332,13 @@ def _status_bytes(name: str) -> int:
 
 
 class GpuClock(StepClock):
-    """A GPU's work goes on after the call that began it has returned, so in a step a span's ends
-    are events on its stream, read once a step: to wait for the device after each span would cost
-    what it measures. Host times serve between steps and where a slow device is emulated, which
-    waits for the device."""
+    """A step clock that measures a GPU's work.
+
+    That work continues after the call that began it has returned. So within a step the ends of a
+    span are events on the GPU's stream, which are read once a step. Waiting for the device after
+    each span would cost the time that it measures. Host times are used between steps. They are
+    also used when a slow device is emulated, because that waits for the device.
+    """
 
     def __init__(
         self, device: torch.device, record_from: int | None = None, slowdown: float = 1.0

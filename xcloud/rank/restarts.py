@@ -54,10 +54,10 @@ _REFUSED_FOR_S = 20.0  # a rank that begins again has not yet said where it list
 def enter_late(
     job: Job, rendezvous: Rendezvous, run_dir: Path, trainer: Trainer, from_step: int
 ) -> None:
-    """Tell the launcher that this rank is there. In a run that goes on, take over the values of
-    the first cloud, or give them.
+    """Tell the launcher that this rank is there. In a run that resumes, copy the values of the
+    first cloud, or send them.
 
-    from_step: of the checkpoint that all go on from.
+    from_step: step of the checkpoint from which all resume.
     """
     if rendezvous.rank not in job.roster.essential:
         ready_file(run_dir, rank=rendezvous.rank).touch()
@@ -220,9 +220,9 @@ class Doorbell:
 def unreachable(why: str, store: str, here: str, there: str) -> str:
     """Say why two ranks that both reach the store have no connection, and what to do.
 
-    why: as the system says it.
+    why: the system's own message.
     here: the address on which this rank listens.
-    there: address and port of the other.
+    there: address and port of the other rank.
     """
     if is_loopback(here) != is_loopback(there.rpartition(":")[0]):
         whose = "this rank listens" if is_loopback(here) else "it listens"

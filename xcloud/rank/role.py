@@ -43,16 +43,17 @@ class Restored(Protocol):
 class RankContext(Generic[JobT]):
     """The things that every rank has, whatever its role.
 
-    reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
-    on_report: rank 0 writes other ranks' reports with it, as they come.
-    settings: as all ranks have compared them.
-    verdict: of that comparison, with the checkpoint to go on from.
-    asked: whether the run is to end early.
+    reporter: takes this rank's reports. The role's own `report` sends them to rank 0; rank 0
+        writes them into the event file.
+    on_report: called by rank 0 to write other ranks' reports as they come.
+    settings: the settings that all ranks have compared.
+    verdict: the result of that comparison, with the checkpoint from which to resume.
+    asked: the signal to end the run early.
     transport: joins this rank to the others.
-    restored: gives a rank its state back that has no list of features (train/parts.py).
-    is_resumed: there was an earlier attempt, which may have left no checkpoint.
-    roll_back: this cloud's user lets agreed checkpoints go that are later than the one that all
-        ranks go on from.
+    restored: restores the state of a rank that has no list of features (train/parts.py).
+    is_resumed: True if there was an earlier attempt, which may have left no checkpoint.
+    roll_back: True if this cloud's user agrees to delete agreed checkpoints that are later than
+        the one from which all ranks resume.
     """
 
     job: JobT
@@ -85,11 +86,12 @@ class Role(ABC, Generic[JobT]):
     """The role of one rank. It is built in all ranks at the same time: that joins them (process
     groups, links). Then `run` is called, and `close` if it came to its end.
 
-    records: of each link to another cloud, or from one.
-    received: by rank of the sender, where its own record may be lost with it.
-    control: None where there is one rank.
+    records: the records of all links to and from other clouds.
+    received: the records of incoming links, by rank of the sender, for senders whose own record
+        may be lost with them.
+    control: the control links. None if there is one rank.
     peers: the record of each other rank's heartbeats.
-    is_stopped: the run has ended early, as it was asked to.
+    is_stopped: True if the run has ended early on request.
     """
 
     records: Sequence[LinkRecord] = ()

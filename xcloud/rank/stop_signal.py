@@ -41,7 +41,7 @@ class StopSignal:
     def install(self, *numbers: signal.Signals, exit_code: int) -> None:
         """Handle these signals from now on.
 
-        exit_code: of a process that ends at once, the first time that it is asked.
+        exit_code: exit code of a process that ends at once, at the first signal.
         """
 
         def take(number: int, frame: object) -> None:

@@ -60,7 +60,8 @@ def load(
 
     more: returns further facts that the ranks compare.
     left_out: see agree_on.
-    task: in place of the experiment's, with what this run keeps of its own.
+    task: a task that replaces the experiment's, such as one with the tokenizers that this run has
+        kept. None: the experiment's task.
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
@@ -298,7 +299,7 @@ def report_scores(
 ) -> None:
     """Report the scores of a split to rank 0.
 
-    started_s: of time.perf_counter, when the evaluation began.
+    started_s: value of time.perf_counter() when the evaluation began.
     """
     reporter.event(
         "quality",

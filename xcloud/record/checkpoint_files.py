@@ -165,8 +165,8 @@ class CheckpointFolder(CheckpointSteps):
         """Delete shards of later steps, which will be repeated: this rank's, and those of attempts
         before this one. Return the steps.
 
-        roll_back: also those that all ranks had agreed on.
-        Raises ConfigError, and deletes nothing, if there are some and it is not given.
+        roll_back: True to delete also shards of checkpoints that all ranks had agreed on.
+        Raises ConfigError, and deletes nothing, if there are such shards and roll_back is False.
         """
         later = [number for number in self.steps() if number > step]
         agreed = [number for number in later if self.is_agreed(number) and self.ranks(number)]

@@ -140,7 +140,10 @@ def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
     """Return at most SEGMENT_BYTES of a segment from an offset, and whether the segment is
     finished.
 
-    path: of the log. number: from 1. Raises one of DAMAGED.
+    path: the path of the log.
+    number: number of the segment, counted from 1.
+
+    Raises one of DAMAGED.
     """
     while True:
         finished = _finished(path, number=number)

@@ -137,13 +137,16 @@ CLOCKS_DIFFER_S = 3600.0  # at most; a report whose time is further off gets tha
 
 
 class ReportIntake:
-    """`take` is called in the links' threads. cloud_of: a rank's. max_steps: of the run.
+    """The check of other ranks' reports before they are recorded. `take` is called in the links'
+    threads.
 
-    may_report: ranks other than 0 that may report a kind of event, or a "loss", by that name; any
-    may report the kinds that are not named there.
-    clouds: by whose names, beside those of traffic, a step may have figures: each name is a column
-    in the memory of whoever follows the run.
-    num_boundaries: how many boundaries a step may have figures of, at most.
+    cloud_of: returns the cloud of a rank.
+    max_steps: number of updates of the run.
+    may_report: ranks other than 0 that may report a kind of event, or a "loss", by the name of the
+        kind. Any rank may report the kinds that are not named there.
+    clouds: names of clouds for which a step may have metrics, beside the names of traffic. Each
+        name is a column in the memory of every process that follows the run.
+    num_boundaries: maximum number of boundaries for which a step may have metrics.
     """
 
     def __init__(

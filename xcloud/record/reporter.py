@@ -182,11 +182,15 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class RankState:
-    """`peers` is set once the rank has links: their ends note there what they wait for.
+    """The state file of a rank, which says what the rank does at the moment.
 
+    peers: the record of each peer. It is set once the rank has links, whose ends note there what
+        they wait for.
     lines: returns the lines to other clouds that are down, in words.
-    phase: what the rank does, or how it has ended. step: of its last finished update. torchrun:
-    it has started the rank. says: each phase on standard output.
+    phase: the activity of the rank, or the way in which it has ended.
+    step: step of its last finished update.
+    torchrun: True if torchrun has started the rank.
+    says: True to print each phase on standard output.
     """
 
     def __init__(

@@ -51,11 +51,13 @@ OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 
 
 class RunStatistics:
-    """Feed it every event of a run, in order and once; `summary()` works at any time, also after
-    a failure. What was reported of later steps than one that the run resumes from is dropped.
+    """The statistics of a run, collected from its events.
 
-    steps: joins the ranks' reports; or how many ranks there are.
-    figures: of features.
+    Feed it every event of a run, in order and once. `summary()` works at any time, also after a
+    failure. If the run resumes from a step, reports of later steps are dropped.
+
+    steps: a collector that joins the ranks' reports, or the number of ranks.
+    figures: the metrics that features add.
     """
 
     def __init__(self, steps: StepCollector | int, figures: Sequence[FeatureFigure] = ()) -> None:

@@ -106,9 +106,10 @@ class Monitor:
     def start(self, is_again: bool = False) -> None:
         """Read what there is and begin the record.
 
-        The record of a finished run stays as it is until the ranks have taken over its state: one
-        that cannot be trained longer is no worse for the attempt.
-        is_again: in place of a monitor that was lost.
+        The record of a finished run stays as it is until the ranks have loaded its state. So a run
+        that cannot be trained longer is not harmed by the attempt.
+
+        is_again: True if this monitor replaces one that was lost.
         """
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         # Of earlier attempts ranks may have stopped. This one may be ahead of this monitor.

@@ -30,8 +30,8 @@ class Notices:
     The event is JSON on the command's standard input and never part of its words, which no shell
     reads. A command that fails, hangs or cannot be started costs a warning, and never the run.
 
-    command: words as in a shell; None: nothing is called.
-    about: what every event says of the run.
+    command: a command in words as in a shell. None: nothing is called.
+    about: fields about the run that every event carries.
     """
 
     def __init__(self, command: str | None, about: Mapping[str, str]) -> None:

@@ -41,9 +41,9 @@ Wait = tuple[int, str, float]  # for which rank, which message, seconds
 class RankStatus:
     """A rank as its state file shows it.
 
-    state: as RankState writes it.
+    state: the content of the state file, which RankState writes.
     process: running, stopped, gone, or unknown (on another machine).
-    waits: the longest first.
+    waits: the waits of this rank, the longest first.
     """
 
     def __init__(self, state: Mapping[str, Any], now: float) -> None:

@@ -79,12 +79,12 @@ def print_table(
     title: str = "",
     heads: bool = True,
 ) -> None:
-    """Print a table. A column that is only named stands to the right, but for the first.
+    """Print a table. A column of which only the name is given is aligned right, except the first.
 
-    In a window without room for all, the first column, which names the rows, stays whole, and
-    others are left out and named below.
+    If the window has no room for all columns, the first one, which names the rows, is shown in
+    full. Others are left out and named below.
 
-    heads: with a line of headings.
+    heads: True to print a line of headings.
     """
     from rich import box
     from rich.table import Table
@@ -341,9 +341,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """name: of the file, without .html. facts: (what, text), such as ("Verdict", "reproduced").
-    up: what the link to the front page says; none on the front page, whose pictures are links.
-    notes: what a reader may open below; then tables come before pictures."""
+    """A page of a site of studies.
+
+    name: name of the file, without .html.
+    facts: (name, text), such as ("Verdict", "reproduced").
+    up: text of the link to the front page. "": this is the front page, whose pictures are links.
+    notes: texts below that a reader may open. If there are any, tables come before pictures.
+    """
 
     name: str
     title: str

@@ -124,10 +124,10 @@ class ComparedCount:
 class Comparison:
     """The records of several clouds, side by side.
 
-    pairs: of ranks in different clouds.
+    pairs: pairs of ranks in different clouds.
     missing: ranks without a record.
-    signatures: by file, who signed it, or why that is not known.
-    refused: files whose signature does not hold.
+    signatures: the signer of each file, or the reason why it is not known.
+    refused: files whose signature is not valid.
     """
 
     pairs: Sequence[ComparedCount]

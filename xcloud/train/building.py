@@ -91,7 +91,7 @@ def wired(context: Context, features: Features, clock: StepClock) -> Wiring:
 class RankTraining:
     """The objects that train in one rank, ready for its next update.
 
-    hooks: what acts around an update, in the order of the calls.
+    hooks: the objects that act around an update, in the order of the calls.
     """
 
     data: TaskData
@@ -298,9 +298,10 @@ def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hoo
 
 
 def _restored(context: Context, wiring: Wiring, states: StateTree, facts: Facts) -> Hook:
-    """Return what saves checkpoints, once `states` are those of the one to go on from.
+    """Restore `states` from the checkpoint from which the run resumes. Return the hook that saves
+    checkpoints.
 
-    facts: what must be as it was when a checkpoint was made.
+    facts: values that must be the same as when the checkpoint was made.
     """
     job = context.job
     is_saving = job.roster.is_elastic and context.rank in job.roster.saving
