@@ -18,8 +18,6 @@ from tests.plan_pieces import EIGHT
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.comm.compression import Compression
-from xcloud.features.autopilot.pilot import StageMeter
-from xcloud.features.autopilot.settings import Tour
 from xcloud.job import config as configs
 from xcloud.job.strategy import Strategy
 from xcloud.launch.processes import RunStopped
@@ -28,6 +26,7 @@ from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.pipeline.schedule import GPipe
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
+from xcloud.planner.tour import StageMeter, Tour
 from xcloud.planner.trial import TrialRun
 from xcloud.record.timeline import Lane, Timeline
 from xcloud.simulator.costs import read_profile

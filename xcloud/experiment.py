@@ -67,8 +67,10 @@ class Experiment(PipelineJob):
 
     @property
     def features(self) -> list[Feature]:
-        """The features that this job uses."""
-        return [feature for feature in all_features() if feature.is_used(self)]
+        """The features that this job uses. A setting that is a feature itself (planner/tour.py)
+        stands in no list."""
+        listed = [feature for feature in all_features() if feature.is_used(self)]
+        return listed + [given for given in vars(self).values() if isinstance(given, Feature)]
 
     @property
     def labels(self) -> Labels:

@@ -23,7 +23,6 @@ from xcloud.base.settings import CommandLine, NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
-from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
 from xcloud.job.leaving import Leaving, leaving
 from xcloud.job.strategy import ModelPlacement, Strategy
@@ -115,10 +114,7 @@ class PlanSettings(Protocol):
 
 @runtime_checkable
 class AutopilotSettings(Protocol):
-    """The settings of `autopilot` (features/autopilot/settings.py): what a run may change."""
-
-    def around(self, own: object) -> Selectable:
-        """Return the run's own compression together with the others it may choose."""
+    """The settings of `autopilot`: what a run may change while it goes on."""
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         """Return the schedules that the run may use, its own first."""
@@ -141,7 +137,8 @@ class Job(ABC):
     launch: how its processes are started and restarted.
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (planner/planning.py); null in whatever is run.
-    autopilot: what may change while it runs (features/autopilot/pilot.py); null: nothing.
+    autopilot: what may change while it runs; null: nothing. In a planner's trial it is a feature
+        by itself.
     """
 
     name: Annotated[str, AfterValidator(partial(check_label, "name"))]

@@ -35,7 +35,6 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import SplitModel
 from xcloud.feature_list import all_features
-from xcloud.features.autopilot.pilot import FACTS_FILE
 from xcloud.job.config import Settings
 from xcloud.job.inputs import inputs_of
 from xcloud.job.job import PipelineJob
@@ -48,6 +47,7 @@ from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.pipeline.schedule import GPipe, Schedule, split_backwards
 from xcloud.planner.averaging_timer import time_around_averaging, time_averaging
 from xcloud.planner.settings import FreelyCut, with_micro_batches
+from xcloud.planner.tour import FACTS_FILE
 from xcloud.record.timeline import Timeline, timeline_of
 from xcloud.simulator.costs import (
     BoundaryCodec,
@@ -303,7 +303,7 @@ class TrialRun:
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
             "autopilot": {
-                "_target_": "xcloud.features.autopilot.settings.Tour",
+                "_target_": "xcloud.planner.tour.Tour",
                 "choices": choices,
                 "schedules_tried": [as_settings(shape) for shape in self.shapes],
                 "legs": legs,

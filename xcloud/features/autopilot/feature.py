@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from xcloud.base.errors import ConfigError
-from xcloud.comm.compression_plans import Selectable
-from xcloud.features.autopilot.pilot import Switching, pilot_of
+from xcloud.features.autopilot.pilot import RunPilot, pilot_of
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, no_plan, one_pipeline, one_update_at_a_time
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
-
-MAX_CHOICES = 255  # rank 0 sends the number in a byte
+from xcloud.rank.switching import check_choices
 
 
 def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
@@ -36,7 +33,7 @@ class AutopilotFeature(Feature):
     uses = (
         Use(
             setting="autopilot",
-            asked=lambda job: job.autopilot is not None,
+            asked=lambda job: isinstance(job.autopilot, Autopilot),
             why={
                 no_plan: "changes the compression",
                 one_pipeline: "decides in one rank for a single pipeline",
@@ -48,7 +45,7 @@ class AutopilotFeature(Feature):
     )
 
     def adjusted(self, job: PipelineJob) -> Mapping[str, Any]:
-        assert job.autopilot is not None
+        assert isinstance(job.autopilot, Autopilot)
         return {"compression": job.autopilot.around(job.compression)}
 
     def check(self, job: PipelineJob) -> None:
@@ -62,33 +59,5 @@ class AutopilotFeature(Feature):
 class AutopilotAtRank(FeatureAtRank):
     """The autopilot of one rank: it switches compression and schedule."""
 
-    def hook(self, built: BuiltRank, trainer: Trainer) -> Switching:
-        return pilot_of(built.context, trainer=trainer, wiring=built.wiring, memory=built.memory)
-
-
-def check_choices(job: PipelineJob) -> None:
-    """Raise ConfigError if the autopilot may choose what the run's own setting could not be."""
-    schedules = job.schedules
-    compression = job.compression
-    assert isinstance(compression, Selectable)
-    num_choices = len(schedules) * len(compression.choices)
-    if not 2 <= num_choices <= MAX_CHOICES:
-        raise ConfigError(
-            f"autopilot has {len(schedules)} schedules ({schedules[0].label}, ...) times "
-            f"{len(compression.choices)} compressions ({compression.names[0]}, ...) to choose "
-            f"from, the run's own included; there must be 2 to {MAX_CHOICES} together"
-        )
-    counts = {schedule.num_micro_batches for schedule in schedules}
-    by_sample = compression.has_memory or job.training.activation_cache_mb
-    if len(counts) > 1 and by_sample and job.cluster.min_micro_batches() > 1:
-        raise ConfigError(
-            f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
-            "would not stay with its ranks, between which a memory of the compression or "
-            "training.activation_cache_mb is kept; give each stage one rank, or leave either out"
-        )
-    for schedule in schedules[1:]:
-        own = next(iter(compression.choices.values()))
-        try:  # all checks of a run with that number throughout
-            replace(job, schedule=schedule, compression=own, autopilot=None)
-        except ConfigError as error:
-            raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error
+    def hook(self, built: BuiltRank, trainer: Trainer) -> RunPilot:
+        return pilot_of(built.context, trainer=trainer, wiring=built.wiring)

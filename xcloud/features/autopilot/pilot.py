@@ -2,54 +2,40 @@
 
 A rank measures, rank 0 decides (rule.py), and every rank hears of the choice right behind the norm
 of an update, before anything of the next one is computed or sent. So all switch between the same
-two updates. In a planner's trial run the choices are those of a Tour, and what the rank did is
-left in a file.
+two updates.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
-from xcloud.comm.compression_plans import Selectable, Selection
-from xcloud.comm.devices import scratch_bytes
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
-from xcloud.contracts.model import Stage
+from xcloud.comm.compression_plans import Selectable
+from xcloud.comm.state import Stateful
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
-from xcloud.features.autopilot.settings import Autopilot, Tour
+from xcloud.features.autopilot.settings import Autopilot
 from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Tensors
 from xcloud.net.link_profile import LinkProfile, line_bytes
-from xcloud.pipeline.hook import Hook, StepReport
+from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.line_meter import LineMeters
-from xcloud.pipeline.one_forward_one_backward import can_wait
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
-from xcloud.rank.reports import (
-    MemoryMeter,
-    SavedTensors,
-    WorkSpace,
-    bytes_of,
-    optimizer_bytes,
-    timeline_events,
-)
 from xcloud.rank.role import RankContext
+from xcloud.rank.switching import Switching
 from xcloud.record.reporter import Reporter
 from xcloud.simulator.codec_timer import time_codec
 from xcloud.simulator.costs import Direction
 
-FACTS_FILE = "trial-rank{}.json"
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
 MAX_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
 _FREE_BITS_PER_S = 1e15
@@ -57,69 +43,12 @@ _MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of 
 _CHOSEN = ("the autopilot's choice uint8",)
 
 
-def pilot_of(
-    context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring, memory: MemoryMeter
-) -> Switching:
+def pilot_of(context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring) -> RunPilot:
     """Return what changes the rank's compression and schedule while it trains."""
-    job = context.job
-    if isinstance(job.autopilot, Tour):
-        file = context.run_dir / FACTS_FILE.format(context.rank)
-        return TourPilot(job=job, wiring=wiring, trainer=trainer, file=file, memory=memory)
     forecast = None
     if context.rank == 0:
-        forecast = forecast_of(job, device=context.device)
-    return RunPilot(
-        job=job, wiring=wiring, trainer=trainer, reporter=context.reporter, forecast=forecast
-    )
-
-
-class _InForce(StatefulTree):
-    own_names = ("choice",)
-    choice = 0
-
-
-class Switching(Hook):
-    """The hook of a rank that switches compression and schedule from the next update on.
-
-    A choice is schedule x number of compressions + compression.
-    """
-
-    name = "autopilot"
-
-    def __init__(self, job: PipelineJob, wiring: Wiring, trainer: Trainer) -> None:
-        assert isinstance(job.compression, Selectable)
-        self._compression = job.compression
-        self._schedules = job.schedules
-        self._layout = job.cluster
-        self._wiring = wiring
-        self._trainer = trainer
-        self._in_force = _InForce()
-
-    def switch(self, step: int, choice: int) -> None:
-        """Use this choice after this update."""
-        self._in_force.choice = choice
-        shape, compression = divmod(choice, len(self._compression.choices))
-        self._selection.switch(compression, from_step=step + 1)
-        self._trainer.schedule = self._schedules[shape]
-
-    def children(self) -> StateTree:
-        """With another compression or cluster it begins again with its first choice."""
-        return {MEMORY: self._remembered()}
-
-    def _remembered(self) -> dict[str, Stateful | None]:
-        return {"switches": self._selection, "in force": self._in_force}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
-        if shape >= len(self._schedules) or compression != self._selection.choice:
-            number = self._in_force.choice
-            raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
-        self._trainer.schedule = self._schedules[shape]
-
-    @property
-    def _selection(self) -> Selection:
-        return self._wiring.boundaries.shared(Selection)
+        forecast = forecast_of(context.job, device=context.device)
+    return RunPilot(context.job, wiring, trainer, reporter=context.reporter, forecast=forecast)
 
 
 class RunPilot(Switching):
@@ -375,115 +304,3 @@ def codec_costs(
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in compressed)
             specs = [field.spec(min(MAX_ROWS, most)) for field in compressed]
             yield direction, time_codec(compressor, specs=specs, device=device)
-
-
-class TourPilot(Switching):
-    """The hook of a rank that changes schedule and compression between updates as a Tour says.
-
-    The first turn warms caches up. The update after it, which is one with the job's own schedule
-    and compression, tells how much memory is taken beside what is kept. Later ones are recorded.
-    """
-
-    def __init__(
-        self,
-        job: PipelineJob,
-        wiring: Wiring,
-        trainer: Trainer,
-        *,
-        file: Path,
-        memory: MemoryMeter,
-    ) -> None:
-        super().__init__(job, wiring, trainer)
-        assert isinstance(job.autopilot, Tour)
-        self._tour = job.autopilot
-        self._file = file
-        self._clock = trainer.pipeline.clock
-        self._memory = memory
-        self._work_space = WorkSpace(memory.device)
-        self._weighed = 1 + len(self._tour.legs)
-        self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
-        assert self._clock.messages is not None
-        self._messages = self._clock.messages
-        self._messages.from_step = self._weighed + 1
-
-    def before_update(self, step: int) -> None:
-        if step == self._weighed:
-            self._work_space.begin()
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        if step == self._weighed:
-            self._work_space.end()
-        self.switch(step, choice=self._tour.leg(step + 1))
-
-    def finish(self) -> None:
-        feed = self._trainer.feed
-        rank = self._trainer.pipeline.rank
-        head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
-        facts = {
-            "events": [
-                head | part
-                for step in self._clock.recorded
-                for part in timeline_events(step, messages=self._messages)
-            ],
-            "stages": {number: meter.facts for number, meter in self._stages.items()},
-            "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()
-                        for name, shape in meter.trained.items()},
-            "num_samples": feed.plan.num_samples,
-            "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
-            "other_bytes": self._other_bytes(),
-        }  # fmt: skip
-        self._file.write_text(json.dumps(facts), encoding="utf-8")
-
-    def _other_bytes(self) -> int:
-        """Return the memory that the rank takes beside what is planned by kind."""
-        moments = optimizer_bytes(self._trainer.optimizers)
-        held = self._memory.describe(self._trainer.pipeline.stages.values(), moments)
-        tensors = held["parameters"] + held["gradients"] + held["optimizer"] + scratch_bytes()
-        return self._memory.bytes_beside(tensors) + self._work_space.num_bytes
-
-
-class StageMeter:
-    """The sizes of a stage, known after its first forward in training.
-
-    facts: bytes of weights, and of what a sample leaves in memory until its backward, or until its
-        weights' gradients.
-    trained: shapes, by name.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        self.trained = {name: list(p.shape) for name, p in trained.items()}
-        self.facts = {
-            "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
-            "trained_bytes": bytes_of(trained.values()),
-            "activation_bytes": 0.0,
-            "deferred_bytes": 0.0,
-        }
-        self._saved = SavedTensors()
-        self._waiting: dict[int, int] = {}  # bytes, by address
-        self._hooks = [
-            stage.register_forward_pre_hook(self._begin),
-            stage.register_forward_hook(self._end),
-            *(part.register_forward_hook(self._wait) for part in can_wait(stage)),
-        ]
-
-    def _begin(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled():  # not in the evaluation before training
-            self._saved.__enter__()
-
-    def _wait(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-        """Note what a layer keeps whose weights may wait: its input and its output's gradient."""
-        if not torch.is_grad_enabled():
-            return
-        for tensor in (given[0], output):
-            self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-
-    def _end(self, module: nn.Module, given: tuple[Any, ...], output: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self._saved.__exit__(None, None, None)
-        num_samples = max(1, len(given[1]["ids"]))
-        self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
-        self.facts["deferred_bytes"] = sum(self._waiting.values()) / num_samples
-        for hook in self._hooks:
-            hook.remove()

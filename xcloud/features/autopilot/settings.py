@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import Positive, settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
 from xcloud.pipeline.one_forward_one_backward import max_kept
@@ -103,28 +103,3 @@ class Autopilot:
             for schedule in fitting:
                 schedules.setdefault(tuple(order(schedule, stage=0)), schedule)
         return list(schedules.values())
-
-
-@settings("tour")
-class Tour(Autopilot):
-    """The choices that every run goes through in turn, whatever it measures: a planner's trial.
-
-    schedules_tried: by their settings, the run's own first.
-    legs: numbers of choices (schedule x number of compressions + compression), one after each
-        other update, again and again.
-    """
-
-    schedules_tried: Sequence[Any] = ()
-    legs: Sequence[NotNegative] = (0,)
-
-    def __post_init__(self) -> None: ...
-
-    def around(self, own: object) -> Selectable:
-        return Selectable(choices=self.choices, chosen_by="autopilot")
-
-    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
-        return list(self.schedules_tried)
-
-    def leg(self, step: int) -> int:
-        """Return the choice of an update, from 1 on."""
-        return self.legs[(step - 1) % len(self.legs)]

@@ -1,0 +1,94 @@
+"""Switch a rank's compression and schedule between updates. The autopilot does so by what it
+measures, a planner's trial in turn; either is the setting `autopilot` of a job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xcloud.base.errors import ConfigError
+from xcloud.comm.compression_plans import Selectable, Selection
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
+from xcloud.job.job import PipelineJob
+from xcloud.pipeline.hook import Hook
+from xcloud.pipeline.trainer import Trainer
+from xcloud.pipeline.wiring import Wiring
+
+MAX_CHOICES = 255  # the autopilot's rank 0 sends the number in a byte
+
+
+def check_choices(job: PipelineJob) -> None:
+    """Raise ConfigError if the autopilot may choose what the run's own setting could not be."""
+    schedules = job.schedules
+    compression = job.compression
+    assert isinstance(compression, Selectable)
+    num_choices = len(schedules) * len(compression.choices)
+    if not 2 <= num_choices <= MAX_CHOICES:
+        raise ConfigError(
+            f"autopilot has {len(schedules)} schedules ({schedules[0].label}, ...) times "
+            f"{len(compression.choices)} compressions ({compression.names[0]}, ...) to choose "
+            f"from, the run's own included; there must be 2 to {MAX_CHOICES} together"
+        )
+    counts = {schedule.num_micro_batches for schedule in schedules}
+    by_sample = compression.has_memory or job.training.activation_cache_mb
+    if len(counts) > 1 and by_sample and job.cluster.min_micro_batches() > 1:
+        raise ConfigError(
+            f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
+            "would not stay with its ranks, between which a memory of the compression or "
+            "training.activation_cache_mb is kept; give each stage one rank, or leave either out"
+        )
+    for schedule in schedules[1:]:
+        own = next(iter(compression.choices.values()))
+        try:  # all checks of a run with that number throughout
+            replace(job, schedule=schedule, compression=own, autopilot=None)
+        except ConfigError as error:
+            raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error
+
+
+class _InForce(StatefulTree):
+    own_names = ("choice",)
+    choice = 0
+
+
+class Switching(Hook):
+    """The hook of a rank that switches compression and schedule from the next update on.
+
+    A choice is schedule x number of compressions + compression.
+    """
+
+    name = "autopilot"
+
+    def __init__(self, job: PipelineJob, wiring: Wiring, trainer: Trainer) -> None:
+        assert isinstance(job.compression, Selectable)
+        self._compression = job.compression
+        self._schedules = job.schedules
+        self._layout = job.cluster
+        self._wiring = wiring
+        self._trainer = trainer
+        self._in_force = _InForce()
+
+    def switch(self, step: int, choice: int) -> None:
+        """Use this choice after this update."""
+        self._in_force.choice = choice
+        shape, compression = divmod(choice, len(self._compression.choices))
+        self._selection.switch(compression, from_step=step + 1)
+        self._trainer.schedule = self._schedules[shape]
+
+    def children(self) -> StateTree:
+        """With another compression or cluster it begins again with its first choice."""
+        return {MEMORY: self._remembered()}
+
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {"switches": self._selection, "in force": self._in_force}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
+        if shape >= len(self._schedules) or compression != self._selection.choice:
+            number = self._in_force.choice
+            raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
+        self._trainer.schedule = self._schedules[shape]
+
+    @property
+    def _selection(self) -> Selection:
+        return self._wiring.boundaries.shared(Selection)
