@@ -148,6 +148,11 @@ def test_one_word_chooses_it_and_keeps_the_recipes_rate() -> None:
     assert isinstance(chosen, Muon) and chosen.learning_rate == 2e-3 and chosen.momentum == 0.95
 
 
+def test_a_setting_written_in_place_of_the_group_says_how_it_is_chosen() -> None:
+    with pytest.raises(ConfigError, match="choose it as training/optimizer=muon"):
+        build("+exp=lora_clm", "training.optimizer=muon")
+
+
 def test_a_run_does_not_resume_with_the_moments_of_the_other_optimizer() -> None:
     key, nobody = "training.optimizer._target_", ModelPlacement()
     found = changes({key: '"…Optimizer"'}, {key: '"…Muon"'}, before=nobody, after=nobody)

@@ -185,3 +185,9 @@ def test_the_value_of_a_flag_is_not_taken_for_a_setting(
     said = capsys.readouterr().err
     assert "training.nonsense" in said and "tests/conf" not in said
     assert sys.argv[1:] == ["training.nonsense=(", "--config-dir", "tests/conf"]
+
+
+def test_null_in_place_of_an_option_is_named_with_the_word() -> None:
+    for word in ("group=null", "+group=null"):
+        with pytest.raises(HydraException, match="group=null: a group takes the name of one"):
+            for_hydra([word], {"group"}.__contains__)

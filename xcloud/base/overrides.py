@@ -86,6 +86,10 @@ def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str
             written.append(f"++{word.lstrip('+')}")
         else:
             key = found.get_key_element().lstrip("+")
+            if is_group(key) and found.value() is None:
+                raise HydraException(
+                    f"{word}: a group takes the name of one of its options, and null is none"
+                )
             if found.is_add() and key in chosen:
                 written.remove(chosen[key])
             chosen[key] = word

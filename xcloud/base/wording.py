@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.project import conf_dir
 
 MAX_NAME_BYTES = 140  # of what becomes a file's name; encrypted home folders take 143
 MAX_QUOTED = 80  # characters of foreign data in a message
@@ -76,8 +77,16 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
     advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
     if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
-        words += f"; {advice or 'in YAML give it a _target_'}"
+        words += f"; {advice or _how_to_choose(key, first['input'])}"
     return ConfigError(words)
+
+
+def _how_to_choose(key: str, given: object) -> str:
+    """Say how a setting is chosen that a plain word does not name."""
+    group = key.replace(".", "/")
+    if isinstance(given, str) and (conf_dir() / group / f"{given}.yaml").is_file():
+        return f"choose it as {group}={given}"
+    return "in YAML give it a _target_"
 
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
