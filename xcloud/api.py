@@ -119,11 +119,12 @@ def sweep(
 ) -> list[Result]:
     """Run every combination of the given values and return the results of the finished points.
 
-    settings: as of `run`; "compression=none,int8" and "seed=1,2" together are four points.
-    name: the sweep's folder below `multirun/` and its tag in MLflow. A sweep of the same name goes
-        on: finished points are kept.
-    also: run every point again with these settings, such as {"compression": "none"}.
-    parallel: points that run at once; above 1 they disturb each other's step times.
+    settings: settings as for `run`; "compression=none,int8" and "seed=1,2" together are four
+        points.
+    name: the sweep's folder below `multirun/` and its tag in MLflow. A sweep of the same name is
+        continued: finished points are kept.
+    also: other settings with which to run every point again, such as {"compression": "none"}.
+    parallel: the number of points that run at once. Above 1 they disturb each other's step times.
 
     The closing table and the pictures are in `multirun/NAME`. Raises ConfigError if a point cannot
     run (nothing is started then) and RunFailed if one has failed; the others have run.

@@ -181,7 +181,8 @@ def carry_out(
 ) -> None:
     """Run what the settings describe, or the rest of it, and the run that follows it.
 
-    resumes: as in `launch.local.run`. has_more: whether the first run has steps left.
+    resumes: the same object as for `launch.local.run`.
+    has_more: whether the first run has steps left.
     """
     from xcloud.base.errors import ConfigError
     from xcloud.launch.local import run

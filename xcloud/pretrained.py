@@ -222,7 +222,7 @@ def check_unread(name: str, unread: Iterable[str], num_blocks: int) -> list[str]
     """Return which tensors of a checkpoint, of those that no part of the model reads, a user would
     want to know of. Raises DataError for one that changes what the others mean.
 
-    num_blocks: of the model, as config.json says.
+    num_blocks: the number of blocks of the model according to config.json.
     """
     said = []
     for tensor in sorted(unread):

@@ -193,7 +193,7 @@ class Choice:
     """The next token. temperature 0: the most probable one. Else one drawn from softmax(logits /
     temperature), of the fewest tokens whose probabilities reach top_p (arXiv:1904.09751).
 
-    draw: where random numbers come from; texts that share it are drawn one after the other.
+    draw: the generator of random numbers. Texts that share one are drawn one after the other.
     """
 
     def __init__(

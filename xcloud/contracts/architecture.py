@@ -44,7 +44,7 @@ class StageArchitecture(BaseModel):
     needs one which is missing says so.
 
     own_base: a folder of the cache that the run has made, never one elsewhere.
-    config: that of transformers, see check_sizes.
+    config: the configuration of the transformers model; see check_sizes.
     backbone: an EncoderConfig, which checks its own values.
     """
 

@@ -50,11 +50,12 @@ class StageOutput(NamedTuple):
 class Stage(nn.Module, ABC):
     """One part of a split model.
 
-    architecture: empty where the model's settings say all. Under BASES it has digests of what the
-        stage was built from, whole and not only of its part: every cloud must have the same.
-    handed_over: what the next stage must have before the first step, as its boundary's `start`
-        says.
-    frozen: it has no dropout.
+    architecture: the stage's architecture, empty where the model's settings define all of it.
+        Under BASES it has digests of everything that the stage was built from, not only of its own
+        part: every cloud must have the same.
+    handed_over: the tensors that the next stage must have before the first step, as its boundary's
+        `start` says.
+    frozen: the stage has no dropout.
     """
 
     def __init__(
@@ -161,17 +162,19 @@ class BuildContext(BuildPlace):
     """The context that a rank passes to a model that builds one of its stages; only what the rank
     may see.
 
-    vocabularies: field name -> special ids, visible fields only.
-    sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    setting: dotted name of what is being built, to name its settings in messages.
-    head: what the last stage predicts; None if labels are not visible, and in translation.
-    document_loss: what the last stage of a causal language model learns by; None: the nats of all
-        guessed tokens.
-    samples: n -> a batch of n evenly spaced training samples, visible fields only.
-    deal: called with each block of the stage as soon as it is complete, by a model that can build
-        block by block: deals it over the ranks that share the stage, where they do, and moves it
-        to the device.
-    architecture: of an exported stage, from whose file the stage will be filled.
+    vocabularies: the special ids of each field, visible fields only.
+    sentences: a function that returns the token ids of a field's training texts, for pretraining a
+        backbone.
+    setting: the dotted name of what is being built, by which messages name its settings.
+    head: the head of the last stage; None if labels are not visible, and in translation.
+    document_loss: the loss by which the last stage of a causal language model learns; None: the
+        nats of all guessed tokens.
+    samples: a function that returns a batch of n evenly spaced training samples, visible fields
+        only.
+    deal: a function that a model calls with each block of the stage as soon as the block is
+        complete, if it can build block by block. It deals the block over the ranks that share the
+        stage, where they do, and moves it to the device.
+    architecture: the architecture of an exported stage, from whose file the stage will be filled.
     """
 
     vocabularies: Mapping[str, TokenIds]

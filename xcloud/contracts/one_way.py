@@ -47,9 +47,11 @@ class Fed:
 class OneWayContext(BuildPlace):
     """The facts that a rank gives to a model that builds its producer or consumer.
 
-    num_steps: updates that it will make, as far as is known; a producer's until `Producer.replan`.
-    producers: names of the clouds that feed.
-    cloud: of this rank, which is number `group_rank` of the `group_size` ranks of that cloud.
+    num_steps: the number of updates that the rank will make, as far as is known; a producer's
+        until `Producer.replan`.
+    producers: the names of the clouds that feed.
+    cloud: the cloud of this rank, which is number `group_rank` of the `group_size` ranks of that
+        cloud.
     """
 
     num_steps: int

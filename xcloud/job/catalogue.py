@@ -38,11 +38,12 @@ NOT_SHOWN = ("_target_", "hydra", "follow_up")
 class Setting:
     """A setting of a group.
 
-    key: as on the command line.
-    takes: its type and bounds, in words.
-    default: of its class, as it is written on the command line; "" where a value must be given.
-    value: in the composed experiment.
-    means: the sentence of its class's docstring.
+    key: the setting's name as it is written on the command line.
+    takes: the setting's type and bounds, as a phrase.
+    default: the default of its class, as it is written on the command line; "" where a value must
+        be given.
+    value: its value in the composed experiment.
+    means: its meaning according to the docstring of its class.
     """
 
     key: str

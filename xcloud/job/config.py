@@ -38,9 +38,9 @@ EXPERIMENT_FILE = "experiment.yaml"
 class Settings:
     """The settings of one run: the job that they describe, and the same as plain data.
 
-    job: what the tools around a run ask.
-    plain: every setting with its effective value, those of the defaults of classes included; also
-        what no file of a run holds (a plan that is asked for, the user's command on an event).
+    job: the job object, from which the tools around a run read.
+    plain: every setting with its effective value, defaults of classes included. It also holds what
+        no file of a run contains: a plan that is asked for, the user's command on an event.
     """
 
     job: Job
@@ -50,8 +50,9 @@ class Settings:
     def of(cls, config: Mapping[str, Any] | DictConfig, policy: Policy | None = None) -> Settings:
         """Resolve a config, check its keys, fill in defaults and build its job.
 
-        policy: of this cloud, where the settings come from elsewhere. It checks the very
-            containers that are built, all of them, before anything that they name is imported.
+        policy: this cloud's policy, given where the settings come from elsewhere. It checks the
+            very containers that are built, all of them, before anything that they name is
+            imported.
         Raises ConfigError that names the key.
         """
         plain = looked_up(config)
@@ -208,7 +209,7 @@ def check_keys(settings: Any, path: str = "") -> None:
     """Refuse keys that the constructor they are meant for does not know, and settings that it
     lacks.
 
-    path: where the settings stand in the config.
+    path: the dotted key of the settings in the config.
     Raises ConfigError with a line for each.
     """
     unknown: list[tuple[str, str, list[str]]] = []

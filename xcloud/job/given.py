@@ -94,11 +94,12 @@ def read_shared(path: Path, run_dir: Path) -> Settings:
 class ToApprove(NamedTuple):
     """A shared file for a person who decides whether it may run in this cloud.
 
-    plain: what the file says.
-    settings: the same with its job, which is built only where the policy allows all that building
-        it could call, read or fetch.
+    plain: the content of the file.
+    settings: the same content with its job, which is built only where the policy allows all that
+        building it could call, read or fetch.
     digest: the SHA-256 of the very bytes that were read.
-    refusal: why this cloud's policy would not let it run, apart from `approved`; None if it would.
+    refusal: the reason for which this cloud's policy would not let the file run, apart from
+        `approved`; None if it would.
     """
 
     plain: Mapping[str, Any]
@@ -206,9 +207,9 @@ def set_values(config: DictConfig, words: Sequence[Override]) -> None:
 
 
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Settings, bool]:
-    """Return the settings that a run goes on with, and whether anything is left to do.
+    """Return the settings with which a run resumes, and whether anything is left to do.
 
-    overrides: what differs from the run's own config.
+    overrides: the settings that differ from the run's own config.
     Raises ConfigError.
     """
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")

@@ -19,10 +19,10 @@ _READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
 def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     """Return digests of the files and folders here that settings of task or model name.
 
-    They are by the setting, and stay on this machine.
+    The keys are the names of the settings. The digests stay on this machine.
 
-    settings: of a job, nested or with dotted names.
-    cache_dir: where digests of large files are kept.
+    settings: the settings of a job, nested or with dotted names.
+    cache_dir: the folder that keeps the digests of large files.
     """
     digests = {}
     for key, value in _flat(settings, key=""):

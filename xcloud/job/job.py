@@ -60,11 +60,11 @@ class Launch:
 class Labels:
     """The words by which tables and pictures name a job.
 
-    variant: distinguishes it from others of the same name and cluster.
-    compression: the one in force; "off" where nothing crosses between clouds.
-    schedule: in what order the work is done.
+    variant: a text that distinguishes the job from others of the same name and cluster.
+    compression: the compression in force; "off" where nothing crosses between clouds.
+    schedule: the order in which the work is done.
     described: the items of the headline.
-    strategy: how several clouds are used; "" where there is one way only.
+    strategy: the way in which several clouds are used; "" where there is one way only.
     """
 
     variant: str
@@ -124,21 +124,24 @@ class AutopilotSettings(Protocol):
 class Job(ABC):
     """A frozen object that describes a run. Experiment is one; features/one_way/ has another.
 
-    name: of the run, in its folder, tables and the tracker.
-    seed: of everything random in training. Rows held out or drawn, an emulated line's jitter and
-        outages, and a model's own pretraining are the same for every seed, so that runs of
-        several seeds differ in their training alone.
-    profile: which size of data and model was asked for (demo, files, paper); it only names them.
+    name: the name of the run, used in its folder, its tables and the tracker.
+    seed: the seed of everything random in training. Rows held out or drawn, an emulated line's
+        jitter and outages, and a model's own pretraining are the same for every seed, so that runs
+        of several seeds differ in their training alone.
+    profile: the size of data and model that was asked for (demo, files, paper). It is only a name
+        for them.
     sweep: a name shared by runs that belong together.
-    label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
-    cluster: who stands where, and what joins them.
-    training: how many updates are made, of what, and how.
-    tracker: where figures go besides the run folder.
-    launch: how its processes are started and restarted.
-    cache_dir: relative to the project's folder.
-    plan: what to find out before the run (planner/planning.py); null in whatever is run.
-    autopilot: what may change while it runs; null: nothing. In a planner's trial it is a feature
-        by itself.
+    label: a text that distinguishes this run from others of its sweep, seeds apart. The launcher
+        gives it.
+    cluster: the clouds, the ranks in each of them, and the lines between them.
+    training: the number of updates, the batches they are made of, and the optimizer.
+    tracker: the place to which metrics are sent besides the run folder.
+    launch: the settings by which its processes are started and restarted.
+    cache_dir: the folder for files that later runs reuse, relative to the project's folder.
+    plan: the question to answer before the run (planner/planning.py); null in every job that is
+        run.
+    autopilot: the settings of what may change during the run; null: nothing changes. In a
+        planner's trial it is a feature by itself.
     """
 
     name: Annotated[str, AfterValidator(partial(check_label, "name"))]
@@ -263,15 +266,15 @@ class Job(ABC):
 class PipelineJob(Job):
     """A job whose model is cut into stages: what runs where, and how it trains.
 
-    task: what is learned, and from which texts.
-    model: the network, and how it is cut into stages.
-    cluster: who stands where, and what joins them; once built, with the replicas that the strategy
-        makes.
-    schedule: in which order micro-batches go through the stages.
-    compression: what messages between clouds are compressed by.
-    security: which cloud may hold which text, and how the others are protected from it.
-    strategy: how replicas of the pipeline learn from each other.
-    hooks: of every rank, around an update, besides those that the settings ask for.
+    task: the task to learn, and the texts to learn it from.
+    model: the network, and the blocks at which it is split into stages.
+    cluster: the clouds, the ranks in each of them, and the lines between them. Once the job is
+        built, it includes the replicas that the strategy makes.
+    schedule: the order in which micro-batches go through the stages.
+    compression: the compressors of messages between clouds.
+    security: the clouds that may hold each text, and the protection of texts from the others.
+    strategy: the way in which replicas of the pipeline learn from each other.
+    hooks: hooks around an update that every rank calls, besides those that the settings ask for.
     """
 
     task: SkipValidation[Task]

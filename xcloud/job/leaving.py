@@ -31,11 +31,12 @@ class SendingJob(WiredJob, Protocol):
 class Leaving(NamedTuple):
     """A kind of message that crosses from one cloud to another.
 
-    kind: as the wire audit names it.
-    what: the content in words, with shapes.
-    how_often: in words.
-    max_bytes: of the content of one message; None where the settings do not tell.
-    num_per_step: the number of such messages in a step; 0 for what no step needs, or few do.
+    kind: the name of the message in the wire audit.
+    what: a description of the content, with shapes.
+    how_often: a description of when it is sent.
+    max_bytes: the largest content of one message, in bytes; None where the settings do not tell.
+    num_per_step: the number of such messages in a step; 0 for a kind that no step needs, or few
+        do.
     """
 
     sender: str

@@ -25,8 +25,8 @@ from xcloud.security.defences import LABEL
 class Lack(NamedTuple):
     """A setting that stands against a need.
 
-    setting: which one, with its value, in words.
-    remedy: what to do.
+    setting: the name of the setting and its value, as a phrase.
+    remedy: an instruction that removes the conflict.
     """
 
     setting: str
@@ -40,11 +40,11 @@ Need = Callable[[PipelineJob], Lack | None]
 class Use:
     """A way in which the settings of a job ask for a feature, and what it needs then.
 
-    setting: as it is written, {} in place of what `asked` returns.
-    asked: returns something true where the job asks for it.
-    why: by need, what the feature does that needs it.
-    without: how to run without the feature.
-    reads_model: its needs read files of the model, so they are checked with these.
+    setting: the setting as it is written, with {} in place of what `asked` returns.
+    asked: a function that returns something true where the job asks for the feature.
+    why: the action of the feature that makes each need necessary, by need.
+    without: the way to run without the feature.
+    reads_model: its needs read files of the model, so they are checked together with these.
     """
 
     setting: str

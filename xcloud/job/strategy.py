@@ -27,20 +27,20 @@ WHOLE_MODEL = (0, 1)
 
 @dataclass(frozen=True)
 class Traits:
-    """All that others must know of an averaging.
+    """The facts about an averaging that other parts of xcloud must know.
 
     trains_locally: each replica makes updates of its own.
     is_elastic: the run continues where a cloud is late or lost, and everything goes through the
         first cloud.
     may_leave: a lost cloud does not end the run.
     restart_s: seconds after which a lost cloud on this machine is started again; None = never.
-    every: updates that a contribution of a replica sums up.
-    equal_every: updates after which all replicas are equal; 0 = only after the last.
-    column: of checkpoints/resume.TABLE.
-    changes_results: what is learned differs from what one process would learn.
-    per_step: exchanges in a step, each of 1 / fragments of the trained values.
-    hidden_steps: steps that pass while one crosses.
-    num_copies: copies of the trained values that are kept in each rank.
+    every: the number of updates that a contribution of a replica sums up.
+    equal_every: the number of updates after which all replicas are equal; 0 = only after the last.
+    column: the column of checkpoints/resume.TABLE that applies.
+    changes_results: the trained model differs from what one process would learn.
+    per_step: the number of exchanges in a step, each of 1 / fragments of the trained values.
+    hidden_steps: the number of steps that pass while one exchange crosses.
+    num_copies: the number of copies of the trained values that each rank keeps.
     """
 
     trains_locally: bool = False
@@ -110,7 +110,8 @@ class Averaging(ABC):
     def join(self, replicas: Any) -> Exchange:
         """Open one rank's links to the other replicas and return its exchange.
 
-        replicas: what it is built from (features/replicas/outer_optimizer.py: Replicas).
+        replicas: the object that the exchange is built from (features/replicas/outer_optimizer.py:
+            Replicas).
         All ranks call it at the same time.
         """
 
@@ -124,10 +125,10 @@ class Averaging(ABC):
 class Strategy:
     """The settings of `strategy`.
 
-    name: as a user calls it.
-    replicas: copies of the pipeline, over which the clouds are spread in their order; null = one
-        in each cloud.
-    averaging: what keeps them together; null = nothing, for a single one.
+    name: the name by which a user calls the strategy.
+    replicas: the number of copies of the pipeline, over which the clouds are spread in their
+        order; null = one in each cloud.
+    averaging: the method that keeps the copies together; null = none, for a single copy.
     """
 
     name: str = "pipeline"
@@ -155,7 +156,7 @@ class Strategy:
     def describe(self, layout: ClusterLayout) -> str:
         """Return the strategy in words, for the headline.
 
-        layout: as arranged.
+        layout: the layout as the strategy has arranged it.
         """
         if self.averaging is None:
             return self.label
@@ -242,7 +243,7 @@ def _with_stages(
 ) -> ClusterLayout:
     """Return the layout with each cloud's stages held by every rank of it.
 
-    stages: of each cloud in turn.
+    stages: the stages of each cloud in turn.
     """
     clouds: dict[str, Cloud] = {
         name: replace(cloud, stages=stages[k], replica=k // per_replica, one_stage_per_rank=False)
@@ -266,11 +267,11 @@ class RankStages(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """A record of who holds what, by which a run with other ranks goes on from a checkpoint.
+    """A record of who holds what, by which a run with other ranks resumes from a checkpoint.
 
-    column: of the table in checkpoints/resume.py.
-    merges_every: steps after which all replicas are equal, 0 = only at last_step.
-    labels: of groups of settings.
+    column: the column that applies, of the table in checkpoints/resume.py.
+    merges_every: the number of steps after which all replicas are equal; 0 = only at last_step.
+    labels: the labels of groups of settings.
     """
 
     column: str = "one-way"

@@ -75,7 +75,7 @@ def places_of(
     """Return what an experiment leads to, by what is done there: "read", "write", "hub",
     "address", "line".
 
-    may_import: whether a constructor may be looked at.
+    may_import: a function that tells whether a constructor may be looked at.
     """
     places: dict[str, set[str]] = {
         use: set() for use in ("read", "write", "hub", "address", "line", "command")
