@@ -100,11 +100,11 @@ def write_rank_audit(
     """Write what one rank sent, for the joined audit, and what it sent and received, for a
     comparison with the records of others (show/wire_audit.py).
 
-    report_contents: kind of event -> names of its fields.
-    received: by rank of the sender.
-    attempt: a number that all ranks have in common; counts of earlier ones in the file stay.
-    is_finished: the links have closed, so that nothing is under way.
-    sign: makes the signature of the file; None: it has none.
+    report_contents: the names of the fields of each kind of event.
+    received: the records of received messages, by rank of the sender.
+    attempt: a number that all ranks have in common. Counts of earlier attempts in the file stay.
+    is_finished: the links have closed, so no message is under way.
+    sign: a function that makes the signature of the file; None: it has none.
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """

@@ -39,7 +39,7 @@ _TINY = 1e-12
 class Defence(ABC):
     """A defence of one direction, without state.
 
-    needs_labels: whether it reads the samples' labels.
+    needs_labels: the defence reads the samples' labels.
     """
 
     label: str
@@ -342,9 +342,9 @@ def private_contribution(
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Return a function that clips what this replica contributes, and adds noise.
 
-    names: of the tensors.
-    num_parts: messages that together are one contribution of a cloud.
-    silent: names of which zero is sent (or nan, where they are not finite).
+    names: the names of the tensors.
+    num_parts: the number of messages that together are one contribution of a cloud.
+    silent: the names of tensors for which zero is sent (or nan, where they are not finite).
     """
     are_silent = [name in silent for name in names]
     limit = privacy.clip / math.sqrt(num_parts)

@@ -26,9 +26,9 @@ MAX_ENTRIES = 1_000_000
 class Lead:
     """A text that leads somewhere.
 
-    where: its dotted name.
-    to: what it leads to, as `Leads` has it.
-    revision: what stands beside it under that name, of what is on the hub.
+    where: the dotted name of the setting.
+    to: the kind of place it leads to, as `Leads` has it.
+    revision: the revision that stands beside a name on the hub, under the key of that name.
     """
 
     where: str
@@ -52,8 +52,9 @@ def leads_of(
     Imports the modules of every `_target_`, which must have been checked before or be refused by
     may_import.
 
-    is_foreign: whether they belong to a constructor that is not xcloud's, or to none.
-    may_import: whether a `_target_` may be looked at. What it takes is guessed otherwise.
+    is_foreign: the settings belong to a constructor that is not xcloud's, or to none.
+    may_import: a function that tells whether a `_target_` may be looked at. If not, what it takes
+        is guessed.
     """
     if isinstance(node, list | tuple):
         for index, entry in enumerate(node):

@@ -139,17 +139,19 @@ class Meter(Protocol):
 class Visibility:
     """The settings of `security`.
 
-    holders: field name -> clouds that may hold it. Unnamed fields may be held wherever a stage
-        reads them.
-    weights: the same for parts of the model, such as embeddings, layers, head.
-    may_keep_rows: whether a cloud may keep what crossed from another for later epochs
+    holders: the clouds that may hold each field, by field name. Unnamed fields may be held
+        wherever a stage reads them.
+    weights: the clouds that may hold each part of the model, such as embeddings, layers, head.
+    may_keep_rows: a cloud may keep what crossed from another for later epochs
         (training.activation_cache_mb).
-    defences: noise on what crosses a boundary, by direction. meter: measure after training what
-        others could recover. privacy: clip and noise gradients or weight changes, and account
-        for it.
-    on_departure: what to do when activations or gradients from another cloud suddenly change in
-        norm, spread or direction (features/sentinel/): alarm, stop the run, or ignore it. None:
-        alarm, but ignore where one machine plays all clouds, which then have one owner.
+    defences: the noise on what crosses a boundary, by direction.
+    meter: the measurement, after training, of what others could recover.
+    privacy: the clipping and noise of gradients or weight changes, and the account of the privacy
+        loss.
+    on_departure: the reaction when activations or gradients from another cloud suddenly change in
+        norm, spread or direction (features/sentinel/): raise an alarm, stop the run, or ignore it.
+        None: raise an alarm, but ignore it where one machine plays all clouds, which then have one
+        owner.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -172,7 +174,7 @@ class Visibility:
         """Raise ConfigError where a cloud reads a field, or holds a part of the model, against the
         rules.
 
-        held_by: of the job.
+        held_by: the clouds that hold each field and part of the model in the job.
         """
         for what, (verb, unknown) in _WORDS.items():
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
@@ -198,10 +200,10 @@ class Visibility:
 class Refusal:
     """A thing that a policy does not let a file do.
 
-    said: a sentence for its owner.
+    said: a sentence for the owner of the file.
     key: the key of policy.yaml that could allow it; "" if none does.
-    allow: what that key would have to hold beside what it holds: items of a list, entries of a
-        mapping, or the new value.
+    allow: the addition that this key would need: items of a list, entries of a mapping, or the new
+        value.
     """
 
     said: str
@@ -224,25 +226,28 @@ class Policy:
 
     Folders are relative to the project's.
 
-    me: the name of this cloud: its ranks are of no other one, whatever a file or --cloud says.
-    peers: the certificates by which this cloud knows others on a line between owners: name of the
-        cloud -> its file, or two of them on the day of a change. Relative to the policy's folder,
-        where this cloud's own lie too, as {me}.key and {me}.pem (`python -m xcloud keys new`).
-    approved: SHA-256 of the experiment files that may run here, asked before anything in them is
-        read; None: any that keeps to the rest.
-    constructors: full names of those besides xcloud's own that a file may call.
-    read: folders below which it may name files. The run folder is always one of them.
-    write: the same for cache_dir and the tracker's folder.
-    hub: names on the hub that may be fetched, with this machine's token: owner/name, or
+    me: the name of this cloud. Its ranks belong to no other cloud, whatever a file or --cloud
+        says.
+    peers: the certificates by which this cloud knows others on a line between owners, by name of
+        the cloud: its file, or two of them on the day of a change. Paths are relative to the
+        policy's folder, which also holds this cloud's own, as {me}.key and {me}.pem (`python -m
+        xcloud keys new`).
+    approved: the SHA-256 of the experiment files that may run here. It is checked before anything
+        in a file is read. None: any file that keeps to the other rules.
+    constructors: the full names of constructors that a file may call besides xcloud's own.
+    read: the folders below which a file may name inputs. The run folder is always one of them.
+    write: the folders below which a file may place cache_dir and the tracker's folder.
+    hub: the names on the hub that may be fetched, with this machine's token: owner/name, or
         owner/name@revision where the file names a revision.
-    addresses: the tracking servers, mailboxes and places for weights that it may name, as written
-        there, and HOST:PORT or HOST:FIRST-LAST at which clouds listen on sealed lines.
-    clouds: names of those that may take part; None: any.
-    holders, weights: as security.holders and security.weights, beside those of the file.
-    require: dotted setting of the job -> the value it must have, or {min: …, max: …}. Of an
-        object the name of its class counts; "job" is the job itself. MAX_SETTINGS are bounds of
-        every policy that does not name them here.
-    max_ranks: of all clouds together.
+    addresses: the tracking servers, mailboxes and places for weights that a file may name, as
+        written there, and HOST:PORT or HOST:FIRST-LAST at which clouds listen on sealed lines.
+    clouds: the names of the clouds that may take part; None: any.
+    holders, weights: the same rules as security.holders and security.weights, applied beside those
+        of the file.
+    require: the value that each dotted setting of the job must have, or its bounds as {min: …,
+        max: …}. For an object, the name of its class is compared; "job" is the job itself.
+        MAX_SETTINGS are bounds of every policy that does not name them here.
+    max_ranks: the largest number of ranks of all clouds together.
     """
 
     me: str | None = None
@@ -280,7 +285,7 @@ class Policy:
     def check_approved(self, data: bytes, file: Path, policy_file: Path) -> None:
         """Refuse a file whose content nobody here has approved, before it is parsed.
 
-        policy_file: where this policy stands, for the message.
+        policy_file: the file of this policy, for the message.
         """
         digest = hashlib.sha256(data).hexdigest()
         if self.approved is not None and digest not in self.approved:

@@ -173,9 +173,9 @@ class Cell:
 class Quote:
     """A figure that README or docs quote.
 
-    text: of the file, with {} in place of the figure.
-    form: the mean; each seed's value; the mean and the standard deviation over seeds, or its
-        standard error; or by how many percent the mean exceeds 1.
+    text: the text of the file, with {} in place of the figure.
+    form: the statistic that is quoted: the mean; each seed's value; the mean and the standard
+        deviation over seeds, or its standard error; or by how many percent the mean exceeds 1.
     """
 
     file: str
@@ -216,17 +216,17 @@ class Drawn:
 class Claim:
     """A claim: what is said, how it is run, and the rules that judge it.
 
-    source: where it is published.
-    means: what it says here.
-    runs: settings of run.py by row. DATA stands for the folder of data, OUT for the record's, SEED
-        for the seed.
-    module: in place of runs, a module that is run with these words and writes OUT/rows.jsonl.
-    needs: what must be there, such as a folder of data.
-    quick: settings for a run of minutes.
-    leaves_out: what that run cannot tell.
-    unlike: how the two sides of a cell differ beside what is compared.
-    withdrawn: of a claim that was taken back, when, and what it came to until then; it counts as
-        not reproduced.
+    source: the publication that makes the claim.
+    means: the claim's meaning in this code base.
+    runs: the settings of run.py, by row. DATA stands for the folder of data, OUT for the record's,
+        SEED for the seed.
+    module: a module to run in place of `runs`, with these words. It writes OUT/rows.jsonl.
+    needs: the things that must be present, such as a folder of data.
+    quick: the settings of a run that takes minutes.
+    leaves_out: the questions that the quick run cannot answer.
+    unlike: the differences between the two sides of a cell beside the one that is compared.
+    withdrawn: the date on which the claim was taken back, and its result until then. A withdrawn
+        claim counts as not reproduced.
     """
 
     name: str

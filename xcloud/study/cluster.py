@@ -102,10 +102,10 @@ class SubmittedJob:
 class Jobs:
     """Runs points as jobs; used as `Processes` is.
 
-    on: "slurm", or "local".
-    given: parameters of submitit for a job, such as {timeout_min: 60, slurm_partition: gpu}.
-    folder: of the sweep, which login node and compute nodes share.
-    Raises ConfigError, before anything is submitted, for what cannot work here.
+    on: the place where the jobs run, "slurm" or "local".
+    given: the parameters of submitit for a job, such as {timeout_min: 60, slurm_partition: gpu}.
+    folder: the folder of the sweep, which login node and compute nodes share.
+    Raises ConfigError, before anything is submitted, if the jobs cannot work here.
     """
 
     def __init__(self, on: str, given: Mapping[str, Any] | None, folder: Path) -> None:

@@ -65,9 +65,10 @@ UNCOMPRESSED = "none"  # the label of the reference among compressions
 class Point:
     """One experiment of a study.
 
-    sweep: the sweep that it belongs to; "" in a claim.
-    label: in a sweep, what tells it from points that differ in more than their seed.
-    row: in a claim, its name and its folder, whatever its settings are.
+    sweep: the sweep that the point belongs to; "" in a claim.
+    label: a text that distinguishes the point, in a sweep, from points that differ in more than
+        their seed.
+    row: the name of the point's row and folder in a claim, whatever its settings are.
     """
 
     overrides: Overrides

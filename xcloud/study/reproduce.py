@@ -215,9 +215,9 @@ class StudyRows:
         self, about: ResultRow, words: Sequence[str], figures: Sequence[str] | None = None
     ) -> None:
         """Run an experiment with these words of a command line and write its row, unless there is
-        such a row already; an interrupted run goes on from its checkpoint.
+        such a row already; an interrupted run resumes from its checkpoint.
 
-        figures: those that mean something here, all by default.
+        figures: the names of the metrics that mean something here, by default all.
         Raises ConfigError for words that make no experiment, RunFailed if the run fails, and
         SystemExit at Ctrl+C, once the run has saved the step under way.
         """

@@ -162,9 +162,9 @@ class Runner:
     """Runs the points of a study in its folder and says how each of them ends. Hold the lock of
     `state` from `decide` to the end of `run`.
 
-    on_finished: called for each finished point and its folder, one at a time; also for a point
-        that had finished before.
-    causes: why points failed.
+    on_finished: a function that is called for each finished point and its folder, one at a time;
+        also for a point that had finished before.
+    causes: the reasons for which points failed.
     """
 
     def __init__(
@@ -284,12 +284,13 @@ def signals_as_ctrl_c() -> Iterator[None]:
 class Sweep:
     """One sweep; `run` runs it.
 
-    again: what a user gives to continue it, a command or a call.
-    drops_invalid: points that cannot run do not refuse the others, for a sweeper that learns from
-        each what it asks for next.
-    closes: the table and the pictures follow at once; else whoever runs more points makes them.
-    tracker: where the runs are recorded, once points have been asked for.
-    causes: why points failed or cannot run.
+    again: the command or call by which a user continues the sweep.
+    drops_invalid: points that cannot run do not refuse the others. A sweeper needs this if it
+        learns from each point what it asks for next.
+    closes: the table and the pictures follow at once; otherwise whoever runs more points makes
+        them.
+    tracker: the tracker that records the runs, set once points have been asked for.
+    causes: the reasons for which points failed or cannot run.
     """
 
     name: str

@@ -34,16 +34,18 @@ FIRST_AT_RANDOM = 8  # at most: before the sampler has seen anything
 
 @settings("hydra.sweeper")
 class SearchSettings:
-    """What a search looks for.
+    """The settings of a search.
 
-    runs: how many settings are tried, earlier commands of the same sweep included.
-    objectives: what counts, one or several: "quality" is the task's main score, "bytes" the bytes
+    runs: the number of settings to try, earlier commands of the same sweep included.
+    objectives: the goals, one or several: "quality" is the task's main score, "bytes" the bytes
         that cross between clouds for a token (for a step, where tokens are not counted),
         "step_time" the median seconds of a step.
-    seeds: how often each setting is run, with seeds 1, 2 and so on.
-    sampler_seed: what is asked for follows from it, and from what came back.
-    max_step_s: a setting whose planned step takes longer is refused.
-    max_memory_mb: a setting whose fullest rank is planned to take more is refused.
+    seeds: the number of runs of each setting, with seeds 1, 2 and so on.
+    sampler_seed: the seed of the sampler. This seed and the results so far decide which setting is
+        tried next.
+    max_step_s: a setting is refused if its planned step takes more seconds than this.
+    max_memory_mb: a setting is refused if its fullest rank is planned to take more megabytes than
+        this.
     profile: the file to plan with (docs/planning.md); null makes trial runs.
     """
 

@@ -86,7 +86,7 @@ def final_metrics(
 ) -> dict[str, float]:
     """Return the values of summary.json that a table of runs compares, without nulls.
 
-    figures: of features, with the core's.
+    figures: the metrics that features add to those of the core.
     """
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
