@@ -93,8 +93,9 @@ class Weights:
 class WeightSource:
     """Gives a network's width, depth, and weights for the texts of a field.
 
-    needs_sentences: to build any part of it. is_checkpoint: it comes from a file, which may be
-    out of reach here. text: public ones, to pretrain.
+    needs_sentences: it needs sentences to build any part of it.
+    is_checkpoint: it comes from a file, which may be out of reach here.
+    text: the public texts to pretrain on.
     """
 
     needs_sentences: ClassVar[bool] = False

@@ -78,25 +78,27 @@ def same_attention() -> tuple[AbstractContextManager[object], AbstractContextMan
 class CausalLM(TextModel):
     """Each setting: docs/causal-language-models.md. Exactly one of checkpoint and own is given.
 
-    embeddings: without lora. None: trained, as the head is; refused where both are one matrix
-        (tied) and lie in different stages. Frozen, or beside LoRA, each end holds its own copy.
-    split: its layer is the last block of the first stage. Without a layer all features cross.
-    public_text: for a basis with split.calibration=public; None: the text of `own`.
-    checkpoint: owner/name or owner/name@revision on the hub, or a folder, of a model of
-        transformers; null: see own.
+    embeddings: the training of the embeddings without lora. None: trained, as the head is; refused
+        where both are one matrix (tied) and lie in different stages. Frozen, or beside LoRA, each
+        end holds its own copy.
+    split: the split point. Its layer is the last block of the first stage. Without a layer all
+        features cross.
+    public_text: the text for a basis with split.calibration=public; None: the text of `own`.
+    checkpoint: the model of transformers to start from: owner/name or owner/name@revision on the
+        hub, or a folder; null: see own.
     own: a model that is made here instead, from public text.
-    lora: adapters that are trained instead of the weights; null: all weights are trained.
-    weights: what the frozen weights beside lora are kept as: float32, bfloat16, float16, or packed
-        as int8 or nf4. Embeddings and head are never packed. null: as the checkpoint has them.
-        Products are computed as training.precision says.
-    router_loss: weight of the loss that has routers spread tokens over experts; null: as the
+    lora: the adapters that are trained instead of the weights; null: all weights are trained.
+    weights: the type in which the frozen weights beside lora are kept: float32, bfloat16, float16,
+        or packed as int8 or nf4. Embeddings and head are never packed. null: as the checkpoint has
+        them. training.precision sets the type in which products are computed.
+    router_loss: the weight of the loss that has routers spread tokens over experts; null: as the
         checkpoint's config.json says, router_aux_loss_coef if output_router_logits, else none.
-    blocks_per_stage: how many of the model's blocks each stage holds; null: evenly, as the cluster
-        has stages.
-    vocabulary_chunk: tokens whose logits exist at once while the loss is computed; fewer take less
-        memory.
+    blocks_per_stage: the number of the model's blocks that each stage holds; null: an even split
+        over the cluster's stages.
+    vocabulary_chunk: the number of tokens whose logits exist at once while the loss is computed.
+        Fewer take less memory.
     activation_checkpointing: keep only the input of each block and compute the rest again in the
-        backward, which takes less memory and more time.
+        backward pass, which takes less memory and more time.
     """
 
     is_pretrained: ClassVar[bool] = True
@@ -203,8 +205,8 @@ class CausalLM(TextModel):
         )
 
     def check_files(self, num_stages: int, max_length: int) -> None:
-        """Raise ConfigError or DataError for what can be known of the checkpoint before a run
-        starts: without weights, and without the hub."""
+        """Raise ConfigError or DataError if the checkpoint is known to be unusable before a run
+        starts. The check needs neither weights nor the hub."""
         for stage in range(num_stages - 1):
             self.boundary(stage, num_stages=num_stages, max_length=max_length)
         self._parts(self._config(max_length), num_stages=num_stages)
@@ -432,8 +434,8 @@ class CausalLM(TextModel):
     ) -> CausalStage:
         """Build a stage whose weights are not set yet.
 
-        name: of the checkpoint, or "" if all will come from a file.
-        bases: digests that are known of it.
+        name: the name of the checkpoint, or "" if all weights will come from a file.
+        bases: the digests that are known of the checkpoint.
         """
         config = network.config
         sizes = (config.vocab_size, config.hidden_size)

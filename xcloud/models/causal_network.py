@@ -276,12 +276,12 @@ def run(
     past: Past | None = None,
     router_logits: list[Tensor] | None = None,
 ) -> Tensor:
-    """From ids or rows to rows [B, S, H].
+    """Compute rows [B, S, H] from ids or rows.
 
-    documents: of a micro-batch whose rows stand one behind the other as one sample; None: each
-        sample is one document.
-    past: of the tokens before these, which it takes in.
-    router_logits: filled with those of each router, [B * S, experts].
+    documents: the documents of a micro-batch whose rows stand one behind the other as one sample;
+        None: each sample is one document.
+    past: the keys and values of the tokens before these; those of these tokens are added to it.
+    router_logits: a list to which the logits of each router are appended, [B * S, experts].
     """
     asked: dict[str, Any] = {}
     if documents is not None:
@@ -391,11 +391,12 @@ def load_weights(
     weights: Kind | None = "float32",
     end_block: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
-    """Fill this part, adapters aside, block by block, each given memory only then.
+    """Fill this part, adapters aside, block by block. Each block gets its memory only then.
 
-    weights: what matrices are kept as, in a frozen network; None: as the checkpoint has them.
-        Embeddings and head are never packed: beside int8 and nf4 they are as in the checkpoint.
-    end_block: called with each full block's name and the block.
+    weights: the type in which a frozen network keeps its matrices; None: as the checkpoint has
+        them. Embeddings and head are never packed: beside int8 and nf4 they are as in the
+        checkpoint.
+    end_block: a function that is called with each full block's name and the block.
     Raises DataError for a tensor that is missing or of another shape.
     """
     files = WeightFiles(name_or_path)

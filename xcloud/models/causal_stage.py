@@ -71,10 +71,15 @@ def packed_places(types_BS: Tensor) -> Tensor:
 
 
 class CausalStage(Stage):
-    """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
-    cut: what reduces rows on their way out, or restores them on their way in. is_tied: embeddings
-    or head are one matrix with the pipeline's other end. router_loss: None without one.
-    document_loss: see BuildContext."""
+    """A stage of a causal language model.
+
+    network: the part of the model that this stage holds.
+    chunk: the number of tokens whose loss is computed at once.
+    cut: the module that reduces rows on their way out, or restores them on their way in.
+    is_tied: the embeddings or the head are one matrix with the pipeline's other end.
+    router_loss: the loss of the routers; None without one.
+    document_loss: see BuildContext.
+    """
 
     def __init__(
         self,
@@ -280,8 +285,8 @@ def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Ten
     """Return the nats of each document, float64 [D] in the graph, and how many tokens are guessed
     in it, int64 [D] on the host.
 
-    losses: of each guessed token, in nats.
-    guessed: the rows of these.
+    losses: the loss of each guessed token, in nats.
+    guessed: the rows of these tokens.
     """
     starts_R = packing.positions == 0
     num_documents = int(starts_R.sum())

@@ -32,8 +32,8 @@ class Documents:
     A group is padded on the right to its longest document. Causal attention hides that padding
     from every token, so it needs no mask.
 
-    packing: on the host.
-    device: of the rows.
+    packing: the packing of the micro-batch, on the host.
+    device: the device of the rows.
     """
 
     def __init__(self, packing: Packing, device: torch.device) -> None:
@@ -91,9 +91,11 @@ def attend(
     """Return what `transformers` expects of an attention function, [B, S, N, F] and no weights.
     A further argument, which would ask for another attention, is a TypeError.
 
-    query: [B, N, S, F]. key, value: [B, N or fewer, T, F], of earlier tokens too.
-    documents: of the rows of the only sample (B = 1); None: each sample is one document.
-    position_ids, use_cache, output_router_logits: change nothing here.
+    query: a tensor [B, N, S, F].
+    key, value: tensors [B, N or fewer, T, F], of earlier tokens too.
+    documents: the documents that the rows of the only sample (B = 1) belong to; None: each sample
+        is one document.
+    position_ids, use_cache, output_router_logits: these arguments change nothing here.
     """
     assert getattr(module, "is_causal", True), "config_of refuses a model that is not"
     how = partial(causal, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)

@@ -103,9 +103,12 @@ class Packing:
 class Cache:
     """The keys and values that a decoder's layer attends to beside the rows it is given.
 
-    source: of the source, [2, B, h, S, d], shared by the hypotheses of a sentence. mask: of its
-    padding. decodes: rows are one new token each, and keys and values of the t tokens so far,
-    [2, N, h, t, d], are kept too."""
+    source: the keys and values of the source, [2, B, h, S, d], shared by the hypotheses of a
+        sentence.
+    mask: the mask of the source's padding.
+    decodes: the rows are one new token each, and the cache also keeps the keys and values of the
+        t tokens so far, [2, N, h, t, d].
+    """
 
     source: Tensor | None = None
     mask: Tensor | None = None

@@ -100,10 +100,10 @@ class ExpertAdapters(nn.Module):
 
 
 class Experts(nn.Module):
-    """In place of the experts of transformers; expert n is the child called "n".
+    """The experts that replace those of transformers. Expert n is the child called "n".
 
-    theirs: those experts, of whose memory nothing is kept.
-    names: of an expert's gate, up and down matrix in a file.
+    theirs: the experts of transformers, of whose memory nothing is kept.
+    names: the names of an expert's gate, up and down matrix in a file.
     """
 
     gate_up: ExpertAdapters | None
@@ -188,12 +188,13 @@ class RouterLoss:
     model, f is the share of tokens that an expert gets, of which all experts' shares add up to k,
     and P is its mean probability.
 
-    It is no sum over blocks, so stages tell each other two sums for each sample and expert: of
-    tokens, whole numbers, and of probabilities, whose gradient comes back. Each stage adds its
-    own; the last has the loss.
+    It is no sum over blocks, so each stage sends two sums for each sample and expert to the next:
+    the tokens (an integer) and the probabilities, whose gradient comes back. Each stage adds its
+    own sums. The last stage computes the loss.
 
-    weight: of this loss.
-    num_experts: E. num_chosen: k.
+    weight: the weight of this loss.
+    num_experts: E.
+    num_chosen: k.
     """
 
     weight: float
@@ -213,7 +214,8 @@ class RouterLoss:
     ) -> Message:
         """Return the sums so far, of this stage and those before.
 
-        logits: of each router of this stage, [R, E], rows of the samples one behind the other.
+        logits: the logits of each router of this stage, [R, E], rows of the samples one behind the
+            other.
         """
         device = packing.positions.device
         if received is None:

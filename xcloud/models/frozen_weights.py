@@ -160,7 +160,8 @@ def cast_to(dtype: torch.dtype, weights: Tensor) -> Tensor:
 def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:
     """Put a FrozenMatrix in place of each Linear and Conv1D of a block, adapters aside.
 
-    kind_of: what a weight of this name in the block is kept as.
+    kind_of: a function that returns the type in which the weight of this name in the block is
+        kept.
     """
     from transformers.pytorch_utils import Conv1D
 

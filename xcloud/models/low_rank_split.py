@@ -48,14 +48,17 @@ Dropout = Annotated[float, Field(ge=0.0, le=0.99)]
 class LowRankSplit(TextModel):
     """A SplitModel of 2 or 3 stages; see the module.
 
-    backbone: every cloud must be able to build it without private text.
+    backbone: the encoder. Every cloud must be able to build it without private text.
     output: the head's input: "sample", one row per sample (classes, a value), or "span", all rows.
-        A setting, because the middle cloud does not see the task.
-    public_text: for estimating a basis, if split.calibration=public.
-    pooling: a sample's row is that of its first token, or the mean over its tokens.
-    dropout: in the backbone and before the classifier. attention_dropout: 0 keeps attention on
-        the fused kernel; BERT uses 0.1. max_answer_tokens: of a predicted span.
-    split: where the encoder is cut, and how its rows are reduced there.
+        It is a setting because the middle cloud does not see the task.
+    public_text: the public text for estimating a basis, if split.calibration=public.
+    pooling: the row of a sample that the head reads: that of its first token, or the mean over its
+        tokens.
+    dropout: the dropout in the backbone and before the classifier.
+    attention_dropout: the dropout in attention. 0 keeps attention on the fused kernel; BERT uses
+        0.1.
+    max_answer_tokens: the largest number of tokens in a predicted span.
+    split: the split point of the encoder, and the method that reduces its rows there.
     """
 
     backbone: PretrainedBackbone | PublicBackbone

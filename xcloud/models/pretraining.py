@@ -69,12 +69,12 @@ class PublicTexts(Protocol):
 class Descent:
     """AdamW with linear warm-up, then linear decay to zero, and gradients of norm 1 at most.
 
-    seed: of this network alone. It does not follow the run's `seed`: runs of several seeds share
-        the network, as they would share a published checkpoint.
-    steps: updates; 0 leaves random weights.
-    learning_rate: the highest, at the end of the warm-up.
-    warmup_steps: updates in which the learning rate rises from 0.
-    weight_decay: of matrices, as in AdamW.
+    seed: the seed of this network alone. It does not follow the run's `seed`: runs of several
+        seeds share the network, as they would share a published checkpoint.
+    steps: the number of updates; 0 leaves random weights.
+    learning_rate: the highest learning rate, at the end of the warm-up.
+    warmup_steps: the number of updates in which the learning rate rises from 0.
+    weight_decay: the weight decay of matrices, as in AdamW.
     """
 
     steps: NotNegative
@@ -181,18 +181,19 @@ def same_arithmetic() -> Iterator[None]:
 @settings("MaskedLanguageModelling")
 class MaskedLanguageModelling(Descent):
     """Guess masked words: `mask_share` of the tokens are predicted; of these 80 % are replaced by
-    the mask id, 10 % by a random id, 10 % are kept (Devlin et al., arXiv:1810.04805), anew each
-    time (Liu et al., arXiv:1907.11692).
+    the mask id, 10 % by a random id, 10 % are kept (Devlin et al., arXiv:1810.04805). They are
+    drawn again each time (Liu et al., arXiv:1907.11692).
 
-    causal_share: of the batches, in which every token is predicted from those before it, under a
-    causal mask: what a decoder sees (as in UniLM, Dong et al., arXiv:1905.03197, without its
-    segments and sequence-to-sequence masks).
-    max_epochs: `steps` is reduced to so many passes over the texts (and warmup_steps to a tenth of
-    that at most); it ends earlier when the held-out loss has not fallen for PATIENCE of them, and
-    keeps the weights with which it was least. None: `steps`, and the last weights.
-    batch_tokens: about so many tokens are one batch, of texts of similar length.
-    mask_share: share of tokens that are predicted.
-    held_out_share: share of the texts that is not trained on and gives the held-out loss.
+    causal_share: the share of the batches in which every token is predicted from those before it,
+        under a causal mask, which is what a decoder sees (as in UniLM, Dong et al.,
+        arXiv:1905.03197, without its segments and sequence-to-sequence masks).
+    max_epochs: the largest number of passes over the texts. `steps` is reduced to it (and
+        warmup_steps to a tenth of that at most). Training ends earlier when the held-out loss has
+        not fallen for PATIENCE passes, and keeps the weights with the lowest loss. None: train
+        for `steps` and keep the last weights.
+    batch_tokens: the approximate number of tokens in a batch of texts of similar length.
+    mask_share: the share of tokens that are predicted.
+    held_out_share: the share of the texts that is not trained on and gives the held-out loss.
     """
 
     steps: NotNegative = 2000

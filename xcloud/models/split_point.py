@@ -46,7 +46,8 @@ OF_METHODS: dict[str, tuple[str, ...]] = {
 
 @settings("split")
 class Split:
-    """The place where an encoder is cut, and how its output is reduced to `rank` features a row.
+    """The point at which an encoder is split, with the reduction of its output to `rank` features
+    a row.
 
     The methods:
 
@@ -66,22 +67,24 @@ class Split:
         svd cut with random initial weights.
     The anchor that is added after D is trained.
 
-    layer: number of the block, from 0, that is cut or behind which rows are reduced. None: the
+    layer: the number, from 0, of the block that is cut or behind which rows are reduced. None: the
         unsplit reference model, where full rows cross after block 0 and all other settings are
         ignored.
-    rank: features of a row that cross. None: all of them.
-    method: how the rows are reduced, as above.
-    linear: for svd, the linear layer that is cut.
-    anchor: what is subtracted before the cut and added after it: none, mean (of the rows) or
-        position (a mean for each). None: none for identity, mean for pca, position for orthogonal.
-    whiten: for pca, scale the features that cross to unit variance, so that one quantisation scale
+    rank: the number of features of a row that cross. None: all of them.
+    method: the way in which rows are reduced, one of those above.
+    linear: the linear layer that svd cuts.
+    anchor: the vector that is subtracted before the cut and added after it: none, mean (of the
+        rows) or position (a mean for each). None: none for identity, mean for pca, position for
+        orthogonal.
+    whiten: scale the features that cross to unit variance with pca, so that one quantisation scale
         fits all.
     freeze_bottom: train nothing before the cut, so that no gradient crosses it.
     calibration: the text on which a basis is estimated. own = the owner's training text; public =
         the same public text in every cloud.
-    calibration_texts: how many of these texts.
+    calibration_texts: the number of these texts.
     calibration_pairs: join public texts to pairs, for tasks with pairs.
-    head_rank: features of a row that cross to a separate head stage. None: all of them.
+    head_rank: the number of features of a row that cross to a separate head stage. None: all of
+        them.
     """
 
     layer: NotNegative | None

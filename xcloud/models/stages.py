@@ -40,8 +40,10 @@ Pooling = Literal["first", "mean"]
 class RowsStage(Stage):
     """Embeddings, which only the first stage has, and layers: a text, or rows, in; rows out.
 
-    layers: modules of (rows, packing) -> rows. field: of the batch, with the text; pad: its id.
-    has_types: whether the embeddings take the batch's "types".
+    layers: the modules of the stage, by name, each from (rows, packing) to rows.
+    field: the field of the batch that holds the text.
+    pad: the id that pads the text.
+    has_types: the embeddings take the batch's "types".
     """
 
     def __init__(

@@ -40,11 +40,11 @@ class MultilingualElectra:
     Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1; Clark et al.,
     arXiv:2003.10555.
 
-    text: what the clouds read, and how it is cut into samples.
+    text: the texts that the clouds read, and the way in which they are split into samples.
     generators: a generator for each producing cloud, by the cloud's name.
     discriminator: the network of the consumer.
-    coding: of token ids on the wire (IdPacking). smallest = the smallest code for each message;
-        fixed = never ranked ids, which is a third more bytes and three times as fast.
+    coding: the code of token ids on the wire (IdPacking). smallest = the smallest code for each
+        message; fixed = never ranked ids, which is a third more bytes and three times as fast.
     """
 
     text: MultilingualText

@@ -52,17 +52,18 @@ Network = SeededBackbone | PretrainedBackbone | PublicBackbone
 class Generator:
     """One cloud's generator: its texts, network, masking and optimizer.
 
-    languages, pairs: parts of its texts, such as [es] and [es-en]; a pair is a text and its
+    languages, pairs: the parts of its texts, such as [es] and [es-en]. A pair is a text and its
         translation, masked on both sides (TLM). No other cloud reads them for it.
-    source: its own texts, if not those of model.text.source.
-    batch_size: samples per batch; a batch is one generator update and one message.
-    whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) each
-        piece is a word. temperature: for sampling replacements.
-    frozen: it only samples and is not trained.
+    source: its own source of texts, if it is not model.text.source.
+    batch_size: the number of samples in a batch. A batch is one generator update and one message.
+    whole_words: mask all pieces of a word or none. In scripts without spaces (Chinese, Thai) each
+        piece is a word.
+    temperature: the temperature of the softmax from which replacements are sampled.
+    frozen: the generator only samples and is not trained.
     backbone: its network.
-    optimizer: of its weights.
-    mask_share: share of tokens that are masked and guessed.
-    precision: of matrix products, as training.precision of a pipeline.
+    optimizer: the optimizer of its weights.
+    mask_share: the share of tokens that are masked and guessed.
+    precision: the precision of matrix products, as training.precision of a pipeline.
     """
 
     languages: Sequence[str] = ()
@@ -95,11 +96,13 @@ class Generator:
 
 @settings("discriminator")
 class DiscriminatorSettings:
-    """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
-    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
+    """The settings of the discriminator.
+
+    loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
+        where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
     backbone: its network.
-    optimizer: of its weights.
-    precision: of matrix products, as training.precision of a pipeline.
+    optimizer: the optimizer of its weights.
+    precision: the precision of matrix products, as training.precision of a pipeline.
     """
 
     backbone: Network = field(default_factory=SeededBackbone)
@@ -119,7 +122,7 @@ def corrupt(
 ) -> tuple[Tensor, Tensor]:
     """Mask these rows and sample replacements from the generator.
 
-    draw: on the CPU, so that no random number depends on the device.
+    draw: a generator on the CPU, so that no random number depends on the device.
     Returns ids [R], and the mean cross-entropy of the masked tokens, with graph.
     """
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
@@ -190,7 +193,7 @@ def detect_replaced(
 def inner_rows(counts_B: Tensor) -> Tensor:
     """Return the rows that are neither first nor last in their sample, int64 [C].
 
-    counts_B: with bos and eos.
+    counts_B: the number of rows of each sample, bos and eos included.
     """
     ends = counts_B.cumsum(0)
     is_inner = torch.ones(int(ends[-1]), dtype=torch.bool, device=counts_B.device)
