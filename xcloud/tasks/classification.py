@@ -310,7 +310,8 @@ class CrossLingual(Classification):
     """Text pairs trained in one language and tested in others: XNLI and PAWS-X. Scores: mean
     accuracy over the tested languages, then accuracy per language.
 
-    train_language: of train and dev. languages: tested ones; None: all that there are.
+    train_language: the language of train and dev.
+    languages: the tested languages; None: all that there are.
     """
 
     benchmarks: ClassVar[Mapping[str, Benchmark]] = CROSS_LINGUAL

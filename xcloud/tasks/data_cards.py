@@ -27,9 +27,9 @@ _PLACES = ("data_files", "data_dir")
 def cards_of(
     name: str, folder: Path | None, revision: str | None, reached: bool
 ) -> Iterator[Path]:
-    """Yield the cards of a data set in a folder, or on the hub, from where only they are fetched.
+    """Yield the cards of a data set in a folder or on the hub. Nothing else is fetched.
 
-    reached: whether the hub can be asked; without it `datasets` asks nobody either.
+    reached: true if the hub can be reached. Without the hub `datasets` sends no request either.
     """
     if folder is not None:
         yield from (folder / card for card in CARDS if (folder / card).is_file())
@@ -82,7 +82,7 @@ def check_card(path: Path, name: str) -> None:
 def check_features(features: Any, name: str) -> None:
     """Raise DataError for columns whose values `datasets` opens, wherever a row says they are.
 
-    features: as `datasets` has them, None where they are not known before rows are read.
+    features: the features of `datasets`, None where they are not known before rows are read.
     """
     for column, feature in (features or {}).items():
         rest = [feature]

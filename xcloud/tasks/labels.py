@@ -206,11 +206,16 @@ def _some(cells: Sequence[str], most: int = 5) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A kind of labelled texts, as far as it is known. classes: in label order; None for values,
-    and where only the training labels show them. metrics: None: the defaults of the kind
-    (metrics_of). num_texts: that a sample may have. files, hub_splits: the sets that make up a
-    split, with their part names. synonyms: other words for a class that its files have. hub,
-    languages: of one tested in several languages."""
+    """A kind of labelled texts, as far as it is known.
+
+    classes: the classes in label order; None for values, and where only the training labels show
+        them.
+    metrics: the names of the metrics; None: the defaults of the kind (metrics_of).
+    num_texts: the numbers of texts that a sample may have.
+    files, hub_splits: the sets that make up a split, with their part names.
+    synonyms: other words for a class that its files have.
+    hub, languages: the data set and the languages of a benchmark tested in several languages.
+    """
 
     classes: Sequence[str] | None
     metrics: Sequence[str] | None

@@ -100,8 +100,11 @@ OPEN = 64  # samples that a document is tried in; more fill little better
 
 
 class Document(NamedTuple):
-    """A document, or a piece of one. learned: for each token, whether a model is to guess it.
-    number: of the document that a piece is of."""
+    """A document, or a piece of one.
+
+    learned: for each token, true if a model is to guess it.
+    number: the number of the document that the piece belongs to.
+    """
 
     ids: list[int]
     learned: list[bool]
@@ -336,12 +339,13 @@ class CausalTokenizer:
     def chat(
         self, messages: Messages, where: str, num_given: int = 0, given: Mapping[str, Any] = {}
     ) -> Document:
-        """Return what the tokenizer's own template writes, of which only the assistant's turns are
-        to be guessed, those behind the first `num_given` messages. What follows the last of them
-        is left out. Each prompt is cut into tokens as it is when a model is asked, and only the
-        template writes special tokens.
+        """Return the text that the tokenizer's own template writes, as a document.
 
-        given: what the template gets beside the messages: tools, documents.
+        Only the assistant's turns behind the first `num_given` messages are to be guessed. The
+        text after the last of them is left out. Each prompt is split into tokens as it is when a
+        model is asked, and only the template writes special tokens.
+
+        given: the input of the template beside the messages: tools, documents.
         """
         pieces: list[tuple[str, bool]] = []
         done = ""
@@ -451,8 +455,8 @@ class CausalTokenizer:
     ) -> str:
         """Return what the chat template writes.
 
-        ask: whether to write up to where the assistant is to answer.
-        given: what the template gets beside the messages: tools, documents.
+        ask: true to write up to where the assistant is to answer.
+        given: the input of the template beside the messages: tools, documents.
         """
         plain = [self._reader.veil(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
@@ -601,8 +605,8 @@ class LanguageModelling(TextTask):
         return chats_of(self.read(frozenset({"text"})).splits["test"])[:num]
 
     def next_command(self, run_dir: Path) -> str | None:
-        """Return the command by which the model answers some chats of its test, or goes on from a
-        text: in a run only its loss is seen."""
+        """Return the command by which the model answers some chats of its test, or continues a
+        text. The run itself shows only its loss."""
         learns_chats = (run_dir / MODEL_DIR / FOLDER_NAME / CHATS_FILE).exists()
         asked = "--chats" if learns_chats else '"Once upon"'
         return f"python -m xcloud generate {shlex.quote(str(run_dir))} {asked}"

@@ -46,13 +46,14 @@ class MultilingualText:
     language as `bos text eos`, a pair as `bos text eos translation eos` (TLM, Lample & Conneau,
     arXiv:1901.07291).
 
-    tokenizer: the same in all clouds: a FileTokenizer, a PretrainedTokenizer or, if the source is
-        public (the demo), a TrainedTokenizer that each cloud trains on its own.
-    language_power: parts are drawn with p ~ n**power, n samples in the part; 1 = proportional,
-        0 = uniform. XLM uses 0.7, XLM-R 0.3.
-    max_texts: use only the first texts of each part; null = all.
-    max_length: tokens of a sample, special ids included.
-    source: where its texts come from.
+    tokenizer: the tokenizer, which must be the same in all clouds: a FileTokenizer, a
+        PretrainedTokenizer or, if the source is public (the demo), a TrainedTokenizer that each
+        cloud trains on its own.
+    language_power: the power in p ~ n**power, by which parts are drawn, with n samples in the
+        part; 1 = proportional, 0 = uniform. XLM uses 0.7, XLM-R 0.3.
+    max_texts: the number of texts of each part that are used, from its start; null = all.
+    max_length: the largest number of tokens of a sample, special ids included.
+    source: the source of its texts.
     """
 
     source: TextSource

@@ -76,8 +76,10 @@ class Preferences(LanguageModelling):
     loss = -log sigmoid(beta * ((log p - log p_0)(chosen) - (log p - log p_0)(rejected)))
     with log p the sum over an answer's tokens. Source: Rafailov et al., arXiv:2305.18290, eq. 7.
 
-    beta: what it costs to depart from the model of the start; with less the model may go further.
-    max_length: in tokens, of a pair: its prompt twice and both answers. A longer pair is left out.
+    beta: the cost of departing from the model of the start. With less, the model may depart
+        further.
+    max_length: the largest number of tokens of a pair, which are its prompt twice and both
+        answers. A longer pair is left out.
     """
 
     name: ClassVar[str] = "preferences"
@@ -242,9 +244,9 @@ def _without_prompts(pairs: list[Pair]) -> list[Pair]:
 
 
 def _words(pair: Pair, swapped: bool) -> str:
-    """Return what a pair says, whatever blanks stand around its answers.
+    """Return the digest of what a pair says, whatever blanks stand around its answers.
 
-    swapped: whether the rejected answer comes first.
+    swapped: true if the rejected answer comes first.
     """
     answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
     if swapped:
@@ -259,9 +261,9 @@ def _stripped(answer: Any) -> Any:
 
 
 def _useless(pair: Pair, said: Collection[str]) -> str | None:
-    """Return why nothing is to be learned from a pair, if so.
+    """Return the reason why nothing can be learned from a pair; None if something can.
 
-    said: what all pairs of the set say.
+    said: the digests of all pairs of the set, as `_words` returns them.
     """
     answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
     if answers[0] == answers[1]:
@@ -295,8 +297,8 @@ def _document(tokenizer: CausalTokenizer, pair: Pair, answer: Any, where: str) -
 class PreferenceData(LanguageData):
     """One rank's view of pairs (TaskData).
 
-    reference: by split and sample, what the model of the start predicts (CausalStage.predict); in
-        a rank that scores, set before the first step.
+    reference: the predictions of the model of the start, by split and sample
+        (CausalStage.predict), in a rank that scores. They are set before the first step.
     """
 
     def __init__(self, task: Preferences, corpus: Corpus, fields: frozenset[str]) -> None:

@@ -74,10 +74,15 @@ def digest_of(cells: Iterable[Any]) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A task's rows as one rank sees them. remarks: how the splits were made, for the user.
-    agreed: what must be equal in all clouds besides row counts; contains no private text.
-    further: texts that belong to no row, by column. train_set: all rows of the training set,
-    before some were held out of it or a sample was drawn."""
+    """A task's rows as one rank sees them.
+
+    remarks: sentences for the user on how the splits were made.
+    agreed: the facts that must be equal in all clouds besides row counts. They contain no private
+        text.
+    further: texts that belong to no row, by column.
+    train_set: all rows of the training set, before some were held out of it or a sample was
+        drawn.
+    """
 
     splits: Mapping[Split, Rows]
     remarks: Sequence[str] = ()
@@ -140,7 +145,8 @@ def unread_keys(
     """Return for the user which keys of tables that were read nobody uses, once for all files that
     have the same ones.
 
-    used: returns the keys of a table that its task uses, whether or not this rank may see them.
+    used: a function that returns the keys of a table that its task uses, including those that this
+        rank may not see.
     """
     files: dict[tuple[str, ...], dict[str, None]] = {}
     num_rows = Counter[str]()
@@ -231,7 +237,7 @@ class SplitTables:
     """The tables of each split.
 
     test_key: the setting that chose the test set; None if it was chosen by name.
-    facts, remarks, further: as in Corpus.
+    facts, remarks, further: the values that Corpus takes.
     """
 
     tables: Tables
@@ -247,10 +253,11 @@ class Source(ABC):
     YAML names has a source and a task as its bases, so that all settings stand beside each other
     under `task`.
 
-    dev_share, test_share: what to hold out of train where a dev or test split is missing: a row
-        count (500) or a fraction of the training rows (0.02).
-    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all. Which rows
-        are held out and drawn does not depend on `seed`: every run is scored on the same ones.
+    dev_share, test_share: the rows to hold out of train where a dev or test split is missing: a
+        row count (500) or a fraction of the training rows (0.02).
+    max_train_samples, max_eval_samples: the largest number of samples, in splits with parts of
+        each part; null: all. Which rows are held out and drawn does not depend on `seed`: every
+        run is scored on the same ones.
     """
 
     dev_share: Share = 0.02
@@ -368,14 +375,16 @@ class Source(ABC):
         used: Callable[[RowTable], Collection[str]],
         dev_as_test: bool = False,
     ) -> Corpus:
-        """Read all three splits, with a remark for each one held out of train or sampled, and for
-        what of its rows is not used. Parts are sampled equally and interleaved, so that a prefix
+        """Read all three splits, with a remark for each one held out of train or sampled, and
+        for its rows that are not used. Parts are sampled equally and interleaved, so that a prefix
         of a split covers all of them.
 
-        used: returns the keys of a table that its task uses, whether or not this rank sees them.
-        dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
-        train, so that nothing is tuned on the reported scores. Rows with the same cell in a column
-        "group" are held out together.
+        used: a function that returns the keys of a table that its task uses, including those that
+            this rank does not see.
+        dev_as_test: if there is no test set, the dev set becomes the test set, and dev is held out
+            of train, so that nothing is tuned on the reported scores.
+
+        Rows with the same cell in a column "group" are held out together.
         """
         splits: dict[Split, Mapping[str, Rows]] = {
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}

@@ -248,7 +248,7 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
 class InFolder(Source):
     """A corpus in a folder.
 
-    path: of the folder that holds it.
+    path: the folder that holds the corpus.
     """
 
     path: ReadPath

@@ -24,7 +24,8 @@ class TextReader:
     Llama 3), or results from a normalizer. Ids are those of the original. Nothing is truncated.
     A special piece of one character, such as a pad_token "!", stays what it is.
 
-    backend: of `tokenizers`. special: further special ids than the backend itself calls so.
+    backend: the tokenizer of `tokenizers`.
+    special: special ids besides those that the backend itself marks as special.
     """
 
     def __init__(self, backend: Any, special: Collection[int]) -> None:

@@ -212,11 +212,14 @@ class FolderText(TextSource):
 class HubText(TextSource):
     """Texts streamed from the Hugging Face hub, or from a local folder that `datasets` can read.
 
-    name, config: such as "wikimedia/wikipedia" and "20231101.{language}"; column: of the text.
-    pairs_name, pairs_config: such as "Helsinki-NLP/opus-100" and "{pair}", with rows
-    {"translation": {"es": …, "en": …}}; null = no parallel text.
-    split: of the data set.
-    revision: commit, tag or branch of the data set; null: the newest.
+    name, config: the data set and its configuration, such as "wikimedia/wikipedia" and
+        "20231101.{language}".
+    column: the column of the text.
+    pairs_name, pairs_config: the data set of parallel text and its configuration, such as
+        "Helsinki-NLP/opus-100" and "{pair}", with rows {"translation": {"es": …, "en": …}}.
+        null = no parallel text.
+    split: the split of the data set.
+    revision: the commit, tag or branch of the data set; null: the newest.
     """
 
     name: HubName

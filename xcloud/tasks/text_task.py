@@ -168,11 +168,17 @@ class Tokenized:
 
 
 class View(Tokenized, Generic[T]):
-    """One rank's view of a task: what all of them share (TaskData). tokenizers: of text fields.
-    columns: of each field, what a batch is made of. What is not visible is not kept. sizes:
-    samples by split, where they are no rows; in_words: what is said of them then. remarks: beside
-    those of the corpus. cuts: what did not fit (TaskData.num_cut); whoever shortens a text or
-    leaves one out says so here."""
+    """One rank's view of a task, as far as all tasks share it (TaskData).
+
+    tokenizers: the tokenizers of text fields.
+    columns: the data of each field that batches are made of. Fields that are not visible are not
+        kept.
+    sizes: the number of samples by split, where samples are not rows.
+    in_words: a description of these sizes.
+    remarks: remarks besides those of the corpus.
+    cuts: the counts of texts that did not fit (TaskData.num_cut). Code that truncates a text or
+        leaves one out reports it here.
+    """
 
     head: Head | None = None
 

@@ -169,7 +169,9 @@ class Tokenizer:
 
 class TokenizerChoice(ABC):
     """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint.
-    is_trained: whether it needs texts to be made from."""
+
+    is_trained: true if it is made from texts.
+    """
 
     is_trained: ClassVar[bool] = False
 

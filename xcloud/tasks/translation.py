@@ -36,15 +36,16 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 class Translation(SourceTask):
     """Sentence pairs, from language `source` to language `target`.
 
-    source: language that is translated, as in names of files and columns.
-    target: language that it is translated to.
-    source_column, target_column: names of columns; None: those of the languages.
-    source_monolingual_file, target_monolingual_file: further texts of one language, one in a line
-        (.gz may be packed), for tokenizers and for backbones to be pretrained on. Only a cloud
-        that sees this side reads its file. Lines that are also in dev or test are left out.
-    max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
-        empty ones are kept, so that every cloud knows which samples exist.
-    source_tokenizer, target_tokenizer: of each side.
+    source: the language that is translated, as in names of files and columns.
+    target: the language that it is translated to.
+    source_column, target_column: the names of the columns; None: those of the languages.
+    source_monolingual_file, target_monolingual_file: files of more texts in one language, one text
+        a line (.gz may be packed), for tokenizers and for backbones to be pretrained on. Only a
+        cloud that sees this side reads its file. Texts that are also in dev or test are left out.
+    max_length: the largest number of tokens per side, bos and eos included. Longer sides are
+        truncated independently and empty ones are kept, so that every cloud knows which samples
+        exist.
+    source_tokenizer, target_tokenizer: the tokenizer of each side.
     """
 
     fields = FIELDS
@@ -283,11 +284,11 @@ class DemoTranslation(Demo, Translation):
     """Different sentence pairs of 4 to 25 words. No sentence occurs twice in either language, so
     the splits are disjoint.
 
-    num_pairs: train, dev and test together.
-    num_dev: of these, in the dev set.
-    num_test: of these, in the test set.
-    num_monolingual: further sentences in each language without a translation, which occur in no
-        pair, for tokenizers and for backbones to be pretrained on.
+    num_pairs: the number of pairs in train, dev and test together.
+    num_dev: the number of these pairs in the dev set.
+    num_test: the number of these pairs in the test set.
+    num_monolingual: the number of other sentences in each language, without a translation, which
+        occur in no pair. They serve tokenizers and backbones to be pretrained on.
     """
 
     title = "demo texts"
