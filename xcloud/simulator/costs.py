@@ -95,10 +95,10 @@ class TransferCost(NamedTuple):
 class Update:
     """The seconds that one rank spends on a step outside the schedule.
 
-    fetch_s: before each pass.
-    average_s: for the all-reduce with the other ranks of its stage, once all are there.
-    norm_s: up to the agreement on the gradient norm.
-    optimizer_s: after it, clipping included.
+    fetch_s: seconds before each pass, to fetch its samples.
+    average_s: seconds of the all-reduce with the other ranks of its stage, once all are there.
+    norm_s: seconds up to the agreement on the gradient norm.
+    optimizer_s: seconds after that agreement, clipping included.
     """
 
     fetch_s: float = 0.0
@@ -132,17 +132,18 @@ NOTHING = Direction()
 class Costs:
     """The costs of a step's actions and messages, the same for every micro-batch.
 
-    A backward is all of it, with what may be put off; bytes are those of whole frames, and
-    compressing includes framing. What is missing costs nothing.
+    A backward includes the part that may be put off. Bytes are those of full frames, and
+    compressing includes framing. A cost that is missing is 0.
 
-    forward_s, backward_s: by stage.
-    forward, backward: by boundary; the gradient's are in `backward`.
-    updates: by stage; those of a rank with several stages add up.
-    weights_s: by stage, the part of backward_s that may be put off.
-    slowdown: rank -> how many times longer it computes and updates; 1 for the others.
+    forward_s, backward_s: seconds by stage.
+    forward, backward: costs by boundary. Those of gradients are in `backward`.
+    updates: costs by stage. Those of a rank with several stages add up.
+    weights_s: seconds by stage of the part of backward_s that may be put off.
+    slowdown: the factor by which each rank computes and updates more slowly; 1 for a rank that is
+        not named.
     control_bytes: the size of a message of the agreement on the gradient norm.
-    lines: as in line_of. A line carries one message at a time, first come, first served; time 0 is
-        the start of the simulation.
+    lines: the lines, as line_of names them. A line carries one message at a time, first come,
+        first served; time 0 is the start of the simulation.
     """
 
     forward_s: Sequence[float]
@@ -252,14 +253,14 @@ class ModelPiece:
 
     boundary: the number of the boundary that it ends at; None where the model cannot be cut after
         it.
-    weights_s: the part of backward_s that may be put off.
-    deferred_bytes: what is kept until then.
-    splitting_s: what splitting the backward adds to a forward and a backward together; below 0 it
-        saves.
-    parameter_bytes: of all weights.
-    trained_bytes: of the weights that are trained.
-    optimizer_s: seconds of an update.
-    blocks: how many of the model's blocks it holds, for the setting that cuts it.
+    weights_s: the seconds of the part of backward_s that may be put off.
+    deferred_bytes: the bytes that are kept until then.
+    splitting_s: the seconds that splitting the backward adds to a forward and a backward together;
+        below 0 it saves.
+    parameter_bytes: the bytes of all weights.
+    trained_bytes: the bytes of the weights that are trained.
+    optimizer_s: the seconds of an update.
+    blocks: the number of the model's blocks that it holds, for the setting that splits the model.
     """
 
     name: str
@@ -316,9 +317,9 @@ class AveragingCodec:
 class CompressorCosts:
     """All that one compressor costs.
 
-    label: what it does to values.
-    boundaries: by number, as pieces name them.
-    averaging: None for a compressor that replicas cannot average with.
+    label: a description of what it does to values.
+    boundaries: costs by the number of the boundary, as pieces name it.
+    averaging: costs of averaging; None for a compressor that replicas cannot average with.
     """
 
     label: str
@@ -330,16 +331,17 @@ class CompressorCosts:
 class Profile:
     """The parts of a step, piece by piece, as they were measured or written by hand.
 
-    of: what was recorded where (machine, torch, model …), in words.
-    fetch_s: seconds of fetching the samples of a micro-batch.
-    lines: "a-b", or "*" for all, to what joins two clouds; they come before the layout's own.
-    tokens_per_sample: tokens that are computed, for costs per token.
-    other_bytes: memory that a rank takes beside what is counted, on the device that it computes
-        on: program and work space; 0 = not known.
-    around_gradients_s, around_changes_s: seconds that an exchange of all trained values takes
+    of: a description of what was recorded where (machine, torch, model …).
+    fetch_s: the seconds of fetching the samples of a micro-batch.
+    lines: the line that joins two clouds, by "a-b", or "*" for all. They override those of the
+        layout.
+    tokens_per_sample: the number of tokens that are computed in a sample, for costs per token.
+    other_bytes: the bytes of memory that a rank takes beside what is counted, on the device that
+        it computes on, for the program and its work space; 0 = not known.
+    around_gradients_s, around_changes_s: the seconds that an exchange of all trained values takes
         beside its codec, of gradients and after local updates.
-    train_samples: samples of an epoch; 0 = not known.
-    stage_forward_s, stage_backward_s: seconds of calling a stage, whatever its pieces.
+    train_samples: the number of samples of an epoch; 0 = not known.
+    stage_forward_s, stage_backward_s: the seconds of calling a stage, whatever its pieces.
     """
 
     pieces: Annotated[Sequence[ModelPiece], Field(min_length=1)]
@@ -380,7 +382,7 @@ class Profile:
     def differs_from(self, of: Mapping[str, str]) -> list[str]:
         """Return why the profile may not hold for a job; empty if it does.
 
-        of: what would be recorded now.
+        of: a description of what would be recorded now.
         """
         return [
             f"{name} was {self.of[name]!r}, now {value!r}"

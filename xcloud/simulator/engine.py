@@ -36,10 +36,10 @@ class Parcel(NamedTuple):
 class Program:
     """The operations of every rank, in order.
 
-    needs: by rank and operation, the token that it waits for, or -1.
-    posts: by rank and operation, the numbers of the parcels that it sends.
-    signals: by rank and operation, the token that it signals, or -1.
-    counts: by token, how many signals or arrivals it takes.
+    needs: the token that each operation waits for, by rank and operation, or -1.
+    posts: the numbers of the parcels that each operation sends, by rank and operation.
+    signals: the token that each operation signals, by rank and operation, or -1.
+    counts: the number of signals or arrivals that each token takes.
     """
 
     needs: list[list[int]]
@@ -129,9 +129,9 @@ NEVER = Passage(*[float("inf")] * 4)
 class Moments:
     """The moments at which things happened.
 
-    begin_s: by rank, when each operation that ran began, once its token was there.
-    passages: by parcel; NEVER if it was not posted.
-    causes: by token, what brought it last.
+    begin_s: the second at which each operation that ran began, once its token was there, by rank.
+    passages: the passage of each parcel; NEVER if it was not posted.
+    causes: the operation that brought each token last.
     """
 
     begin_s: list[list[float]]
@@ -192,9 +192,9 @@ def run(
 ) -> Moments:
     """Run the program. A rank whose token never comes stops there: see Moments.has_ended.
 
-    seconds: by rank and operation.
-    num_bytes: by parcel.
-    lines: by route; None = free.
+    seconds: the seconds of each operation, by rank.
+    num_bytes: the size of each parcel in bytes.
+    lines: the line of each route; None = free.
     """
     return _Run(
         program=program,

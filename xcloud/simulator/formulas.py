@@ -110,7 +110,7 @@ def _merge_of(
 ) -> _Merge:
     """Return how replicas average values of which each needs num_bytes, encode_s and decode_s.
 
-    clouds: of the replicas, in their order.
+    clouds: the clouds of the replicas, in their order.
     """
     num_replicas = len(clouds)
     if averaging.traits.is_elastic:  # the first cloud merges for all, as the others may be gone
@@ -134,7 +134,7 @@ def exchange_of(
     lines: Mapping[str, LinkProfile],
     around_s: float = 0.0,
 ) -> ExchangeCost:
-    """Return what it costs that replicas average; of several sets of clouds, the slowest counts.
+    """Return the costs of averaging over replicas. Of several sets of clouds the slowest counts.
 
     Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode. So
     do more of them where the merge is robust (replicas/averaging.py), and each decodes R - 1
@@ -144,9 +144,10 @@ def exchange_of(
     be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks share codecs
     evenly, and their line. Replicas are taken to begin at once.
 
-    shares: of the trained values, by stage; one entry where replicas hold the whole model.
-    lines: by "a-b".
-    around_s: seconds that an exchange of all values takes beside its codec.
+    shares: the share of the trained values in each stage; one entry where replicas hold the whole
+        model.
+    lines: the line between two clouds, by "a-b".
+    around_s: the seconds that an exchange of all values takes beside its codec.
     """
     traits = averaging.traits
     replicas = range(layout.num_replicas)
@@ -244,10 +245,10 @@ def memory_of(
 ) -> dict[str, int]:
     """Return the bytes of the fullest rank, by cloud.
 
-    works: of each stage.
-    messages: of boundaries between ranks, by the stage before: bytes forward and back; None where
-        no gradient returns.
-    num_passes: over the schedule, in an update.
+    works: the work of each stage.
+    messages: the bytes forward and back over each boundary between ranks, by the stage before it.
+        The bytes back are None where no gradient returns.
+    num_passes: the number of passes over the schedule in an update.
     """
     layout = arranged.layout
     fullest = dict[str, int]()

@@ -197,8 +197,8 @@ def _mean(values: Iterable[float]) -> float:
 class Leg:
     """The typical costs of a trial's steps with one schedule and compression.
 
-    samples: of a micro-batch, on average.
-    splits: whether weights' gradients were put off.
+    samples: the mean number of samples of a micro-batch.
+    splits: true if the gradients of weights were put off.
     """
 
     samples: float
@@ -210,8 +210,8 @@ class Leg:
 class StageFacts(NamedTuple):
     """The sizes of one stage of a trial.
 
-    activation_bytes, deferred_bytes: of a sample.
-    blocks: how many blocks it holds of a model that is cut freely; else 0.
+    activation_bytes, deferred_bytes: the bytes of one sample.
+    blocks: the number of blocks that it holds of a model that is split freely; else 0.
     """
 
     parameter_bytes: int
@@ -240,10 +240,10 @@ class _Part(NamedTuple):
 class Trial:
     """All that a trial run measured.
 
-    own: the job's compression.
+    own: the compression of the job itself.
     ranks: the stages that each rank holds, and how many ranks share them.
-    pass_samples: samples of one pass over the schedule.
-    parts: for a model with blocks, the number of trial stages in each of the job's own.
+    pass_samples: the number of samples of one pass over the schedule.
+    parts: the number of trial stages in each of the job's own stages, for a model with blocks.
     """
 
     legs: Sequence[Leg]
@@ -318,7 +318,8 @@ class Trial:
     def _legs(self, compression: str, splits: bool | None = None) -> list[tuple[float, Costs]]:
         """Return costs by samples of a micro-batch, fewest first.
 
-        splits: whether weights' gradients were put off; None = either, the first that was tried.
+        splits: true if the gradients of weights were put off, false if not; None = either, the
+            first that was tried.
         """
         costs_of: dict[float, Costs] = {}
         for leg in self.legs:

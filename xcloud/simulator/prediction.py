@@ -28,8 +28,9 @@ def largest_first(spent: Mapping[str, float]) -> dict[str, float]:
 class RankUse(NamedTuple):
     """The seconds of the step that one rank spends on each thing.
 
-    average_s: with waiting for the other ranks of its stage, as a real run counts it.
-    idle_s: all the rest.
+    average_s: the seconds of averaging, with waiting for the other ranks of its stage, as a real
+        run counts it.
+    idle_s: the seconds of all the rest.
     """
 
     rank: int
@@ -55,8 +56,8 @@ class LineUse(NamedTuple):
 class Prediction:
     """A simulated step.
 
-    seconds, num_bytes: what the engine was given.
-    moments: what it found.
+    seconds, num_bytes: the input of the engine.
+    moments: the result of the engine.
     """
 
     step: StepProgram

@@ -29,13 +29,14 @@ from xcloud.simulator.prediction import Prediction, Simulator, largest_first
 class Pricer:
     """The prices of plans for one job, from its profile.
 
-    arranged: by strategy.
-    batch_size: samples of an update.
-    passes: accumulation passes of an update.
-    bandwidth: bits per second of every line between clouds, in place of its own; for crossings.
-    steps: how many are simulated; from 2 on the last one is measured in steady state.
-    crossing: by stage before a boundary, the share of the samples that cross it; all where it is
-        not named.
+    arranged: the arrangement of each strategy, by name.
+    batch_size: the number of samples of an update.
+    passes: the number of accumulation passes of an update.
+    bandwidth: the bits per second of every line between clouds, in place of its own; for
+        crossings.
+    steps: the number of simulated steps. From 2 on the last one is measured in steady state.
+    crossing: the share of the samples that cross each boundary, by the stage before it. All
+        samples cross a boundary that is not named.
     """
 
     profile: Profile

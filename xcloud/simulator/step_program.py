@@ -19,8 +19,9 @@ from xcloud.simulator.costs import NORM, Costs, TransferCost
 class Op(NamedTuple):
     """An operation of a rank.
 
-    what: as in the record of a real step, or one of MARKS, which take no time.
-    action: of forward, backward and weights; else None.
+    what: the name of the operation in the record of a real step, or one of MARKS, which take no
+        time.
+    action: the action of a forward, backward or weights operation; else None.
     """
 
     what: str
