@@ -143,9 +143,9 @@ def activation_caches(
 ) -> ActivationCaches:
     """Build the caches of one rank, for each constant boundary that leaves its cloud.
 
-    boundaries: by the stage before.
-    max_bytes: that one receiver keeps of a boundary. Each sender has a share of it, since it
-        cannot know what others have sent.
+    boundaries: the boundaries, by the stage before.
+    max_bytes: the bytes that one receiver keeps of a boundary. Each sender has a share of it,
+        since it cannot know what others have sent.
     """
     caches = ActivationCaches()
     replica = layout.placement(rank).replica

@@ -17,9 +17,9 @@ def over_epochs(
 
     None if there is no boundary between clouds with nothing trained before it.
 
-    max_bytes: that a rank keeps of each boundary.
-    num_samples: of an epoch.
-    num_steps: of the run.
+    max_bytes: the bytes that a rank keeps of each boundary.
+    num_samples: the number of samples of an epoch.
+    num_steps: the number of steps of the run.
     """
     if pricer.arranged[plan.strategy].is_whole:
         return None

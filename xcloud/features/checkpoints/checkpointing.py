@@ -86,10 +86,10 @@ class Ledger:
 class Checkpointer(Hook):
     """The hook of one rank that saves its state.
 
-    parts: what is saved, by name.
-    asked: a stop from outside.
-    among: ranks that save; None = all.
-    is_told: rank 0's signal comes with every step; else all go by the step.
+    parts: the state to save, by name.
+    asked: a stop signal from outside.
+    among: the ranks that save; None = all.
+    is_told: true if rank 0's signal comes with every step; otherwise all ranks go by the step.
     """
 
     def __init__(

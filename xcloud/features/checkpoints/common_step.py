@@ -18,7 +18,8 @@ def newest_common(
 ) -> tuple[int, str]:
     """Return the step to resume from, 0 for the start, and a note for the user.
 
-    tables: by rank and step. Those of other ranks are not trusted: anything unexpected is dropped.
+    tables: a table for each rank and step. Those of other ranks are not trusted: anything
+        unexpected is dropped.
     Raises ConfigError where an agreed checkpoint would silently be lost.
     """
     steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}

@@ -35,10 +35,10 @@ _SINCE_MERGE = "what other clouds did since the last merge"
 class Outcome:
     """The consequence of a change between two attempts at a run.
 
-    lost: by going on.
-    refused: why it does not go on.
-    is_equal: to the bits of a run that was not interrupted.
-    needs_merge: goes on only from a step after which all replicas were equal.
+    lost: the things that are lost by resuming.
+    refused: the reason why the run cannot resume; "" if it can.
+    is_equal: the result equals that of a run that was not interrupted, to the bit.
+    needs_merge: the run resumes only from a step after which all replicas were equal.
     """
 
     lost: tuple[str, ...] = ()
@@ -64,8 +64,9 @@ COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic",
 class Row(NamedTuple):
     """A row of TABLE: settings that have the same outcome when they change.
 
-    keys: the settings, as one pattern; "" where it is decided by who holds what (ModelPlacement).
-    others: of columns that differ from `usual`; None where a job has no such setting.
+    keys: the settings, as one pattern; "" where the outcome depends on who holds what
+        (ModelPlacement).
+    others: the outcomes in columns that differ from `usual`; None where a job has no such setting.
     """
 
     keys: str
@@ -149,9 +150,9 @@ class Changes:
         return _REMEMBERED in self.lost
 
     def price(self, has_memory: bool) -> str:
-        """Say for the user what going on costs.
+        """Return a sentence for the user on the costs of resuming.
 
-        has_memory: whether compression remembers anything.
+        has_memory: true if compression keeps anything between steps.
         """
         lost = [what for what in self.lost if what != _REMEMBERED or has_memory]
         if lost:
@@ -171,8 +172,8 @@ def changes(
 ) -> Changes:
     """Compare two attempts at a run.
 
-    saved, now: settings as the ranks compare them (rank/agreement.py).
-    before, after: who holds what.
+    saved, now: the settings as the ranks compare them (rank/agreement.py).
+    before, after: the records of who holds what.
     """
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
@@ -234,8 +235,8 @@ _SHARED = ("trainer.num_updates", "trainer.guard.")
 class RankCheckpoints:
     """The checkpoints that one rank may resume from, in its run folder.
 
-    places: who holds what now.
-    settings: as compared with other ranks.
+    places: the record of who holds what now.
+    settings: the settings as they are compared with other ranks.
     """
 
     folder: CheckpointFolder

@@ -28,10 +28,10 @@ _NICENESS = 10  # of the thread that writes
 class Timing:
     """The schedule by which one rank saves.
 
-    from_step: of the checkpoint that this attempt resumes from, 0 for none.
-    last_step: of the run.
-    clock: seconds.
-    every: steps between two checkpoints, as rank 0 last said.
+    from_step: the step of the checkpoint that this attempt resumes from, 0 for none.
+    last_step: the last step of the run.
+    clock: a function that returns seconds.
+    every: the number of steps between two checkpoints, as rank 0 last reported it.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ def about_part(
 ) -> dict[str, Any]:
     """Return what a rank writes beside its state, for whoever resumes from it.
 
-    settings: as the ranks compare them.
-    attempt: tells parts of one attempt at a step from those of another.
-    facts: what must stay the same.
+    settings: the settings as the ranks compare them.
+    attempt: a key that distinguishes parts of one attempt at a step from those of another.
+    facts: the facts that must stay the same.
     """
     return {
         "release": __version__,

@@ -37,10 +37,10 @@ from xcloud.security.policy import Meter
 class Observer:
     """The observations of one rank, from update `first_step` on.
 
-    max_rows: rows kept of each kind of message, the newest.
+    max_rows: the number of rows kept of each kind of message, the newest.
     token_fields: the texts that it may see (padding id, special token ids).
     holds: all batch fields that its cloud may see.
-    replica: of the pipeline, this rank's.
+    replica: the replica of the pipeline that this rank belongs to.
     """
 
     rank: int

@@ -37,7 +37,7 @@ GO_ON_FILE = "go_on"
 class ConsumerRun(StatefulTree):
     """The training of one rank of the consumer; `train` does all steps.
 
-    part: what learns.
+    part: the part of the model that learns.
     """
 
     own_names = ("step", "taken")

@@ -39,18 +39,19 @@ at the same number; it is kept until a rank of the consumer wants it."""
 
 @settings("feed")
 class Feed:
-    """How the consumer takes batches from its producers (docs/pretraining.md).
+    """The settings by which the consumer takes batches from producers (docs/pretraining.md).
 
-    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. null =
-        twice what one producer alone would have to give for a step, at least 8.
-    order: fixed = in turn by share, the same in every run of the same seed; arrival = whoever has
-        a batch ready, nearest to the shares.
-    on_slow: what to do about a slow producer. wait = wait for it; redistribute = the others take
+    run_ahead: the number of batches of one rank of a producer that may be ordered and not yet
+        consumed. null = twice what one producer alone would have to give for a step, at least 8.
+    order: the order of batches. fixed = in turn by share, the same in every run of the same seed;
+        arrival = from whichever producer has a batch ready, nearest to the shares.
+    on_slow: the reaction to a slow producer. wait = wait for it; redistribute = the others take
         over its share until it has caught up.
-    slow_after_s: seconds of silence after which a producer is slow.
-    on_dead: redistribute; pause = wait for the user, who continues without it or ends the run;
-        stop = the run fails.
-    min_producers: start as soon as so many are ready, the others join later; null = all.
+    slow_after_s: the seconds of silence after which a producer is slow.
+    on_dead: the reaction to a dead producer. redistribute = the others take over its share; pause
+        = wait for the user, who continues without it or ends the run; stop = the run fails.
+    min_producers: the number of ready producers at which the run starts; the others join later.
+        null = all.
     """
 
     run_ahead: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -119,11 +120,12 @@ class Round:
     """The events of an attempt at a step: of one rank of the consumer, and of all once `packed` is
     added up.
 
-    The others are views of it.
-    sums: of the consumer's part.
-    ready, slow, dead: in how many ranks a producer is so.
-    consumed, skipped: batches, by source and rank.
-    signal: of the first rank, what all do after the step.
+    The fields below are views of `packed`.
+
+    sums: the sums of the consumer's part.
+    ready, slow, dead: the number of ranks in which each producer is ready, slow or dead.
+    consumed, skipped: the number of batches, by source and rank.
+    signal: the signal of the first rank, which tells what all ranks do after the step.
     """
 
     def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
@@ -141,13 +143,14 @@ _KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_
 class ConsumptionPlan(StatefulTree):
     """The plan of whose batch is consumed when, the same in every rank of the consumer.
 
-    num_batches: that the consumer will use in all; only Order.num_planned needs it.
-    numbers: of the last batch ordered, by source; the first is 1.
-    ordered, consumed: batches, by source and rank of the consumer.
-    turns: by producer, what it is owed in batches.
-    promised: Order.num_planned, by producer and number.
-    slots: with order=fixed, by rank of the consumer, the sources of its next batches.
-    surplus: with order=fixed, batches that came too late for their slots, not used yet.
+    num_batches: the number of batches that the consumer will use in all. Only Order.num_planned
+        needs it.
+    numbers: the number of the last batch ordered, by source. The first is 1.
+    ordered, consumed: the batches ordered and consumed, by source and rank of the consumer.
+    turns: the number of batches that each producer is owed.
+    promised: the value of Order.num_planned that was sent with each order, by producer and number.
+    slots: the sources of the next batches, by rank of the consumer, with order=fixed.
+    surplus: the batches that came too late for their slots and are not used yet, with order=fixed.
     """
 
     own_names = ("plan", "turns", "promised")

@@ -34,7 +34,7 @@ POLL_S = 0.2
 class Arrived(NamedTuple):
     """A batch that has come.
 
-    num_bytes: on the wire, header included.
+    num_bytes: the bytes on the wire, header included.
     """
 
     producer: int
@@ -260,9 +260,9 @@ class Intake:
     """The intake of one rank of the consumer; the first one reports on producers and sums over
     all.
 
-    taken: batches by producer, since one last came or went.
-    used: batches of this step so far.
-    skipped: by name of the producer, how many batches this step did without.
+    taken: the number of batches by producer, since one last came or went.
+    used: the batches of this step so far.
+    skipped: the number of batches that this step did without, by name of the producer.
     """
 
     job: OneWayExperiment
@@ -406,7 +406,7 @@ class Intake:
     def changed(self, step: int, p: int, before: State, now: State, why_gone: str) -> None:
         """Report a change of a producer's state.
 
-        why_gone: of a dead one.
+        why_gone: the reason why a dead producer is gone.
         """
         others = [self._names[q] for q in self.plan.active if q != p]
         over = "; nobody else feeds"
@@ -428,8 +428,8 @@ class Intake:
     ) -> None:
         """Report a step.
 
-        other_bytes: sent and received so far besides batches.
-        sums: over all ranks.
+        other_bytes: the bytes sent and received so far besides batches.
+        sums: the sums over all ranks.
         """
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}

@@ -38,11 +38,16 @@ from xcloud.record.summary import RunStatistics, Summary, ratio
 
 @settings("training")
 class OneWayTraining:
-    """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
-    all ranks of the consumer; how large a batch is, the model says.
-    on_divergence, max_skips_in_a_row: as of a pipeline's Training, for the consumer's updates and
-    each producer's own. A producer whose forward is not finite has no batch to send: it stops.
-    checkpoint: in steps of the consumer."""
+    """The settings of training in a one-way job.
+
+    max_steps: the number of updates of the consumer.
+    batches_per_step: the number of producers' batches in one update, over all ranks of the
+        consumer. The model determines how large a batch is.
+    on_divergence, max_skips_in_a_row: the same settings as in a pipeline's Training, for the
+        consumer's updates and each producer's own. A producer whose forward is not finite has no
+        batch to send: it stops.
+    checkpoint: the schedule of checkpoints, in steps of the consumer.
+    """
 
     max_steps: Positive
     batches_per_step: Positive

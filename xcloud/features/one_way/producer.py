@@ -40,13 +40,13 @@ class SaveNow(NamedTuple):
 
 
 class OrderBook:
-    """The orders of one rank of a producer. `take_*` are handlers of a link, and raise FrameError
-    for what no consumer sends.
+    """The orders of one rank of a producer. `take_*` are handlers of a link. They raise
+    FrameError for messages that no consumer sends.
 
-    num_consumers: ranks that a batch may be for.
-    max_waiting: orders not begun.
-    max_number: of a batch.
-    source: this rank.
+    num_consumers: the number of ranks that a batch may be for.
+    max_waiting: the largest number of orders that have not begun.
+    max_number: the largest number of a batch.
+    source: the number of this rank.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class OrderBook:
 class ProducerRun(StatefulTree):
     """The training of one rank of a producer, which makes and learns every number in turn.
 
-    number: of the last batch learned from.
-    kept: payloads made for nobody, which may still be wanted, by number.
+    number: the number of the last batch learned from.
+    kept: the payloads made for nobody, which may still be wanted, by number.
     """
 
     own_names = ("number", "num_planned", "kept", "payloads")

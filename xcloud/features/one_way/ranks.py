@@ -50,7 +50,8 @@ CARRIES = {
 class OneWayEnds(Ends):
     """The link ends of a rank in a job that ranks leave one by one.
 
-    received: by sender, what this rank took of another cloud, if `keeps_record`.
+    received: the messages that this rank received from another cloud, by sender, if
+        `keeps_record`.
     """
 
     def __init__(self, *ends: Any, keeps_record: bool = False) -> None:
@@ -199,9 +200,9 @@ class OneWayRank(Role[OneWayExperiment]):
         )
 
     def restored(self, states: StateTree, digests: Mapping[str, str]) -> Saver:
-        """Return what saves these states, which take over what the ranks go on from.
+        """Return the saver of these states, which first load what the ranks resume from.
 
-        digests: of the data that this rank reads, by a name for messages.
+        digests: the digests of the data that this rank reads, by a name for messages.
         """
         return self.context.restored(self.context, states, self.control, {"data": digests})
 

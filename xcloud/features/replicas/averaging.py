@@ -57,15 +57,16 @@ class ReplicaLinks(ABC):
     """The links of one rank, one each way, to the ranks that train the same share of the same
     stages in the other replicas.
 
-    Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
-    apart. All replicas make the same calls, so what another one sends to this one has the same
-    keys, in the same order, as what this one sends there: by these `recv` finds a message that
-    comes before the one asked for.
+    Keys are of Kind.AVERAGING, with the step, and in `micro_batch` a number that distinguishes the
+    messages of one step. All replicas send the same keys in the same order, so `recv` can store a
+    message that arrives before the one asked for.
 
-    replica: this rank's own.
-    peers: by replica, this rank's own included; none where it has no counterpart.
-    num_shares: ranks of each replica that have counterparts, the first of a group.
-    num_parts: such ranks of all stages of a replica.
+    replica: the replica of this rank.
+    peers: the counterpart in each replica, this rank's own included; none where it has no
+        counterpart.
+    num_shares: the number of ranks of each replica that have counterparts, which are the first of
+        a group.
+    num_parts: the number of such ranks of all stages of a replica.
     """
 
     replica: int
@@ -87,9 +88,9 @@ class ReplicaLinks(ABC):
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
         """Open the links, before the first message.
 
-        capacity_bytes: of the longest message, frame included; the same in all replicas.
-        wait_s: seconds that another replica may take, if that is longer than its link.
-        under_way: exchanges that begin before an earlier one ends.
+        capacity_bytes: the size of the longest message, frame included; the same in all replicas.
+        wait_s: the seconds that another replica may take, if that is longer than its link.
+        under_way: the number of exchanges that begin before an earlier one ends.
         """
 
     def send(
@@ -97,8 +98,8 @@ class ReplicaLinks(ABC):
     ) -> None:
         """Send a message whose counterpart `recv` returns. Returns before delivery.
 
-        carries: what each tensor is, in words, for the record of what left the cloud.
-        raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
+        carries: a description of each tensor, for the record of what left the cloud.
+        raw_bytes: the FP32 bytes of the values that the message stands for; 0 for plain numbers.
         """
         self.post(replica, key=key, parts=parts, carries=carries, raw_bytes=raw_bytes)
         self._expected[replica].append(key)
@@ -141,11 +142,12 @@ def first_part(parts: Tensors, spec: TensorSpec, sender: str) -> tuple[Tensor, T
 class Merged(NamedTuple):
     """The result of an averaging in one replica.
 
-    changes: merged tensors, of one merge after the other; usually of one.
+    changes: the merged tensors, of one merge after the other; usually of one.
     newest: the step of the last of these merges.
-    is_counted: whether this replica's contribution is in one of them.
-    step: where clouds may be late, the step that the others have reached.
-    values: in place of changes, if it missed too many: see OuterParameters.flat.
+    is_counted: true if this replica's contribution is in one of them.
+    step: the step that the others have reached, where clouds may be late.
+    values: the values that replace changes in a replica that missed too many merges: see
+        OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
@@ -248,7 +250,8 @@ class _UnderWay:
     """A step between `start` and `finish`.
 
     own: this replica's contribution as it is merged here.
-    sent: what `own` and all messages can be made of again, by the name of the codec or "own".
+    sent: the tensors from which `own` and all messages can be made again, by the name of the codec
+        or "own".
     """
 
     weight: float
@@ -395,10 +398,10 @@ class Aggregators(AllToAll):
 
     It gathers the others' contributions, merges them with its own, which crossed no link, and
     hands back the result, encoded again. That is 2 (R - 1) / R messages' worth each way instead of
-    R - 1, and two latencies: cheaper from R = 3 on. Errors are made twice, and both sides keep
-    what they lost: a contributor of what it sent, an aggregator of what it handed back. All
-    replicas use what was handed back, unchecked: only for merges that any one contribution may
-    move as far as it likes. Large tensors are cut between rows.
+    R - 1, and two latencies: cheaper from R = 3 on. Errors are made twice, and both sides
+    keep what they lost: a contributor the error of what it sent, an aggregator that of what it
+    handed back. All replicas use the result unchecked, so this averager is only for merges that
+    any one contribution may move as far as it likes. Large tensors are cut between rows.
     """
 
     def __init__(

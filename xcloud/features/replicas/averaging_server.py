@@ -141,8 +141,9 @@ class Member(_End):
 class _Peer:
     """A member as the server knows it.
 
-    late: its merges are made without it until it comes. left: it is disconnected, or timed out.
-    number: of its next message.
+    state: "late" while its merges are made without it; "left" once it is disconnected or has timed
+        out.
+    number: the number of its next message.
     merged_at: the step at which all that it had done was known here.
     """
 
@@ -155,9 +156,11 @@ class _Peer:
 class AveragingServer(_End):
     """The end that merges for all.
 
-    max_weight: of a replica, by its number, for what it did in these updates.
-    late: what is done without a replica that is late or lost.
-    values: of this replica, as OuterParameters.flat, for those that missed too many merges.
+    max_weight: a function that returns the largest weight that a replica, by its number, may have
+        for its work in these updates.
+    late: the policy for a replica that is late or lost.
+    values: a function that returns the values of this replica, as OuterParameters.flat, for
+        replicas that missed too many merges.
     """
 
     terms: Terms

@@ -50,11 +50,12 @@ class GradientAveraging(Averaging):
     """The strategy that sums the gradients of every update over the replicas, so that these stay
     equal.
 
-    delay: 1 = an update uses the gradient of the one before, which crosses while the next is
-        computed; another trajectory than with 0, which waits for it.
-    feedback: what a lossy compressor leaves out of a gradient is added to the next one.
-    check_every: updates after which replicas compare digests of their parameters, as they do
-        before the first and after the last; 0 = only then.
+    delay: the number of updates by which gradients are late. 1 = an update uses the gradient of
+        the one before, which crosses while the next is computed. The trajectory then differs from
+        that of 0, which waits for the gradient.
+    feedback: the error of a lossy compressor is added to the next gradient.
+    check_every: the number of updates after which replicas compare digests of their parameters, as
+        they do before the first and after the last; 0 = only then.
     merge: a Byzantine-robust aggregator (merging.py) of the mean gradients of the replicas'
         samples, made by every replica from the messages of all; null = the sum. A replica whose
         gradient is not finite then counts for nothing.
@@ -211,12 +212,14 @@ class CompressedAveraging(StatefulTree):
         model.register_comm_hook(state, compressed_averaging)
 
     model: the DistributedDataParallel, or the module inside.
-    compressor: of every gradient, or a choice by name and shape (PerTensor).
-    feedback: as of TensorCodec.
-    merge: of the ranks' gradients; the mean, as DistributedDataParallel has it, or a robust one.
-    scaler: the GradScaler whose losses are given to `backward`. What is kept follows its scale.
-    num_bytes: of this rank's messages so far; each goes to every other rank.
-    raw_bytes: FP32 bytes of what these messages stand for.
+    compressor: the compressor of every gradient, or a choice by name and shape (PerTensor).
+    feedback: the same setting as that of TensorCodec.
+    merge: the merge of the ranks' gradients: the mean, as DistributedDataParallel has it, or a
+        robust one.
+    scaler: the GradScaler whose losses are given to `backward`. The kept residuals follow its
+        scale.
+    num_bytes: the bytes of this rank's messages so far. Each message goes to every other rank.
+    raw_bytes: the FP32 bytes of the values that these messages stand for.
 
     If merged gradients are not finite, all that was sent with them counts as not sent: a
     GradScaler, or the loop, skips that step in every rank.

@@ -31,10 +31,11 @@ _AHEAD = 3  # messages on a link beside those of steps under way: handed back, o
 class PeerLinks(ReplicaLinks):
     """The links of one rank to its peers, over that rank's ends.
 
-    line: name of the lines.
-    stage: for the record of messages.
-    raw_bytes: FP32 bytes of what went to other clouds.
-    `open` makes them, once it is known how long a message may be.
+    line: the name of the lines.
+    stage: the stage that the record of messages names.
+    raw_bytes: the FP32 bytes of the values that went to other clouds.
+
+    `open` makes the links, once it is known how long a message may be.
     """
 
     may_be_late: ClassVar[bool] = False

@@ -45,19 +45,20 @@ class LocalUpdates(Averaging):
 
     Steps are counted alike in all replicas: a merge stands at a step's number.
 
-    every: steps between two merges of the same parameters (H).
-    outer: what is done with the merged change.
-    weigh: replicas count by what they trained on since the last merge, or all alike.
-    fragments: parameters are merged in so many parts, one after the other, every / fragments steps
-        apart (Streaming DiLoCo, arXiv:2501.18512).
-    overlap: steps that a replica trains on while its change is merged (tau there).
-    mix: share of its own values that a replica keeps at a merge (alpha there).
-    max_s, max_tokens: a replica that has spent so many seconds, or trained on so many tokens,
-        since the last merge makes no more steps before the next.
+    every: the number of steps between two merges of the same parameters (H).
+    outer: the optimizer that applies the merged change.
+    weigh: the weight of a replica: the samples or tokens it trained on since the last merge, or
+        the same for all.
+    fragments: the number of parts in which parameters are merged, one after the other, every /
+        fragments steps apart (Streaming DiLoCo, arXiv:2501.18512).
+    overlap: the number of steps that a replica trains on while its change is merged (tau there).
+    mix: the share of its own values that a replica keeps at a merge (alpha there).
+    max_s, max_tokens: the seconds, or tokens trained on, after which a replica makes no more steps
+        before the next merge.
     merge: a Byzantine-robust aggregator (merging.py), made by every replica from the changes of
         all; null = the weighted mean.
-    feedback: what a lossy compressor leaves out of a change is added to the next one.
-    late: what happens where a cloud is late or lost: wait, skip or go_on (late.py). With skip and
+    feedback: the error of a lossy compressor is added to the next change.
+    late: the policy where a cloud is late or lost: wait, skip or go_on (late.py). With skip and
         go_on the first cloud merges for all, so no merge is robust, each replica is in one cloud,
         and merges are of all parameters at once.
     """
@@ -179,10 +180,11 @@ class LocalUpdates(Averaging):
 class _Fragment(StatefulTree):
     """A run of parameters that are merged together.
 
-    work: what this replica did since it last sent.
+    work: the work of this replica since it last sent.
     under_way: the step at which it last sent, 0 for none.
     sent: the work that it reported then.
-    max_work, max_sent: the same, by replica, of what each can have done at most.
+    max_work, max_sent: the most that each replica can have done, by replica, for `work` and
+        `sent`.
     """
 
     values: OuterParameters

@@ -90,7 +90,7 @@ class TrimmedMean(Robust):
 
     Source: Yin et al., arXiv:1803.01498. Tolerates that many bad ones. Variance on Gaussian noise,
     one of either left out: 1.35 times that of the mean for 3 replicas, 1.14 for 5.
-    share: of the replicas, left out at each end.
+    share: the share of the replicas that is left out at each end.
     """
 
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.2
@@ -126,8 +126,9 @@ class NormBound(Robust):
 
     Source: Sun et al., arXiv:1911.07963. Tolerates a minority in size, not in direction: a bad
     replica of weight w moves the result by up to factor * w / sum(w) median norms in every merge.
-    No variance and no bias as long as honest norms lie within the bound. The norm is of all
-    tensors that are merged together: of one share, where the ranks of a cloud carry shares.
+    No variance and no bias as long as honest norms lie within the bound. The norm covers
+    all tensors that are merged together. Where the ranks of a cloud carry shares, it covers one
+    share.
     factor: the highest norm that counts in full, in median norms.
     """
 

@@ -42,15 +42,16 @@ class Replicas:
     """The replicas of a run as one rank sees them. Every rank builds its exchange at the same
     time.
 
-    links: to this rank's counterparts in the other replicas.
+    links: the links to this rank's counterparts in the other replicas.
     group: the ranks of this replica that hold the same stages.
-    stages: of this rank.
+    stages: the stages of this rank.
     choose: the compressor of each tensor.
-    last_step: of training.
-    num_samples: by replica, how many samples of an update are its own.
-    weight(replica, step): the weight of these samples in the loss, by this cloud's own files.
-    watch: see Terms.
-    guard: makes the `protect` of Terms.
+    last_step: the last step of training.
+    num_samples: the number of samples of an update that belong to each replica.
+    weight(replica, step): the weight of these samples in the loss, according to this cloud's own
+        files.
+    watch: the watch of Terms.
+    guard: a function that makes the `protect` of Terms.
     """
 
     links: ReplicaLinks
@@ -84,9 +85,9 @@ class Replicas:
     ) -> TensorCodec:
         """Return a codec of tensors with these shapes.
 
-        feedback: what a lossy compressor leaves out is added to the next message.
-        stream: tells its random numbers from those of others.
-        plain: names of tensors that go as they are.
+        feedback: the error of a lossy compressor is added to the next message.
+        stream: a key that makes its random numbers differ from those of others.
+        plain: the names of tensors that are sent uncompressed.
         """
         every = (p for module in self.stages.values() for p in module.parameters())
         first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
@@ -239,10 +240,11 @@ _TO_MEAN = OuterOptimizer(learning_rate=1.0, momentum=0.0, nesterov=False)
 class OuterParameters:
     """The parameters that replicas change apart, with their values after the last merge.
 
-    parameters: by name, the same values in every rank of `group` and in all replicas.
-    shares: whole ones of these that each of its first ranks carries across.
+    parameters: the parameters by name, with the same values in every rank of `group` and in all
+        replicas.
+    shares: the full parameters among these that each of its first ranks carries across.
     outer: the values of this rank's share after the last merge, the same bits in all replicas.
-    velocity: of the outer optimizer.
+    velocity: the velocity of the outer optimizer.
     """
 
     def __init__(

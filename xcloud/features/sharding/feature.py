@@ -70,7 +70,7 @@ def check_in_step(
     """Raise ConfigError unless the schedule has all these ranks do the same in turn, each with its
     own micro-batches, and computes their backwards at once.
 
-    turns: of each rank, by stage; see ClusterLayout.turn.
+    turns: the turns of each rank, by stage; see ClusterLayout.turn.
     what: the setting of their cloud, for the message.
     """
     orders = [

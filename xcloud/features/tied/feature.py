@@ -47,7 +47,8 @@ JoinEnds = Callable[[Wiring, ClusterLayout, torch.device, str], Join]
 class TiedEnds(Feature):
     """A sum of the gradients of one matrix over both ends of a pipeline.
 
-    join_ends: what averages is a feature too (features/replicas/links.py).
+    join_ends: the function that connects the two ends. Averaging is a feature too
+        (features/replicas/links.py).
     """
 
     def __init__(self, join_ends: JoinEnds) -> None:

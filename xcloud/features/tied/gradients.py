@@ -52,8 +52,10 @@ Join = Callable[[tuple[int, int], int, TensorCodec], EndsAverager]
 class TiedGradients(Hook):
     """The hook that sums the gradients of a tied matrix, of one rank that holds one end or both.
 
-    held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
-    averager: between the two ends; None in ranks that do not speak, and where both are here.
+    held: the matrix by stage.
+    groups: the ranks of these stages. The first of each sends and receives for it.
+    averager: the averager between the two ends; None in ranks that are not first, and where both
+        ends are here.
     """
 
     name = "tied"
@@ -108,9 +110,9 @@ def tied_gradients(
 ) -> TiedGradients | None:
     """Return the hook of a rank that holds an end of a tied matrix; None for other ranks.
 
-    groups: by stage.
+    groups: the ranks of each stage.
     choose: the compressor that crosses between clouds.
-    join: called where this rank speaks for one of two ends.
+    join: a function that is called where this rank is the first of one of two ends.
     """
     pipeline = trainer.pipeline
     ends = {stage: module.tied() for stage, module in pipeline.stages.items()}
