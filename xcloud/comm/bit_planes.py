@@ -38,7 +38,7 @@ CODES_PER_VALUE = 4
 def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bits | None:
     """Return the numbers as bytes; None if they would have too many high parts to be read.
 
-    edges: where classes of columns begin, and the number of columns last.
+    edges: the first column of each class of columns, followed by the number of columns.
     """
     out = _Writer()
     active_R: Marks = (codes_RC != 0).any(axis=1)

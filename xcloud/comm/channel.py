@@ -48,14 +48,15 @@ class BoundaryField:
     """One tensor of a boundary message. Floating fields are compressed, unless they are exact, and
     their gradient returns; integer fields cross unchanged.
 
-    rows "samples": the tensor is [B, *features]. rows "counted": it is [sum(counts), *features],
-    where `counts` is the message's integer field of that name, [B], which must stand first.
-    rows a number: so many, whatever the samples (a gradient, a factor of one).
-    replaces: values of a row of the uncut model that this row stands for (H where K < H features
-    of it cross); what the compression ratio is counted against. None: as many as cross.
-    most: of an integer field whose values index something, the largest; the least is 0. None: any.
-        `counts` are at most the boundary's max_rows_per_sample.
-    is_exact: of a floating field that crosses, and whose gradient returns, as it is.
+    rows: "samples": the tensor is [B, *features]. "counted": it is [sum(counts), *features], where
+        `counts` is the message's integer field of that name, [B], which must stand first. A
+        number: it has that many rows, whatever the number of samples (a gradient, or a factor of
+        one).
+    replaces: number of values in a row of the full model that this row replaces (H, where K < H
+        features of it cross). The compression ratio is counted against it. None: as many as cross.
+    most: largest value of an integer field whose values index something; the least is 0. None:
+        any value. `counts` are at most the boundary's max_rows_per_sample.
+    is_exact: True for a floating field that crosses uncompressed, and so does its gradient.
     """
 
     name: str

@@ -19,8 +19,10 @@ from xcloud.comm.memory import Memory, NoMemory
 class ChannelId:
     """Identifies one direction between two ranks over one boundary; the same at both ends.
 
-    seed: of the experiment. boundary: the stage before it. direction: "forward" or "backward".
-    sender, receiver: ranks.
+    seed: seed of the experiment.
+    boundary: number of the stage before the boundary.
+    direction: "forward" or "backward".
+    sender, receiver: numbers of the two ranks.
     """
 
     seed: int
@@ -39,10 +41,10 @@ class ChannelId:
 
 
 class CompressionPlan(ABC):
-    """A setting of `compression`, which answers: which compressors act at a boundary, from which
-    step on, and on what replicas average.
+    """A setting of `compression`. It says which compressors act at a boundary, from which step on,
+    and which act on the values that replicas average.
 
-    boundaries: those with a compression of their own.
+    boundaries: numbers of the boundaries that have a compression of their own.
     """
 
     boundaries: Sequence[int] = ()
@@ -106,10 +108,10 @@ class Compression(CompressionPlan):
 
     forward: compressor of activations.
     backward: compressor of their gradients.
-    forward_memory: what a channel of activations carries from one step to the next.
-    backward_memory: what a channel of gradients carries from one step to the next.
-    averaging: compressor of what replicas send each other of their gradients or weight changes;
-        None for that of backward.
+    forward_memory: memory that a channel of activations keeps from one step to the next.
+    backward_memory: memory that a channel of gradients keeps from one step to the next.
+    averaging: compressor of the gradients or weight changes that replicas send each other. None:
+        the compressor of backward.
     """
 
     forward: Compressor = field(default_factory=Chain)

@@ -27,14 +27,15 @@ _ROWS = re.compile(r"\[\d+:\d+\]$")
 class PerTensor(TensorChoice):
     """One compressor for most tensors, and others for some.
 
-    default: for whatever none of the others is for.
-    vectors: norms and biases, and whatever has one axis or none; they are few values of much
-        effect. embeddings: tables of words and positions and the head over the vocabulary, by the
-        name; a step changes few of their rows. names: regular expressions to be found in a
-        parameter's name, such as "lora_B" or "layers\\.0\\."; the first that is found decides,
-        before vectors and embeddings. Of such an expression only single characters may be
-        repeated, and twice at most, so that looking for it takes no time (base.patterns). What is
-        None counts as the rest.
+    default: compressor of all tensors to which no other entry applies.
+    vectors: compressor of norms, biases and all other tensors with one axis or none. They have few
+        values and much effect. None: default.
+    embeddings: compressor of word and position tables and of the head over the vocabulary, which
+        are recognized by name. A step changes few of their rows. None: default.
+    names: compressors by regular expression, to be found in a parameter's name, such as "lora_B"
+        or "layers\\.0\\.". The first that is found decides, before vectors and embeddings. Only
+        single characters may be repeated in such an expression, and twice at most, so that the
+        search takes no time (base.patterns).
     """
 
     default: Compressor
@@ -81,7 +82,7 @@ class Phase:
     """A phase of training, with its compression.
 
     until_step: the last step of this phase; None for the last phase.
-    compression: of this phase.
+    compression: the compression that acts in this phase.
     """
 
     until_step: NotNegative | None
@@ -143,8 +144,8 @@ class PerBoundary(CompressionPlan):
     For models whose boundaries carry different things: sending 15 % of a gradient's rows suits a
     boundary with one row per token, not one with a row per sample.
 
-    default: what all other boundaries have.
-    boundaries: as boundary_N, with N the stage before it, what that one has.
+    default: the compression of all other boundaries.
+    boundaries: the compression of one boundary each, as boundary_N, with N the stage before it.
     """
 
     def __init__(self, default: Compression | Phased, **boundaries: Compression | Phased) -> None:
@@ -216,13 +217,15 @@ class Selection(StatefulTree):
 
 
 class Selectable(CompressionPlan):
-    """The choices by name; the run begins with the first, and replicas are averaged with it.
+    """Several compressions by name, between which a run can change. It begins with the first, and
+    replicas are averaged with it.
 
-    chosen_by: what chooses, for tables.
+    chosen_by: name of the feature that chooses, for tables.
 
-    Every choice has compressors and memories of its own at both ends of a channel. While another
-    is in force they rest: a delta cache stays equal at both ends, and what error feedback has not
-    sent yet is added to the first message of its sample after the choice has come back.
+    Every choice has compressors and memories of its own at both ends of a channel. They do not
+    change while another choice is in force. So a delta cache stays equal at both ends, and what
+    error feedback has not sent yet is added to the first message of its sample once the choice is
+    in force again.
     """
 
     def __init__(self, choices: Mapping[str, Compression], chosen_by: str = "choice") -> None:

@@ -152,8 +152,8 @@ class ErrorFeedback(_PerSample):
     another number of rows starts afresh. If a sample occurs twice in a message, the first takes
     the residual, and the errors of both are kept if their rows agree.
 
-    decay: below 1 old errors fade. dtype: that of what is kept (bfloat16: half the bytes); None:
-    as x.
+    decay: factor on the old error of a sample at its next message; below 1 old errors fade.
+    dtype: type of the values that are kept (bfloat16: half the bytes). None: that of x.
     """
 
     label = "ef"
@@ -186,7 +186,7 @@ class DeltaCache(_PerSample):
     with another number of rows starts afresh. If one occurs twice in a message, both are deltas to
     the previous visit, and the last one is kept.
 
-    dtype: as of ErrorFeedback.
+    dtype: type of the values that are kept, with the choices of ErrorFeedback.
     """
 
     label = "delta"

@@ -46,7 +46,7 @@ class Cast(Compressor):
 
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].
 
-    dtype: of the values on the wire.
+    dtype: type of the values on the wire.
     """
 
     family: ClassVar[Family] = "precision"
@@ -124,16 +124,17 @@ class BlockInt(Draws):
     Wire, for N values: codes uint8 [packed_bytes(N, bits)] (bits/8 bytes each), scales int16 [M].
     Arithmetic is float32. An all-zero block, or one below 2**-119, decodes to zeros. A NaN or
     inf makes values of its own block NaN (or inf), so that divergence stays visible.
-    bits: of a value.
-    block: neighbouring values with one scale.
-    seed: of stochastic rounding, combined with the channel's.
+    bits: number of bits per value.
+    block: number of neighbouring values that share a scale.
+    seed: seed of stochastic rounding, which is combined with the channel's seed.
     """
 
     family: ClassVar[Family] = "precision"
     bits: Annotated[int, Field(ge=1, le=8)] = 8
     block: Positive = 64
     stochastic: bool = False
-    seed: Seed = 0  # of stochastic rounding, combined with the channel's
+    """True: round up or down at random, so that the mean of many decoded values is the value."""
+    seed: Seed = 0
 
     @property
     def feedback(self) -> Feedback:

@@ -52,8 +52,8 @@ class Eden(Draws):
     bfloat16 as int16 [M], the seed of the signs int64 [1]. Arithmetic is float32, sums in a fixed
     order, so every processor decodes the same bits. NaN or inf makes its block NaN.
 
-    bits: of a value.
-    seed: of the signs, combined with the channel's.
+    bits: number of bits per value.
+    seed: seed of the signs, which is combined with the channel's seed.
     """
 
     family: ClassVar[Family] = "precision"

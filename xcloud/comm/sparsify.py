@@ -152,7 +152,7 @@ class RandomK(Draws, _Sparse):
     and error feedback diverges with it. Use it only where gradients of many senders are averaged.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
     rate: share of the values that is sent.
-    seed: of the positions that are drawn, combined with the channel's.
+    seed: seed for drawing positions, which is combined with the channel's seed.
     """
 
     _sends_largest = False
@@ -160,6 +160,8 @@ class RandomK(Draws, _Sparse):
     rate: Rate
     seed: Seed = 0
     unbiased: bool = False
+    """True: multiply by N/k, so that the mean over many messages is the tensor. Only for gradients
+    of many senders that are averaged; for one message it is worse than sending nothing."""
 
     @property
     def feedback(self) -> Feedback:
@@ -191,8 +193,8 @@ class RandomTopK(Draws, _Sparse):
     for the largest is over m values. With feedback, what was not drawn has its turn later.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
     random: share of the values that is drawn.
-    top: share of these that is sent.
-    seed: of the positions that are drawn, combined with the channel's.
+    top: share of the drawn values that is sent.
+    seed: seed for drawing positions, which is combined with the channel's seed.
     """
 
     random: Rate

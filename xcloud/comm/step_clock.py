@@ -58,11 +58,13 @@ class RecordedStep(NamedTuple):
 class StepClock:
     """Seconds of one rank in one step, by kind of work: the values of SUM_OF.
 
-    record_from: from this step on, spans are kept in `recorded` and messages in `messages`; meant
-    for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
-    begins where the one before ended, but for what was `paused` (an evaluation).
-    slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
-    end (emulates a slow device).
+    A step begins at the end of the one before, without the time that was `paused` (an evaluation).
+
+    record_from: number of the first step whose spans are kept in `recorded`, and whose messages in
+        `messages`. It is meant for the last few steps of a run, because nothing is ever dropped.
+        None: nothing is recorded.
+    slowdown: factor by which every computing span takes longer, in evaluations too. The clock
+        sleeps at the end of the span, which emulates a slow device.
     """
 
     def __init__(self, record_from: int | None = None, slowdown: float = 1.0) -> None:

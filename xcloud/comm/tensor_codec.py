@@ -27,19 +27,23 @@ Choose = Callable[[str, torch.Size], Compressor]
 
 @dataclass
 class _Sent:
-    """A record of what one message did to what its tensor keeps, until the codec is told whether
-    the message was used. before: the residual that the message carried; None for one without.
-    after: what the message left out."""
+    """The residuals of a tensor around one message. They are kept until it is reported whether the
+    message was used.
+
+    before: the residual that the message carried; None if it carried none.
+    after: the values that the message left out; None if there are none.
+    """
 
     before: Tensor | None
     after: Tensor | None
 
 
 class _Coded(StatefulTree):
-    """One tensor: its compressor (a copy of its own), and what used messages have left out.
+    """One tensor with its compressor (a copy of its own), and the residual of used messages.
 
-    residual: in float32 at least, so that what is small beside it is not rounded away. None while
-    a message carries all of it; always None without feedback.
+    residual: the values that used messages have left out, in float32 at least, so that small
+        values are not rounded away. None while a message carries all of it, and always without
+        feedback.
     """
 
     own_names = ("residual", "before", "after")

@@ -41,8 +41,9 @@ class UnsteadyLine(ABC):
         bandwidth_bits_per_s and latency_s apply. The trace repeats every trace_period_s if that is
         set.
     outages: [[start, duration], ...] in seconds since the start. Nothing is sent meanwhile.
-    outage_every_s, outage_lasting_s: mean seconds between further outages at random (exponential)
-        gaps, and their duration in seconds. They are the same in every run. 0 = none.
+    outage_every_s: mean seconds from one further outage to the next, at random (exponential) gaps.
+        They are the same in every run. 0 = none.
+    outage_lasting_s: duration of each of these outages in seconds. 0 = none.
     trace_period_s: seconds after which the trace starts over. 0 = it does not repeat.
     """
 

@@ -72,11 +72,12 @@ class SampleFeed:
     """The samples of one rank's updates, micro-batch by micro-batch.
 
     turns: (first, period) of each stage of this rank, see Pipeline.
-    fetch(ids): the visible fields of samples.
-    weigh(ids): their weight in the loss; None in ranks without the last stage.
+    fetch(ids): returns the visible fields of samples.
+    weigh(ids): returns their weight in the loss. None in ranks without the last stage.
     token_pads: the padding id of each field of tokens that no stage before this rank's reads.
-    of_replica: (number, how many), where each replica updates apart, from its own micro-batches.
-    work: of the update that was begun last.
+    of_replica: (number of the replica, number of replicas), if each replica makes its own updates,
+        from its own micro-batches.
+    work: the work of the update that was begun last.
     """
 
     plan: BatchPlan

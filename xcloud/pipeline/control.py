@@ -154,7 +154,7 @@ class Control:
     """The small messages between rank 0 and every other rank.
 
     out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    detector: what this rank knows of the life of the others.
+    detector: the failure detector of this rank, which knows what other ranks are alive.
     """
 
     rank: int

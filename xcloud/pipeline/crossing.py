@@ -71,9 +71,10 @@ def guarded(job: CrossedJob, stage: int, direction: str, channel: SendChannel) -
 
 
 class Crossing:
-    """What arrives of what a stage of the first replica sends to another cloud in an evaluation
-    after the last step: the same defence, channels and random streams as in the run. What
-    compressors have learned in training is not with a finished run: they begin anew."""
+    """A path from a stage of the first replica to another cloud, as in an evaluation after the
+    last step. It has the same defence, channels and random streams as the run. A finished run does
+    not keep what compressors learned in training, so they start empty.
+    """
 
     def __init__(self, job: CrossedJob, stage: int, boundary: Boundary, last_step: int) -> None:
         compression = job.compression.at_boundary(stage)

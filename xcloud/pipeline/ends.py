@@ -46,9 +46,9 @@ OnReport = Callable[[int, Frame], None]
 class Ends:
     """The link ends of one rank.
 
-    records: of links that leave the cloud, or come from another one.
-    detector: what this rank knows of the life of the others.
-    queued: bytes of messages that wait here.
+    records: the records of the links to and from other clouds.
+    detector: the failure detector of this rank, which knows what other ranks are alive.
+    queued: bytes of the messages that wait in this rank.
     """
 
     def __init__(

@@ -30,9 +30,12 @@ from xcloud.net.transport import Collectives
 class RankGroup:
     """The ranks that share one part of the work, as one of them sees them.
 
-    rank: this one, among `ranks`, which stand in the order of their group ranks.
-    group: what joins them; None where the rank is alone, and then every method returns at once.
-    lives: heartbeats of the others, by rank, where they are noted as waited for.
+    rank: number of this rank, one of `ranks`.
+    ranks: the ranks in the order of their group ranks.
+    group: the collectives of these ranks. None if the rank is alone; then every method returns at
+        once.
+    peers: the records of the others' heartbeats, by rank. The ranks that this one waits for are
+        noted there.
     """
 
     rank: int
@@ -195,9 +198,11 @@ class FlatBuffer:
 class Work:
     """The work of a replica in one update.
 
-    weight: in the loss, 1 in ranks that do not hold the last stage.
-    num_own: samples that this rank computes.
-    num_tokens: in them, of the fields whose tokens this rank counts (Feed).
+    num_samples: number of samples that the replica trains on.
+    weight: weight of the samples in the loss. It is 1 in ranks that do not hold the last stage.
+    num_own: number of samples that this rank computes.
+    num_tokens: number of tokens in these, in the fields whose tokens this rank counts
+        (SampleFeed).
     """
 
     num_samples: int = 0
@@ -225,15 +230,16 @@ class Exchange(StatefulTree, ABC):
     ) -> dict[int, Tensor]:
         """Replace this rank's gradients by those that the optimizer is to use.
 
-        buffers, losses: by stage, in ascending order; a loss is this rank's share, a scalar.
-        Returns the whole losses, which also take the last place of each `flat`. What is there
-        afterwards is checked for finite values and clipped.
+        buffers: the buffer of each stage, with the stages in ascending order.
+        losses: this rank's share of the loss of each stage, a scalar, in the same order.
+        Returns the full losses, which also take the last place of each `flat`. The values that
+        are there afterwards are checked for finite values and clipped.
         """
 
     def after_update(self, step: int, work: Work) -> None:
         """Act once the optimizer has made or skipped the update. May change parameters.
 
-        work: what this replica has trained on in it, nothing if it was skipped.
+        work: the work of this replica in the update; an empty Work if it was skipped.
         """
         return
 
@@ -252,8 +258,10 @@ class Exchange(StatefulTree, ABC):
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
-    """The sum over the ranks of one cloud in every update; carries nothing between updates.
-    groups: of each stage."""
+    """The sum over the ranks of one cloud in every update. It keeps nothing between updates.
+
+    groups: the group of ranks of each stage.
+    """
 
     groups: Mapping[int, RankGroup]
 

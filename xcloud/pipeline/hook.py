@@ -19,11 +19,13 @@ from xcloud.pipeline.control import Signal
 class StepReport:
     """One rank's account of one update.
 
-    loss: None but in one rank per job (replicas that update apart: per replica), and None there
-        too if the update was skipped: `skipped` is the reason, for the user.
-    num_tokens: that this rank's stages are the first to compute.
-    num_learned: what the loss counts, such as the tokens of answers, in the rank that has it.
-    signal: what all ranks do now.
+    loss: the loss in one rank per job (if replicas train locally: per replica). It is None in all
+        other ranks, and if the update was skipped.
+    num_tokens: number of tokens that this rank's stages are the first to compute.
+    num_learned: number of items that the loss counts, such as the tokens of answers. Only the rank
+        that has the loss counts them.
+    skipped: the reason why the update was skipped, for the user; None if it was not.
+    signal: the signal that says what all ranks do now.
     """
 
     step: int

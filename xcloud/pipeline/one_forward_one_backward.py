@@ -133,9 +133,9 @@ def max_kept(
 ) -> float:
     """Return the bytes that the fullest of a stage's ranks keeps at most.
 
-    actions: of one stage, in order.
-    activations: bytes of a micro-batch.
-    waiting: bytes of what remains of it while its weights' gradients wait.
+    actions: the actions of one stage, in order.
+    activations: bytes of a micro-batch's activations.
+    waiting: bytes of a micro-batch that are still kept while its weights' gradients wait.
     """
     actions = list(actions)
     late = split_backwards(actions)

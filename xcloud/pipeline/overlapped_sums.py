@@ -37,8 +37,9 @@ class OverlappedSums(Hook):
     `FlatBuffer.sum_over` starts the rest. Each stage's exchange must begin with that call, of the
     same group.
 
-    buffers, groups: by stage.
-    num_backwards: returns how many this rank makes of each stage in the update that begins.
+    buffers, groups: the buffer and the group of ranks of each stage.
+    num_backwards: returns the number of backwards that this rank makes of each stage in the update
+        that begins.
     """
 
     def __init__(

@@ -12,15 +12,16 @@ from xcloud.pipeline.batch_plan import BatchPlan, cut
 class PinnedBatchPlan(BatchPlan):
     """A BatchPlan in which a sample always falls to the same ranks, for memories kept by sample.
 
-    group_of_piece: for each micro-batch of an update, in order, the number of the group of ranks
-    that computes it. The samples are dealt to the groups once, at random, in proportion to the
-    places that a group has in a batch; then each group draws from its own samples as a BatchPlan.
+    The samples are dealt to groups of ranks once, at random, in proportion to the places that a
+    group has in a batch. Then each group draws from its own samples as a BatchPlan does.
 
-    What differs from a BatchPlan: batches are as long, but every batch has the same number of
-    samples of each group. Every sample comes once in each epoch of its group. Where the numbers
-    do not divide, a group has up to one sample more or fewer than its exact share, so its epochs
-    are shorter or longer than num_samples / batch_size updates by less than one update each, and
-    those of two groups drift apart slowly.
+    group_of_piece: number of the group that computes each micro-batch of an update, in order.
+
+    Batches are as long as those of a BatchPlan, but every batch has the same number of samples of
+    each group. Every sample comes once in each epoch of its group. If the numbers do not divide, a
+    group has up to one sample more or fewer than its exact share. Its epochs are then shorter or
+    longer than num_samples / batch_size updates by less than one update each, and those of two
+    groups drift apart slowly.
 
     Raises ConfigError if there are fewer samples than groups.
     """

@@ -52,7 +52,7 @@ class BoundaryPorts:
 class Pass:
     """One pass over a schedule: of a training step, or an evaluation after that step.
 
-    first_micro_batch: within the update, of the schedule's micro-batch 0.
+    first_micro_batch: number, within the update, of the schedule's micro-batch 0.
     """
 
     step: int
@@ -91,8 +91,8 @@ class _Returned(torch.autograd.Function):
 class InFlight:
     """A micro-batch between its forward and its backward at one stage.
 
-    send: what left, in the graph; its gradient comes back.
-    weights: what puts off their gradients; None where nothing is put off.
+    send: the message that was sent, still in the graph. Its gradient comes back.
+    weights: the split backward that puts off the weights' gradients; None if none are put off.
     """
 
     batch: Batch
@@ -114,10 +114,11 @@ class InFlight:
 class UnderWay:
     """One rank's micro-batches of a pass, from the first forward to the last backward.
 
-    batches: by micro-batch of the schedule, the fields that this rank may see.
-    weight: what the loss of the whole update is divided by.
+    batches: the fields that this rank may see, by micro-batch of the schedule.
+    weight: divisor of the loss of the full update.
     loss: the sum so far, divided by `weight`.
-    deferred: by (stage, micro-batch), what splits a backward and is still to compute the rest.
+    deferred: the split backwards whose second part is still to be computed, by (stage,
+        micro-batch).
     """
 
     now: Pass
@@ -130,10 +131,11 @@ class UnderWay:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
-    replica 0 evaluates.
+    """One rank's stages and ports. Micro-batch i belongs to replica i mod the number of replicas.
+    Replica 0 evaluates.
 
-    layout: who computes what. autocast: makes the context that stages compute in.
+    layout: the layout, which says what each rank computes.
+    autocast: makes the context in which stages compute.
     """
 
     rank: int
@@ -167,11 +169,11 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of every micro-batch of this rank; gradients add up in `.grad`.
 
-        batches: micro-batch number of the schedule -> the fields that this rank may see.
-        first_micro_batch: what is added to that number to name the micro-batch within the update
-            (gradient accumulation runs the schedule several times for one update).
-        weight: what the loss of the whole update is divided by (its number of target tokens).
-        after_micro_batch: called with each stage whose gradients of a micro-batch are all there.
+        batches: the fields that this rank may see, by micro-batch number of the schedule.
+        first_micro_batch: number, within the update, of the schedule's micro-batch 0 (gradient
+            accumulation runs the schedule several times for one update).
+        weight: divisor of the loss of the full update (its number of target tokens).
+        after_micro_batch: called with each stage whose gradients of a micro-batch are complete.
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
         actions, splits = self._plan(schedule)

@@ -106,11 +106,14 @@ class GPipe(Schedule):
 
 
 def max_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:
-    """Most micro-batches between their forward and their backward at once, by the link they take.
+    """Return the maximum number of micro-batches that are between their forward and their backward
+    at once, by the link they take.
 
-    actions: of one stage, in order. link: of a micro-batch, to the next stage and back. As the
-    stage's backward follows the gradient from the next stage, no more messages than this are
-    under way on a link, in either direction.
+    The stage's backward follows the gradient from the next stage. So no more messages than this
+    are under way on a link, in either direction.
+
+    actions: the actions of one stage, in order.
+    link: returns the link of a micro-batch to the next stage and back.
     """
     change = {"forward": 1, "backward": -1, "weights": 0}
     in_flight: Counter[K] = Counter()

@@ -42,15 +42,16 @@ class AdamW(torch.optim.AdamW):
 class Optimizer:
     """AdamW, with a learning rate that rises linearly and then follows `decay`.
 
-    learning_rate: the highest, at the end of the warm-up.
+    learning_rate: highest learning rate, reached at the end of the warm-up.
     warmup_steps: updates in which the learning rate rises from 0.
-    decay: what it does then. inverse_sqrt = learning_rate * sqrt(warmup_steps / step) (AB-Net's,
-        arXiv:2010.06138); linear = falls to 0 behind max_steps; constant = stays.
+    decay: the learning rate after the warm-up. inverse_sqrt = learning_rate * sqrt(warmup_steps /
+        step) (AB-Net's, arXiv:2010.06138); linear = falls to 0 after max_steps; constant = stays.
     betas: decay of the running mean of gradients, and of that of their squares.
-    eps: added to the root of the mean square, against divisions by 0.
-    weight_decay: of matrices, embeddings included; biases and the gains of norms (parameters of
-        fewer than two axes) are spared, as in BERT (arXiv:1810.04805) and nanoGPT.
-    clip_norm: bound on the norm of the whole model's gradient, over all clouds; 0 = off.
+    eps: number added to the root of the mean square, against divisions by 0.
+    weight_decay: factor of the decay of matrices, embeddings included. Biases and the gains of
+        norms (parameters of fewer than two axes) do not decay, as in BERT (arXiv:1810.04805) and
+        nanoGPT.
+    clip_norm: bound on the norm of the full model's gradient, over all clouds; 0 = off.
     """
 
     learning_rate: PositiveFloat = 5e-4
@@ -103,10 +104,12 @@ class Optimizer:
 
 @settings("training.checkpoint")
 class Checkpoints:
-    """When a run saves what it can go on from (features/checkpoints/checkpointing.py).
+    """When a run saves a checkpoint to resume from (features/checkpoints/checkpointing.py).
 
-    every_steps, every_minutes: whichever comes first; 0 = not for this reason, both 0 = never.
-    keep: of the checkpoints that all ranks have completed, the newest so many.
+    every_steps: updates between checkpoints. 0 = no checkpoint for this reason.
+    every_minutes: minutes between checkpoints. 0 = no checkpoint for this reason. Whichever of the
+        two is reached first applies; if both are 0, no checkpoint is saved.
+    keep: number of checkpoints to keep: the newest that all ranks have completed.
     """
 
     every_steps: NotNegative = 500
@@ -122,12 +125,12 @@ class Checkpoints:
 class Patches:
     """When a run writes its weights for workers elsewhere (docs/follow-weights.md).
 
-    every: updates between two patches, which have the values that changed in BF16; the last update
-        has one, too. 0 = none.
-    whole_every: patches between two snapshots, which have all values.
-    url: folder or bucket that fsspec knows, of which each run needs one of its own; None: the run
-        folder, where one machine plays all clouds.
-    reader: cloud to whose certificate (`peers` of the policy) the weights are sealed; None: they
+    every: updates between two patches. A patch has the values that changed in BF16. The last
+        update has a patch, too. 0 = no patches.
+    whole_every: patches between two snapshots. A snapshot has all values.
+    url: folder or bucket that fsspec knows. Each run needs one of its own. None: the run folder,
+        if one machine plays all clouds.
+    reader: cloud to whose certificate (`peers` of the policy) the weights are sealed. None: they
         are not sealed.
     """
 
@@ -141,16 +144,16 @@ class Patches:
 class Updates:
     """How many updates are made, and of what.
 
-    max_steps: updates of the run.
-    batch_size: samples of one update, over all ranks and accumulation steps together.
-    accumulate_steps: passes over the pipeline for one update; each pass has
-    schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
-    precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
-    bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
-    on_divergence: what to do with an update whose loss or gradient is not finite in any cloud, or
-    so large that the optimizer's squares of it would not be (1.8e19 in FP32, not clipped): stop
-    the run, or skip the update in every rank.
-    max_skips_in_a_row: updates that may be skipped one after the other; one more stops the run.
+    max_steps: number of updates of the run.
+    batch_size: number of samples of one update, over all ranks and accumulation steps together.
+    accumulate_steps: number of passes over the pipeline for one update. Each pass has
+        schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
+    precision: fp32; bf16 = autocast; auto = bf16 if the device multiplies it fast (a GPU with
+        bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
+    on_divergence: action if, in any cloud, an update's loss or gradient is not finite, or is so
+        large that the optimizer's squares of it would not be (1.8e19 in FP32, not clipped). stop =
+        the run stops; skip = the update is skipped in every rank.
+    max_skips_in_a_row: number of updates in a row that may be skipped. One more stops the run.
     """
 
     max_steps: Positive
@@ -211,15 +214,15 @@ class Training(Updates):
     """Updates, with evaluations and checkpoints between them.
 
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
-    until: a target at which the run ends before max_steps; None: it makes them all.
-    eval_batch_size: samples that are scored at a time.
-    eval_samples: at most so many samples of a split are scored (the first ones); None = all.
-    activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
-    behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at
-    each boundary), which then cross in the first epoch only. 0 = none.
-    optimizer: its learning rate, decay and bounds.
-    checkpoint: when the run saves what it can go on from.
-    patches: when it writes its weights for workers elsewhere.
+    until: a target at which the run ends before max_steps. None: the run makes all updates.
+    eval_batch_size: number of samples that are scored at a time.
+    eval_samples: maximum number of samples of a split that are scored, its first ones. None = all.
+    activation_cache_mb: megabytes (10**6 bytes), at each boundary, of a cache of the rows that
+        cross there. It is kept by a rank behind a boundary between clouds if all that lies before
+        the boundary is frozen. The rows then cross in the first epoch only. 0 = no cache.
+    optimizer: the learning rate, decay and bounds of the optimizer.
+    checkpoint: when the run saves a checkpoint to resume from.
+    patches: when the run writes its weights for workers elsewhere.
     """
 
     evaluate_every: NotNegative = 0

@@ -50,10 +50,12 @@ _BEFORE_ANY = (
 
 
 class DivergenceGuard(StatefulTree):
-    """Decides on an update whose loss or gradient is not finite. Every rank that shares it has its
-    own copy, and all count alike: so parameters and moments are as before it everywhere. A skipped
-    update still is one: its step, samples and learning rate are used up, only the optimizer does
-    not move."""
+    """Decides on an update whose loss or gradient is not finite.
+
+    Every rank that shares the update has its own copy of the guard, and all copies count alike.
+    So a skipped update leaves parameters and moments unchanged everywhere. It still counts as an
+    update: its step, samples and learning rate are used up, only the optimizer does not move.
+    """
 
     own_names = ("num_in_a_row", "last_step")
 
@@ -199,10 +201,10 @@ class TrainedStage:
 class Trainer(StatefulTree):
     """The maker of one rank's updates.
 
-    groups: by stage, for those of this rank.
-    sums: of the stages' norms.
-    num_updates: made or skipped so far.
-    schedule: all ranks may set another one between the same two updates.
+    groups: the group of ranks of each stage of this rank.
+    sums: the sums of the stages' norms.
+    num_updates: number of updates made or skipped so far.
+    schedule: the present schedule. All ranks may set another one between the same two updates.
     """
 
     own_names = ("num_updates",)

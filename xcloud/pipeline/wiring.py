@@ -88,12 +88,12 @@ class AveragingLinks(Protocol):
 class Wiring(StatefulTree):
     """All ends that one rank holds.
 
-    groups: by stage, the ranks that hold it.
-    control: None where there is one rank.
-    is_elastic: other clouds may be late or gone, and only merges wait for them.
-    rejoin: makes the control links to a rank of a cloud that has begun again; None where clouds
-        may not leave.
-    averaging: links of features that average over clouds; each adds its own.
+    groups: the ranks that hold each stage.
+    control: the control links. None if there is one rank.
+    is_elastic: True if other clouds may be late or gone. Then only averaging waits for them.
+    rejoin: makes the control links to a rank of a cloud that has restarted. None if clouds may not
+        leave.
+    averaging: links of the features that average over clouds. Each feature adds its own.
     """
 
     ends: Ends
@@ -248,8 +248,8 @@ sender: in evaluations, and over a boundary that no gradient crosses."""
 class Boundaries:
     """The boundaries of one rank, in its replica of the pipeline.
 
-    ports: by the stage before the boundary.
-    channels: every one that ends here, by its identity in words.
+    ports: the ports of each boundary, by the stage before it.
+    channels: all channels that end here, by their identity in words.
     wan_sends: the sending channels that cross clouds.
     """
 
