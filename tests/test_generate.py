@@ -18,9 +18,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import NO_LABEL, Batch
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Lora
+from xcloud.models.causal_network import Lora, positions_of
 from xcloud.models.causal_stage import CausalStage
-from xcloud.use import Choice, following
+from xcloud.models.following import Choice, following
 
 
 @pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))
@@ -44,6 +44,21 @@ def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
     assert found[0] == found[1] and len(set(found[0])) > 1
     whole = [n for length in range(6, 16) for n in (length, length)]
     assert rows == [6, 6] + [1, 1] * 9 + whole
+
+
+def test_only_a_whole_model_writes_on_by_itself(tmp_path: Path) -> None:
+    """As it would in `generate`, as far as it has positions."""
+    saved("llama", tmp_path)
+    whole, *_ = build(CausalLM(checkpoint=str(tmp_path), blocks_per_stage=[]), 1, where(tmp_path))
+    assert isinstance(whole, CausalStage)
+    whole.eval()
+    asked = words(6, 1)
+    expected = list(islice(following([whole], lambda _, m, batch: m, asked, Choice()), 5))
+    assert list(islice(whole.follow(asked), 5)) == expected
+    longest = positions_of(whole.network.config)
+    assert len(list(whole.follow(words(longest - 3, 1)))) == 3
+    parts = build(CausalLM(checkpoint=str(tmp_path), blocks_per_stage=[1]), 2, where(tmp_path))
+    assert not any(list(islice(part.follow(asked), 1)) for part in parts)
 
 
 def test_likelihoods_are_those_of_transformers_for_texts_of_unequal_length(tmp_path: Path) -> None:

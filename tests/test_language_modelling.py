@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +119,7 @@ def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
     assert learned(answers) == learned(whole)
     assert not answers.vocabularies
     scores = answers.score("test", {0: [10, 2]})
-    assert "Ana" in (shown := answers.sample_outputs("test", scores, 1)) and "Who" not in shown
+    assert answers.sample_outputs("test", scores, 1) == "", "an expected answer alone says nothing"
     assert text.batch("train", torch.tensor([0])).keys() == {"ids", "text", "types"}
     for refused in (lambda: answers.sentences("text"), lambda: text.weight(torch.tensor([0]))):
         with pytest.raises(DataError, match="visible here"):
@@ -605,19 +606,31 @@ def test_samples_are_shown_document_by_document(
     data = task.load(fields, 1)
     assert data.num_samples("test") < 4, "packed"
     scores = Scores({}, {}, {i: {"loss": 1.0} for i in range(data.num_samples("test"))})
-    shown = data.sample_outputs("test", scores, 3).rstrip().split("\n\n")
+    if are_chats:
+        assert data.sample_outputs("test", scores, 3) == "", "no model at hand, so no answer"
+    asked_for = []
 
-    assert len(shown) == 3
+    def follow(tokens: Sequence[int]) -> Iterator[int]:
+        asked_for.append(data.tokenizer_here.decode(tokens).strip())
+        told = [*data.tokenizer_here.encode("Bo", begins=False), data.tokenizer_here.token_ids.eos]
+        return cycle(told)
+
+    text = data.sample_outputs("test", scores, 3, follow)
+    if are_chats and "text" not in fields:
+        assert text == "", "nobody here knows what was asked"
+        return
+    shown = text.rstrip().split("\n\n")
+    assert len(shown) == 3 and len(asked_for) == 3 * are_chats
     for document in shown:
         if not are_chats and "text" in fields:
             assert re.fullmatch(r"text       text \d+ is\n {11}here", document)
         elif not are_chats:
             assert re.fullmatch(r"text       ext \d+ is\n {11}here", document), "without its first"
-        elif "text" in fields:
-            asked_of = re.fullmatch(r"question   Who is n(\d+)\?\nexpected   Ana (\d+)", document)
-            assert asked_of is not None and asked_of[1] == asked_of[2]
         else:
-            assert re.fullmatch(r"expected   Ana \d+", document)
+            form = r"question   (Who is n(\d+)\?)\nanswer     Bo\nexpected   Ana (\d+)"
+            asked_of = re.fullmatch(form, document)
+            assert asked_of is not None and asked_of[2] == asked_of[3]
+            assert asked_of[1] in asked_for, "up to where the model is to answer, and no further"
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ from xcloud.contracts.model import (
     Batch,
     BuildContext,
     Cut,
+    Follow,
     Scores,
     Split,
     Stage,
     StageOutput,
     TokenIds,
+    no_text,
 )
 from xcloud.net.frame import TensorSpec
 
@@ -92,7 +94,9 @@ class ToyData:
     def signature(self) -> dict[str, str]:
         return {"bleu": "share of exact answers"}
 
-    def sample_outputs(self, split: str, scores: Scores, count: int) -> str:
+    def sample_outputs(
+        self, split: str, scores: Scores, count: int, follow: Follow = no_text
+    ) -> str:
         return "\n".join(f"{i}: {sample}" for i, sample in list(scores.samples.items())[:count])
 
     def save_tokenizers(self, folder: Path) -> None:

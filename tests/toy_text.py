@@ -19,12 +19,14 @@ from xcloud.contracts.model import (
     Batch,
     BuildContext,
     Cut,
+    Follow,
     Head,
     Scores,
     Split,
     Stage,
     StageOutput,
     TokenIds,
+    no_text,
 )
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
@@ -111,7 +113,9 @@ class ToyTextData:
     def signature(self) -> dict[str, str]:
         return {"accuracy": "share of right answers"}
 
-    def sample_outputs(self, split: str, scores: Scores, count: int) -> str:
+    def sample_outputs(
+        self, split: str, scores: Scores, count: int, follow: Follow = no_text
+    ) -> str:
         return "\n".join(f"SECRET {i}: {s}" for i, s in list(scores.samples.items())[:count])
 
     def save_tokenizers(self, folder: Path) -> None:

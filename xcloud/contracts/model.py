@@ -8,7 +8,7 @@ Shapes: B samples in a micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from xcloud.comm.channel import Boundary, Message, Samples
 
 Batch = Samples
+Follow = Callable[[Sequence[int]], Iterator[int]]
+"""What yields the tokens that a trained model writes after some others."""
 """Field name -> tensor on the host, axis 0 = sample. Always has "ids", int64 [B]; else what may be
 seen. A stage brings to its device what it computes with (comm.devices.bring), so that it can read
 lengths and places without waiting for a GPU."""
@@ -45,6 +47,11 @@ class StageOutput(NamedTuple):
 
     send: Message | None = None
     loss: Tensor | None = None
+
+
+def no_text(tokens: Sequence[int]) -> Iterator[int]:
+    """Yield nothing (Follow): no model that writes text is at hand."""
+    return iter(())
 
 
 class Stage(nn.Module, ABC):
@@ -88,6 +95,11 @@ class Stage(nn.Module, ABC):
     @abstractmethod
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         """Training and evaluation alike; `received` is None in the first stage."""
+
+    def follow(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield what a stage that is a whole language model writes after these tokens, without
+        end or as far as it has positions. Other stages write nothing."""
+        return iter(())
 
     def tied(self) -> nn.Parameter | None:
         """Return what this stage trains as one with the pipeline's other end, where both begin
@@ -292,8 +304,14 @@ class TaskData(Protocol):
     def signature(self) -> dict[str, str]:
         """How each score was computed, by its name."""
 
-    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
-        """A few predictions with their references, for display."""
+    def sample_outputs(
+        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+    ) -> str:
+        """Return a few predictions with their references, for display; empty if none can be shown.
+
+        follow: yields what the trained model writes after some tokens; nothing where this rank
+            does not hold the whole model.
+        """
 
 
 class Task(Protocol):

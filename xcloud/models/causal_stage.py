@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -46,12 +46,14 @@ from xcloud.models.causal_network import (
     draw_weights,
     network_of,
     peft_name,
+    positions_of,
     run,
     write_checkpoint,
 )
 from xcloud.models.document_attention import Documents
 from xcloud.models.encoder import Packing, check_heads
 from xcloud.models.experts import RouterLoss
+from xcloud.models.following import Choice, following
 from xcloud.models.frozen_weights import cast_to
 from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
 from xcloud.models.split_point import Projection
@@ -217,6 +219,14 @@ class CausalStage(Stage):
         packing, rows = self._rows(received, batch=batch, past=past)
         last_BH = rows[bring(packing.counts.cumsum(0) - 1, device=rows.device)]
         return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
+
+    def follow(self, tokens: Sequence[int]) -> Iterator[int]:
+        if not (self._part.is_first and self._part.is_last):
+            return iter(())
+        longest = positions_of(self.network.config)
+        # One stage: nothing is carried.
+        written = following([self], lambda number, sent, batch: sent, tokens, Choice())
+        return islice(written, max(0, longest - len(tokens)))
 
     def _rows(
         self,

@@ -27,6 +27,7 @@ from xcloud.contracts.model import (
     NumCut,
     Scores,
     Split,
+    Stage,
     Task,
     TaskData,
 )
@@ -46,6 +47,7 @@ from xcloud.record.reporter import Reporter
 log = logging.getLogger(__name__)
 
 DATA = "the task's data"
+ANSWERING_S = 5.0  # for each of the samples that are shown
 SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 
@@ -246,12 +248,39 @@ class Evaluator(Hook):
         may_show = self.context.job.has_public_texts and not held
         with reporter.may_lose(SAMPLES_FILE):
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
-            samples = self.data.sample_outputs(split, scores=scores, count=5)
+            if split == "test" and step and self._is_whole_writer:
+                samples = self.data.sample_outputs(split, scores, count=5, follow=self._follow)
+            else:
+                samples = self.data.sample_outputs(split, scores=scores, count=5)
             (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
         if split == "test" and step:
             with reporter.may_lose(SCORES_FILE):
                 note_trackable(run_dir, **{SCORES_FILE: may_show or held})
                 write_scores(run_dir / SCORES_FILE, scores=scores, shows_text=not held)
+
+    @property
+    def _is_whole_writer(self) -> bool:
+        """Whether this rank alone holds a whole model that writes text. Of several ranks, each
+        would have to see the text."""
+        if self.pipeline.num_stages > 1 or self.groups[0].group_size > 1:
+            return False
+        return type(self.pipeline.stages[0]).follow is not Stage.follow
+
+    def _follow(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield what the model writes after these tokens, for at most ANSWERING_S: the barrier
+        behind the evaluation waits meanwhile."""
+        pipeline = self.pipeline
+        deadline_s = time.perf_counter() + ANSWERING_S
+        stage = pipeline.stages[0]
+        stage.eval()
+        try:
+            with pipeline.autocast():
+                for token in stage.follow(tokens):
+                    yield token
+                    if time.perf_counter() > deadline_s:
+                        return
+        finally:
+            stage.train()
 
 
 def scored_pieces(settings: Training, num_samples: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, groupby, islice, takewhile
@@ -30,7 +30,16 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import settings
 from xcloud.base.terminal import say
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
+from xcloud.contracts.model import (
+    NO_LABEL,
+    NO_TOKEN,
+    Cut,
+    Follow,
+    Scores,
+    Split,
+    TokenIds,
+    no_text,
+)
 from xcloud.demo import stories
 from xcloud.pretrained import generation_config, resolve
 from xcloud.tasks.chat_template import DATE, TemplateError, template_process
@@ -96,6 +105,10 @@ FORMS = 'A line is {"text": …} or {"messages": [{"role": …, "content": …},
 CONVERTER = "docs/causal-language-models.md#texts"
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
 _MARK = "end-of-what-is-begun "  # whose space tells whether a template keeps spaces
+QUESTION = "question"
+ANSWER = "answer"
+EXPECTED = "expected"
+MAX_ANSWER = 64  # tokens of an answer that is shown
 OPEN = 64  # samples that a document is tried in; more fill little better
 
 
@@ -710,39 +723,56 @@ class LanguageData(View[LanguageModelling]):
         over = "over all guessed tokens of the tokenizer, end tokens among them"
         return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
-    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
-        """Return the first documents that were scored: of chats what was asked, where the text may
-        be seen, and the answer that was expected; of plain texts what was to be guessed."""
+    def sample_outputs(
+        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+    ) -> str:
+        """Return the first documents that were scored: of chats what was asked, what the model
+        answers and what was expected; of plain texts what was to be guessed. Chats are left out
+        where the model can't answer here: an expected answer alone says nothing."""
         found = chain.from_iterable(
             self._documents_of(split, ident=ident) for ident in scores.samples
         )
         lines = []
         for document in islice(found, count):
-            for name, tokens in document.items():
+            shown = document
+            if QUESTION in document:
+                answer = self._answer(document[QUESTION], follow)
+                if answer is None:
+                    break
+                shown = {QUESTION: document[QUESTION], ANSWER: answer, **document}
+            for name, tokens in shown.items():
                 text = self.tokenizer_here.decode(tokens).strip()
                 lines.append(f"{name:10} " + text.replace("\n", "\n" + 11 * " "))
             lines.append("")
         return "\n".join(lines)
 
+    def _answer(self, question: list[int], follow: Follow) -> list[int] | None:
+        """Return the tokens of the model's answer, or None where it can write none."""
+        written = list(islice(_up_to(self.tokenizer_here.ends, follow(question)), MAX_ANSWER))
+        if not written:
+            return None
+        return [token for token in written if token not in self.tokenizer_here.ends]
+
     def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
         """Yield the documents of a sample: tokens by the names that they are shown under."""
         labels = self._columns["label"][split][ident]
-        answer_name = "expected" if self.tokenizer_here.learns_chats else "text"
-        if "text" not in self._fields:  # then not even where a document ends: answers alone
+        if "text" not in self._fields:  # then not even where a document ends
+            if self.tokenizer_here.learns_chats:
+                return  # nor what was asked
             for is_learned, run in groupby(labels, lambda token: token != NO_LABEL):
                 if is_learned:
-                    yield {answer_name: list(run)}
+                    yield {TEXT: list(run)}
             return
         texts, types = (self._columns[name][split][ident] for name in ("text", "types"))
         rows = zip(texts, types, labels, strict=True)
         for _, document in groupby(rows, lambda row: row[1]):
             tokens, _, learned = map(list, zip(*document, strict=True))
             if not self.tokenizer_here.learns_chats:
-                yield {answer_name: tokens}
+                yield {TEXT: tokens}
                 continue
             first = next(n for n, token in enumerate(learned) if token != NO_LABEL)
             answer = list(takewhile(lambda token: token != NO_LABEL, learned[first:]))
-            yield {"question": tokens[: first + 1], answer_name: answer}
+            yield {QUESTION: tokens[: first + 1], EXPECTED: answer}
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write tokenizer/ as transformers loads it, where text or labels are seen."""
@@ -789,6 +819,14 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
         texts = ("\n".join(group).strip("\r\n") for group in groups)  # blanks indent a line
         return [text for text in texts if text.strip()]
+
+
+def _up_to(ends: Collection[int], tokens: Iterator[int]) -> Iterator[int]:
+    """Yield tokens up to the first one that ends a text, which is the last."""
+    for token in tokens:
+        yield token
+        if token in ends:
+            return
 
 
 def _lacking_each(chat: Chat) -> Iterator[tuple[str, Chat]]:

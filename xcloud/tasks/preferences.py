@@ -350,13 +350,9 @@ class PreferenceData(LanguageData):
         }
 
     def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
-        """Yield a pair: tokens by the names that they are shown under."""
+        """Yield a pair: tokens by the names that they are shown under. Two answers without their
+        prompt say nothing."""
         if "text" not in self._fields:
-            answers = list(super()._documents_of(split, ident))
-            if len(answers) == 2:  # else turns of chats, and no telling which are of the second
-                chosen, rejected = (tokens for answer in answers for tokens in answer.values())
-                answers = [{CHOSEN: chosen, REJECTED: rejected}]
-            yield from answers
             return
         columns = [self._columns[name][split] for name in self._task.fields]
         texts, types, labels = (list(map(int, column[ident])) for column in columns)

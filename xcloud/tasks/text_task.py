@@ -30,7 +30,17 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import Positive, WritePath, settings
-from xcloud.contracts.model import SPLITS, Batch, Cut, Head, Scores, Split, TokenIds
+from xcloud.contracts.model import (
+    SPLITS,
+    Batch,
+    Cut,
+    Follow,
+    Head,
+    Scores,
+    Split,
+    TokenIds,
+    no_text,
+)
 from xcloud.demo import public_sentences
 from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
@@ -268,7 +278,9 @@ class View(Tokenized, Generic[T]):
         """Return what a sample of Scores asks, if this rank sees it: texts by name."""
         return {}
 
-    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
+    def sample_outputs(
+        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+    ) -> str:
         """Return the first samples that were scored, each with what it asks."""
         lines = []
         for ident, sample in islice(scores.samples.items(), count):
