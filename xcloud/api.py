@@ -43,7 +43,7 @@ class Result:
     """The results of a run that has ended.
 
     folder: its run folder, with the curves, the timeline, the model and the logs of its ranks.
-    summary: all its figures, as `summary.json` has them (docs/commands.md lists the files).
+    summary: all its metrics, as `summary.json` has them (docs/commands.md lists the files).
     """
 
     folder: Path
@@ -185,7 +185,7 @@ def compress_ddp(model: nn.Module, name: str, *, feedback: bool = True) -> Compr
 
     model: the DistributedDataParallel, over any backend with all_gather.
     name: one of `compressions()`; its compressor of averages acts.
-    feedback: add what a message lost to the next one, where the compressor needs or allows it.
+    feedback: add the error of a message to the next one, where the compressor needs or allows it.
 
     Returns the state of the hook: `num_bytes` and `raw_bytes` count, `state_dict()` belongs into
     the checkpoint of every rank.

@@ -182,7 +182,7 @@ def carry_out(
     """Run what the settings describe, or the rest of it, and the run that follows it.
 
     resumes: the same object as for `launch.local.run`.
-    has_more: whether the first run has steps left.
+    has_more: true if the first run has steps left.
     """
     from xcloud.base.errors import ConfigError
     from xcloud.launch.local import run

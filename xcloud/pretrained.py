@@ -431,7 +431,8 @@ def made_once(
     calls it; the first builds it if it is not there, the others wait. Raises DataError in a rank
     that does not see what the first one wrote.
 
-    build: called with the path to write, and with a folder that outlives an interrupted call.
+    build: a function that is called with the path to write, and with a folder that outlives an
+        interrupted call.
     """
     path = context.cache_dir / name
     unfinished = path.with_suffix(".unfinished")

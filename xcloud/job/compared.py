@@ -78,8 +78,8 @@ def _marked(leads: Leads, value: object) -> str | None:
 def _contents(path: object, check: Callable[[Path], object] | None) -> str:
     """Return the digest of a file; PATH where this machine has none.
 
-    check: reads it and raises DataError for another kind of file. The digest is sent, and that of
-        any other file could tell what it holds.
+    check: a function that reads the file and raises DataError for another kind of file. The digest
+        is sent, and that of any other file could reveal its content.
     """
     if not isinstance(path, str):
         return as_text(path)

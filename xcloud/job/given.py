@@ -77,7 +77,7 @@ def settings_of(path: Path) -> dict[str, object]:
 def read_settings(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Settings:
     """Read a run folder's file, which may come from elsewhere, and build its job.
 
-    approve: sees the very bytes that are read.
+    approve: a function that is given the very bytes that are read.
     It may name xcloud's constructors and those that this cloud's policy allows. Raises ConfigError
     for any other.
     """
@@ -176,7 +176,7 @@ def _composing(conf_dir: Path) -> Iterator[None]:
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
     """Return an experiment file with settings changed as on a command line.
 
-    overrides: key=value, or group=option as the files in conf_dir have it.
+    overrides: settings as key=value, or as group=option like the files in conf_dir.
     Raises ConfigError.
     """
     if wrong := unreadable(overrides):
@@ -236,7 +236,7 @@ class Composer:
     """Composes the points of a sweep. Points that choose the same options of groups share what
     Hydra composes of these; then the values of each are set, as Hydra does.
 
-    load: composes what words choose. Raises as Hydra.
+    load: a function that composes what words choose. Raises as Hydra.
     """
 
     def __init__(

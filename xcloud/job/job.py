@@ -45,11 +45,12 @@ from xcloud.tracking.tracker import Tracker
 class Launch:
     """The settings of how run.py starts the ranks of a run on this machine.
 
-    max_restarts: how often, if some die, all are started again from one checkpoint; after the next
-        one they may be as often again. Failures of other owners' clouds count apart.
-    on_event: command that is called when the run diverges, loses a cloud, resumes or ends, with
-        the event as JSON on its standard input (show/notices.py); null: none. Given on the command
-        line only: no file of a run keeps it, and none from elsewhere may have it.
+    max_restarts: the number of times that all ranks are restarted from one checkpoint if some die.
+        After the next checkpoint they may be restarted as often again. Failures of other owners'
+        clouds count apart.
+    on_event: the command that is called when the run diverges, loses a cloud, resumes or ends,
+        with the event as JSON on its standard input (show/notices.py); null: none. Given on the
+        command line only: no file of a run keeps it, and none from elsewhere may have it.
     """
 
     max_restarts: NotNegative = 3
@@ -77,14 +78,14 @@ class Labels:
 
 @dataclass(frozen=True)
 class Roster:
-    """The tasks of ranks: who may be lost, save, report.
+    """The tasks of ranks: which ones may be lost, save checkpoints, or report.
 
     essential: the run fails with any of these; the others may be lost.
-    saving: they save what the run can resume from; the others begin with what these send.
-    may_report: ranks besides 0 that may report a kind of event, or the "loss"; any may report the
-        others.
+    saving: the ranks that write checkpoints. The others get their state from them.
+    may_report: the ranks besides 0 that may report a kind of event, or the "loss". Any rank may
+        report other kinds.
     is_elastic: ranks may begin at any time, also again.
-    restart_s: seconds after which lost ranks are started again; None: never.
+    restart_s: the seconds to wait before lost ranks are restarted; None: never.
     """
 
     essential: frozenset[int]

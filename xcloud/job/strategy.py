@@ -33,7 +33,7 @@ class Traits:
     is_elastic: the run continues where a cloud is late or lost, and everything goes through the
         first cloud.
     may_leave: a lost cloud does not end the run.
-    restart_s: seconds after which a lost cloud on this machine is started again; None = never.
+    restart_s: the seconds to wait before a lost cloud on this machine is restarted; None = never.
     every: the number of updates that a contribution of a replica sums up.
     equal_every: the number of updates after which all replicas are equal; 0 = only after the last.
     column: the column of checkpoints/resume.TABLE that applies.

@@ -100,14 +100,14 @@ class AbNet(EncoderDecoder):
     it is 14.1. On the demo, 400 updates and one seed, word adapters give 69.9, those of predicted
     words alone 61.0, none 31.2.
 
-    encoder: source of the frozen network of the first cloud.
-    decoder: source of that of the second cloud; its width may differ.
-    adapter_size: features inside an adapter's feed-forward network.
-    cross_attention_heads: attention heads of a decoder's adapter.
-    dropout: share of features that is zeroed in the adapters in training.
+    encoder: the source of the frozen network of the first cloud.
+    decoder: the source of the frozen network of the second cloud. Its width may differ.
+    adapter_size: the number of features inside an adapter's feed-forward network.
+    cross_attention_heads: the number of attention heads of a decoder's adapter.
+    dropout: the share of features that is zeroed in the adapters in training.
     backbone_dropout: the same in the frozen networks (0.1 in AB-Net's code).
-    label_smoothing: share of the target's probability that is spread over the vocabulary.
-    decoding: how translations are searched for.
+    label_smoothing: the share of the target's probability that is spread over the vocabulary.
+    decoding: the method of searching for translations.
     train_head: train the output head's transform and bias. A head missing from the checkpoint is
         always trained; the tied embedding never is.
     word_adapters: add to the frozen vectors of source words and of words to be predicted a trained

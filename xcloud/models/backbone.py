@@ -118,11 +118,11 @@ class WeightSource:
 class OwnSizes(WeightSource):
     """An encoder of our own, sized by settings.
 
-    hidden: features of a row, a multiple of num_heads.
-    num_layers: blocks.
-    num_heads: attention heads of a block.
-    feed_forward: features inside a block's feed-forward network.
-    dropout: share of features that is zeroed in training.
+    hidden: the number of features of a row, a multiple of num_heads.
+    num_layers: the number of blocks.
+    num_heads: the number of attention heads of a block.
+    feed_forward: the number of features inside a block's feed-forward network.
+    dropout: the share of features that is zeroed in training.
     """
 
     hidden: Positive = 192
@@ -155,8 +155,9 @@ class OwnBackbone(OwnSizes):
     training texts and cached as cache_dir/backbones/<hash>.safetensors. The hash covers texts,
     architecture, settings and CODE_VERSION, but not the run's seed (see pretraining.seed).
 
-    dropout: during pretraining. type_vocab_size: 2 for text pairs; pretraining uses only type 0.
-    pretraining: how it is pretrained, before the run.
+    dropout: the dropout during pretraining.
+    type_vocab_size: 2 for text pairs; pretraining uses only type 0.
+    pretraining: the method of pretraining, before the run.
     """
 
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
@@ -243,7 +244,7 @@ class PublicBackbone(OwnBackbone):
     The task must use the same tokenizer.
 
     text: the public sentences it is pretrained on.
-    num_texts: how many of them.
+    num_texts: the number of texts that are used.
     """
 
     text: PublicTexts

@@ -344,7 +344,7 @@ def draw_weights(network: Any, seed: int) -> None:
 def place_in(files: WeightFiles, network: Any, name: str, is_tied: bool) -> str:
     """Return the name in a checkpoint's files of a parameter of the network. Raises DataError.
 
-    is_tied: embeddings and head are one matrix, which has either name.
+    is_tied: the embeddings and the head are one matrix, which has either name.
     """
     kind = KINDS[network.config.model_type]
     base = f"{network.base_model_prefix}."
@@ -525,13 +525,14 @@ class Lora:
     """Low-rank adapters beside frozen matrices (Hu et al., arXiv:2106.09685):
     y = W x + (alpha / r) B A dropout(x), A drawn, B zero at the start.
 
-    targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
-        takes for this type of model. layers: blocks that get adapters, from 0; None: all.
-    experts: adapters beside the matrices of experts, too; gate and up share one, as they are one
-        parameter in transformers (target_parameters of peft). Without dropout, as there.
-    r: rank of the adapters.
+    targets: the last names of the matrices in a block (q_proj, down_proj …); None: those that peft
+        takes for this type of model.
+    layers: the blocks that get adapters, counted from 0; None: all.
+    experts: put adapters beside the matrices of experts, too. Gate and up share one, as they are
+        one parameter in transformers (target_parameters of peft). Without dropout, as there.
+    r: the rank of the adapters.
     alpha: the adapters are scaled by alpha / r.
-    dropout: share of an adapter's input features that is zeroed in training.
+    dropout: the share of an adapter's input features that is zeroed in training.
     """
 
     r: Positive = 16

@@ -404,8 +404,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 class NextTokenPretraining(Descent):
     """Guess the next token, in windows of `length` tokens of the joined texts.
 
-    batch_size: windows of an update.
-    length: tokens of a window.
+    batch_size: the number of windows of an update.
+    length: the number of tokens of a window.
     """
 
     learning_rate: PositiveFloat = 3e-3
@@ -468,13 +468,13 @@ class OwnCausal:
     num_kv_heads: heads of keys and values; None: num_heads. tied: one matrix for embeddings and
     head. The cloud that makes it holds it whole, once.
     text: the public sentences it learns from.
-    pretraining: how it learns, before the run.
-    num_texts: how many of them.
-    kind: type of model in transformers.
-    hidden: features of a row, a multiple of num_heads.
-    num_layers: blocks.
-    num_heads: attention heads of a block.
-    feed_forward: features inside a block's feed-forward network.
+    pretraining: the method of pretraining, before the run.
+    num_texts: the number of public texts that are used.
+    kind: the type of model in transformers.
+    hidden: the number of features of a row, a multiple of num_heads.
+    num_layers: the number of blocks.
+    num_heads: the number of attention heads of a block.
+    feed_forward: the number of features inside a block's feed-forward network.
     """
 
     text: PublicTexts

@@ -29,7 +29,8 @@ SHARES = "expert_shares"
 class Expert(nn.Module):
     """down(act(gate(x)) * up(x)), its matrices under their names in a file.
 
-    adapters: LoRA beside gate and up, which are one matrix in transformers, and beside down."""
+    adapters: the LoRA adapters beside gate and up, which are one matrix in transformers, and
+        beside down."""
 
     def __init__(
         self, names: Sequence[str], hidden: int, feed_forward: int, activation: nn.Module
@@ -193,8 +194,8 @@ class RouterLoss:
     own sums. The last stage computes the loss.
 
     weight: the weight of this loss.
-    num_experts: E.
-    num_chosen: k.
+    num_experts: E, the number of experts.
+    num_chosen: k, the number of experts that each token is sent to.
     """
 
     weight: float

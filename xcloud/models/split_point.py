@@ -58,10 +58,11 @@ class Split:
     identity: the block is kept; its output h crosses as E h and continues as D E h, E with random
         orthonormal rows and D = E' initially: a low-rank identity path across the cut, after
         ResBM, arXiv:2604.11947. Difference: linear, with no other path.
-    pca: as identity, but E and D start as the principal components of h around its mean.
-    orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
-        position is subtracted before the cut and added after it, after MAPL, arXiv:2606.05484.
-        Difference: MAPL's anchor is per token id, which the other cloud must not know.
+    pca: the same as identity, but E and D start as the principal components of h around its mean.
+    orthogonal: the same as pca, with E and D kept orthonormal during training. The mean of h at
+        each position is subtracted before the cut and added after it, as in MAPL,
+        arXiv:2606.05484. Difference: MAPL's anchor is per token id, which the other cloud must
+        not know.
     LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the other
         cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it is the
         svd cut with random initial weights.

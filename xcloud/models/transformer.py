@@ -41,8 +41,8 @@ class Limits:
 
     Without one a half-trained network rambles on to the task's maximum length.
 
-    length_ratio: output tokens for each token of the source.
-    length_extra: output tokens beside these.
+    length_ratio: the number of output tokens for each token of the source.
+    length_extra: the number of output tokens beside these.
     """
 
     length_ratio: NotNegativeFloat = 2.0
@@ -86,8 +86,8 @@ class Beam(Limits):
     can still win. The bookkeeping (2K candidates, of which at most K end) is that of fairseq's
     SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
 
-    size: hypotheses of a sentence that are followed at a time.
-    length_penalty: exponent of the length in the score; 0 favours short sentences.
+    size: the number of hypotheses of a sentence that are followed at a time.
+    length_penalty: the exponent of the length in the score; 0 favours short sentences.
     """
 
     size: Positive = 4
@@ -355,14 +355,14 @@ class Transformer(EncoderDecoder):
     pre-LN (Xiong et al., arXiv:2002.04745), x + f(LN(x)), because it trains at learning rates and
     warm-ups where post-LN diverges, so one setting works for all sizes here.
 
-    hidden: features of a row, a multiple of num_heads.
-    num_encoder_layers: blocks of the encoder.
-    num_decoder_layers: blocks of the decoder.
-    num_heads: attention heads of a block.
-    feed_forward: features inside a block's feed-forward network.
-    dropout: share of features that is zeroed in training.
-    label_smoothing: share of the target's probability that is spread over the vocabulary.
-    decoding: how translations are searched for.
+    hidden: the number of features of a row, a multiple of num_heads.
+    num_encoder_layers: the number of blocks of the encoder.
+    num_decoder_layers: the number of blocks of the decoder.
+    num_heads: the number of attention heads of a block.
+    feed_forward: the number of features inside a block's feed-forward network.
+    dropout: the share of features that is zeroed in training.
+    label_smoothing: the share of the target's probability that is spread over the vocabulary.
+    decoding: the method of searching for translations.
     """
 
     hidden: Positive = 512

@@ -92,7 +92,7 @@ class GaussianNoise(Defence):
     unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
         gives no formal guarantee.
     clip: the norm that a row is clipped to.
-    sigma: standard deviation of the noise, in units of the clipped norm; 0 = none.
+    sigma: the standard deviation of the noise, in units of the clipped norm; 0 = none.
     """
 
     clip: PositiveFloat
@@ -242,7 +242,7 @@ def noise_shape(
 ) -> NoiseShape:
     """Return Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1.
 
-    power: mean square length of the noise.
+    power: the mean square length of the noise.
 
     If u <= v, orthogonal noise in class 1 would only widen the gap to class 0, so B2 = v and A2 is
     in [u, v]. All power is spent, since scaling A1 and B1 up lowers the objective. The objective
@@ -367,7 +367,7 @@ def private_contribution(
 def max_squared_uses(batches: Iterable[Tensor]) -> int:
     """Return the squared uses of the sample that counts most, for gaussian_epsilon.
 
-    batches: sample ids of each update.
+    batches: the sample ids of each update.
     """
     totals = Counter[int]()
     for ids in batches:
@@ -390,8 +390,8 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
         delta = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu)
     Assumes nothing of how batches are drawn; whoever knows the seed knows the batches.
 
-    squared_uses: sum over all releases of the square of how often one unit (sample, cloud) is in
-        it.
+    squared_uses: the sum over all releases of the square of how often one unit (sample, cloud) is
+        in it.
     """
     if not squared_uses:
         return 0.0

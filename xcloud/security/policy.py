@@ -553,7 +553,7 @@ def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None)
     """Read a YAML file that may come from elsewhere, if it holds mappings, lists, texts and
     numbers.
 
-    approve: sees what it holds before it is parsed.
+    approve: a function that is given the content before it is parsed.
 
     No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
     (which reads environment variables of this machine), and bounds that large experiments keep by

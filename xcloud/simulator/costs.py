@@ -40,7 +40,7 @@ def line_of(
 ) -> LinkProfile:
     """Return the line from a cloud to another, or inside one.
 
-    given: lines by "a-b", or "*" for all between clouds; they come before the layout's own.
+    given: the lines by "a-b", or "*" for all between clouds. They override those of the layout.
     Raises ConfigError for a real network, which has no numbers.
     """
     if here == there:
@@ -61,7 +61,7 @@ def lines_of(
 ) -> dict[str, LinkProfile]:
     """Return the lines between every two clouds, by "a-b", and those given inside one, by "a-a".
 
-    bandwidth: bits per second, in place of those of every line between clouds.
+    bandwidth: the bits per second of every line between clouds, in place of its own.
     Raises ConfigError as line_of does.
     """
     lines = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
@@ -95,10 +95,10 @@ class TransferCost(NamedTuple):
 class Update:
     """The seconds that one rank spends on a step outside the schedule.
 
-    fetch_s: seconds before each pass, to fetch its samples.
-    average_s: seconds of the all-reduce with the other ranks of its stage, once all are there.
-    norm_s: seconds up to the agreement on the gradient norm.
-    optimizer_s: seconds after that agreement, clipping included.
+    fetch_s: the seconds before each pass, to fetch its samples.
+    average_s: the seconds of the all-reduce with the other ranks of its stage, once all are there.
+    norm_s: the seconds up to the agreement on the gradient norm.
+    optimizer_s: the seconds after that agreement, clipping included.
     """
 
     fetch_s: float = 0.0
@@ -135,10 +135,10 @@ class Costs:
     A backward includes the part that may be put off. Bytes are those of full frames, and
     compressing includes framing. A cost that is missing is 0.
 
-    forward_s, backward_s: seconds by stage.
-    forward, backward: costs by boundary. Those of gradients are in `backward`.
-    updates: costs by stage. Those of a rank with several stages add up.
-    weights_s: seconds by stage of the part of backward_s that may be put off.
+    forward_s, backward_s: the seconds of each stage.
+    forward, backward: the costs of each boundary. Those of gradients are in `backward`.
+    updates: the costs of each stage. Those of a rank with several stages add up.
+    weights_s: the seconds, in each stage, of the part of backward_s that may be put off.
     slowdown: the factor by which each rank computes and updates more slowly; 1 for a rank that is
         not named.
     control_bytes: the size of a message of the agreement on the gradient norm.
@@ -297,7 +297,7 @@ class DirectionCurves:
 class BoundaryCodec:
     """A compressor's costs at one boundary.
 
-    backward: None where no gradient returns.
+    backward: the costs of the gradient; None where no gradient returns.
     """
 
     forward: DirectionCurves
@@ -318,8 +318,8 @@ class CompressorCosts:
     """All that one compressor costs.
 
     label: a description of what it does to values.
-    boundaries: costs by the number of the boundary, as pieces name it.
-    averaging: costs of averaging; None for a compressor that replicas cannot average with.
+    boundaries: the costs by number of the boundary, as pieces name it.
+    averaging: the costs of averaging; None for a compressor that replicas cannot average with.
     """
 
     label: str

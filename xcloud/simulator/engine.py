@@ -77,8 +77,8 @@ class Program:
 
         Each time has tokens and parcels of its own, on the same routes.
 
-        carried: token -> the token of the next time that its parcel counts for. The first time has
-            what would have been carried into it.
+        carried: the token, of the next time, that the parcel of each token counts for. The first
+            time has what would have been carried into it.
         """
         program = Program.for_ranks(len(self.needs))
         program.num_routes = self.num_routes

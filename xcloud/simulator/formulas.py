@@ -59,10 +59,11 @@ def step_of_overlapped_transfers(
 class ExchangeCost:
     """The cost of what replicas average.
 
-    codec_s, wire_s: seconds of one exchange.
-    num_bytes: bytes of one exchange that leave cloud a for b, by "a-b".
-    per_step: exchanges in a step.
-    hides_steps: steps for which it may go on beside other work; 0 = ranks wait for it.
+    codec_s, wire_s: the seconds of one exchange.
+    num_bytes: the bytes of one exchange that leave cloud a for b, by "a-b".
+    per_step: the number of exchanges in a step.
+    hides_steps: the number of steps for which it may continue beside other work; 0 = ranks wait
+        for it.
     where: its slowest line.
     """
 
@@ -93,7 +94,7 @@ class _Merge:
 
     merging: the clouds that merge for others; empty where each merges all for itself.
     num_bytes: the size of each message from or to a merging cloud.
-    codec_s: seconds of encoding and decoding in a rank.
+    codec_s: the seconds of encoding and decoding in a rank.
     """
 
     merging: tuple[str, ...]
@@ -214,7 +215,7 @@ class PieceWork(NamedTuple):
 def work_before(profile: Profile, b: float) -> list[PieceWork]:
     """Return the work of all pieces before each, and last that of all.
 
-    b: samples of a micro-batch.
+    b: the number of samples of a micro-batch.
     """
     before = [PieceWork(*[0] * len(PieceWork._fields))]
     for piece in profile.pieces:

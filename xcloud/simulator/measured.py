@@ -41,7 +41,7 @@ class _Action:
 class _Share(NamedTuple):
     """A part of a rank's step.
 
-    action: None outside the schedule.
+    action: the action that it belongs to; None outside the schedule.
     """
 
     part: str
@@ -262,7 +262,7 @@ class Trial:
         The pieces are the stages as the model was cut or, if it has blocks, each block.
 
         boundary_after: the boundary after each piece but the last.
-        others: trials with other cuts of the same model.
+        others: the trials with other splits of the same model.
         """
         quantities = [self._of_stage(n) for n in range(len(self.stages))]
         calls = [Curve(), Curve()]
@@ -388,8 +388,8 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
 def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
     """Return the shares that come nearest to the values, the blocks' share first.
 
-    may_save: shares may be below 0. Such times are as small as the error of what they are read
-        from, so nearly all of them goes to the blocks.
+    may_save: true if shares may be below 0. Such times are as small as the error of what they are
+        read from, so nearly all of them goes to the blocks.
     """
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows = np.vstack([rows, little])

@@ -67,12 +67,12 @@ class Plan(NamedTuple):
 class Priced:
     """A plan and what a step of it costs.
 
-    step_s: seconds of a step.
-    bytes_between: bytes that leave a cloud for another, by "a-b"; the mean over steps.
-    memory: bytes of the fullest rank, by cloud.
-    spent_s: seconds of the step by what they go into, largest first, as in Prediction.critical_s;
-        `bound` is the first of them.
-    compute_s: seconds of computing, summed over all ranks.
+    step_s: the seconds of a step.
+    bytes_between: the bytes that leave a cloud for another, by "a-b"; the mean over steps.
+    memory: the bytes of the fullest rank, by cloud.
+    spent_s: the seconds of the step by what they are spent on, largest first, as in
+        Prediction.critical_s; `bound` is the first of them.
+    compute_s: the seconds of computing, summed over all ranks.
     """
 
     plan: Plan

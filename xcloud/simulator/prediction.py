@@ -43,7 +43,7 @@ class RankUse(NamedTuple):
 class LineUse(NamedTuple):
     """The use of one direction between two clouds.
 
-    busy_s: seconds for which it carried something.
+    busy_s: the seconds for which it carried something.
     """
 
     here: str

@@ -392,9 +392,9 @@ class OverEpochs:
     """The seconds of a step in the first epoch, in later ones, and on average over the run, where
     samples that have crossed once need not cross again.
 
-    kept_share: share of the samples that do not, at the boundary where fewest are kept.
-    first_epoch_share: share of the run's steps.
-    at_the_end: prices the run's last step.
+    kept_share: the share of the samples that do not, at the boundary where fewest are kept.
+    first_epoch_share: the first epoch's share of the run's steps.
+    at_the_end: the prices of the run's last step.
     """
 
     first_epoch_s: float

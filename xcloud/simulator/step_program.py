@@ -41,13 +41,13 @@ MARKS = ("arrive", "answer", "shared")
 class StepProgram:
     """The program of a step.
 
-    agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
+    agrees: one rank of each stage sends rank 0 its gradient norm and waits for the sum, as in
         training (pipeline/trainer.py).
-    num_passes: how often the schedule runs for one update (gradient accumulation).
-    num_steps: steps in a row, of which the last is the prediction: a rank may begin one while
-        others still end the one before. 1 = all ranks begin at once.
-    without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
-    without_rows: boundaries over which nothing goes forward, either.
+    num_passes: the number of passes over the schedule for one update (gradient accumulation).
+    num_steps: the number of steps in a row, of which the last is the prediction. A rank may begin
+        one while others still end the one before. 1 = all ranks begin at once.
+    without_gradient: the boundaries (numbers of the stage before) over which no gradient returns.
+    without_rows: the boundaries over which nothing is sent forward, either.
 
     Raises ValueError, here or when it is run, if the schedule deadlocks.
     """

@@ -161,7 +161,7 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
 def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> None:
     """Label each point with the settings in which the points differ, except the seed.
 
-    earlier: points of the same sweep that other commands requested.
+    earlier: the points of the same sweep that other commands requested.
     """
     every = [_by_key(overrides) for overrides in (*(p.overrides for p in points), *earlier)]
     keys = [

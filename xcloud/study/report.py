@@ -459,7 +459,7 @@ def page_in_mlflow(
     files: Sequence[Path] = (),
 ) -> list[str]:
     """Write a sweep's page in MLflow, which never fails the sweep; returns lines with its links.
-    files: tables and pictures to log as artifacts."""
+    files: the tables and pictures to log as artifacts."""
     if tracker.store is None:
         return []
     try:

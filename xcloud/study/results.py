@@ -60,7 +60,7 @@ PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures 
 @dataclass(frozen=True)
 class PointResult:
     """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json.
-    at_once: points that ran concurrently."""
+    at_once: the number of points that ran concurrently."""
 
     sweep: str
     run_dir: Path
@@ -106,8 +106,8 @@ class Results:
         Of every figure (`bleu`, `step_time_s`, `waiting_s_cloud_a`) the mean over the finished
         runs and, in `bleu_std`, the sample standard deviation; NaN where there is none.
         `bleu_error` is the mean of the runs' standard errors over test samples.
-    share: step time / that of the uncompressed runs of the same sweep and link. None where the
-        machine computed at another speed: then `share_left_out` says so.
+    share: the step time divided by that of the uncompressed runs of the same sweep and link. None
+        where the machine computed at another speed: then `share_left_out` says so.
     SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
     """
 

@@ -69,13 +69,13 @@ Compose = Callable[[Sequence[str]], Any]
 class LauncherSettings:
     """How the points of a sweep are run.
 
-    stop_on_failure: no further point starts after a failure.
-    parallel: how many points run at once; as jobs, how many are queued or run.
-    accept_changes: finished points are kept even if code or config has changed since.
-    also: every point again with these.
-    on: "here" runs points as processes of this command, "slurm" as jobs of a cluster, which go on
-        without it, and "local" as such jobs of this machine.
-    job: parameters of submitit for a job, such as {timeout_min: 60, slurm_partition: gpu}.
+    stop_on_failure: start no other point after a failure.
+    parallel: the number of points that run at once. For jobs, the number that are queued or run.
+    accept_changes: keep finished points even if code or config has changed since.
+    also: settings with which to run every point again.
+    on: the place to run points. "here" runs them as processes of this command, "slurm" as jobs of
+        a cluster, which continue without it, and "local" as such jobs of this machine.
+    job: the parameters of submitit for a job, such as {timeout_min: 60, slurm_partition: gpu}.
     """
 
     stop_on_failure: bool = False

@@ -177,9 +177,10 @@ def _objective(summary: Mapping[str, Any], name: Objective) -> float:
 class Search:
     """A search in the folder of a sweep.
 
-    run: runs the points of these words, and returns for each the summary, or why there is none.
-    compose: composes a point, to plan it before it runs.
-    batch: settings that are asked for at once.
+    run: a function that runs the points of these words, and returns for each the summary, or the
+        reason why there is none.
+    compose: a function that composes a point, to plan it before it runs.
+    batch: the number of settings that are asked for at once.
     """
 
     space: SearchSpace

@@ -70,7 +70,7 @@ class TemplateProcess:
         """Return what the template writes, and whether it has asked for the day. Raises
         TemplateError.
 
-        settings: further arguments of transformers' render_jinja_template.
+        settings: other arguments of transformers' render_jinja_template.
         date: the day that it is for the template.
         """
         chat = {"chat_template": template, "conversations": [list(messages)], **settings}

@@ -67,11 +67,11 @@ class Classification(TextTask):
     """A class or a number for each text or pair. Samples longer than max_length are truncated, the
     longer text first.
 
-    kind: classes = a class of each sample; value = a number.
+    kind: the kind of label. classes = a class of each sample; value = a number.
     name: "classification" for texts of your own, or a benchmark, which has classes and scores.
-    classes: names in label order; None: taken from the training labels.
-    metrics: names of scores, main one first; None: the defaults of the kind (metrics_of).
-    text_columns, label_column: names of columns; None: the usual ones.
+    classes: the names of classes in label order; None: taken from the training labels.
+    metrics: the names of scores, main one first; None: the defaults of the kind (metrics_of).
+    text_columns, label_column: the names of columns; None: the usual ones.
     """
 
     answers: ClassVar[Answers] = "sample"

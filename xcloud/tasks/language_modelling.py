@@ -509,8 +509,8 @@ class LanguageModelling(TextTask):
 
     tokenizer: the model's own, with its chat template; a TrainedTokenizer is trained on public
         sentences.
-    column: name of the column with texts or chats. None: messages, or else text. A chat's row may
-        also have system, the text of its first message, and tools and documents, which its
+    column: the name of the column with texts or chats. None: messages, or else text. A chat's row
+        may also have system, the text of its first message, and tools and documents, which its
         template gets.
     date: the day that it is for a chat template that writes one (strftime_now): the same in all
         clouds, when the run goes on, and when it is used.

@@ -199,7 +199,7 @@ def check_is_no_header(where: str, names: Sequence[str], cells: Sequence[Any]) -
 def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
     """Return these columns as texts without outer spaces; null and NaN become empty ones.
 
-    wanted: new name -> column.
+    wanted: the column of each new name.
     """
     columns: list[list[str]] = [[] for _ in wanted]
     num_rows = 0
@@ -218,7 +218,8 @@ def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
 class Form:
     """The files that make up a corpus in a folder.
 
-    endings: format by file ending. languages: of line pairs (train.es, train.en), if any.
+    endings: the format of each file ending.
+    languages: the languages of line pairs (train.es, train.en), if any.
     """
 
     expected: str
@@ -573,7 +574,7 @@ class Demo(Source):
 class DemoSized(Demo):
     """A demo corpus of a size that is asked for.
 
-    num_train, num_dev, num_test: rows of each split.
+    num_train, num_dev, num_test: the number of rows of each split.
     """
 
     num_train: Size = 8_000

@@ -89,7 +89,7 @@ class TextFile:
     name: the file's name without suffixes.
     kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
         which its task cuts into documents.
-    read: returns the texts of a side of a line pair.
+    read: a function that returns the texts of a side of a line pair.
     """
 
     name: str
@@ -264,9 +264,10 @@ class InFolder(Source):
 @settings("task", kw_only=True)
 class Folder(InFolder):
     """A folder with train, dev (val, valid, validation) and test files, recognised by name.
-    train_file, dev_file, test_file: override the files of a split: a name, a pattern such as
-        "newstest20*.tsv.gz", or a list of these.
-    language: selects among train.en.tsv, train.de.tsv, …; files without a language always match.
+    train_file, dev_file, test_file: the files of a split, in place of those recognised by name: a
+        name, a pattern such as "newstest20*.tsv.gz", or a list of these.
+    language: the language that selects among train.en.tsv, train.de.tsv, …. Files without a
+        language always match.
     """
 
     train_file: Names = None
@@ -437,7 +438,7 @@ class OnHub(Source):
     dataset: its name, such as "Helsinki-NLP/opus-100", or a folder that holds it: as on the hub,
         of parquet or other files, or written by save_to_disk.
     path: the same, by its older word, where dataset is null.
-    revision: commit, tag or branch; None: the newest.
+    revision: the commit, tag or branch; None: the newest.
     """
 
     dataset: HubName | None = None
@@ -477,7 +478,8 @@ class OnHub(Source):
 @settings("task", kw_only=True)
 class Hub(OnHub):
     """A Hugging Face data set, or a local folder in the same format. config: such as "en-es".
-    train, dev, test: split names; null: train, validation (valid, dev) and test, if present."""
+    train, dev, test: the names of splits; null: train, validation (valid, dev) and test, if
+        present."""
 
     config: str | None = None
     train: str | None = None

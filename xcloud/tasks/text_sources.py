@@ -91,7 +91,8 @@ class TextSource(ABC):
 class DemoText(TextSource):
     """The Spanish and English demo texts, which are public: parts es, en and es-en.
 
-    num_texts: sentence pairs to use, which is also the number of texts in each language.
+    num_texts: the number of sentence pairs to use, which is also the number of texts in each
+        language.
     """
 
     num_texts: Annotated[int, Field(ge=2, le=NUM_ROWS["pairs"])] = 22_000
@@ -133,7 +134,7 @@ class FolderText(TextSource):
                  a column for the other language.
 
     path: the folder.
-    text_key: name of the text in a line of .jsonl.
+    text_key: the name of the text in a line of .jsonl.
     """
 
     path: ReadPath

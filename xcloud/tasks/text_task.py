@@ -109,9 +109,10 @@ class SourceTask(Source):
 class TextTask(SourceTask):
     """Settings of a task with the fields text, types and label.
 
-    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
-        because a vocabulary reveals its training text.
-    sizes: samples of train, dev and test, for ranks that read none. null: rank 0 sends them.
+    tokenizer: a public tokenizer. A TrainedTokenizer is trained on public_sentences, not on the
+        task's texts, because a vocabulary reveals its training text.
+    sizes: the number of samples of train, dev and test, for ranks that read none. null: rank 0
+        sends them.
     """
 
     fields = ("text", "types", "label")

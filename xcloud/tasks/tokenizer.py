@@ -59,9 +59,10 @@ class Tokenizer:
     decode stops at eos and drops the others.
 
     backend: the tokenizer of `tokenizers`. special: all special ids, including unknown.
-    rejoin: pieces are words and punctuation, and decode reattaches punctuation ("Ve ." becomes
-        "Ve."); if false, decode(encode(text)) is `text` byte for byte.
-    num_separators: eos ids between the texts of a pair: 1 as in BERT, 2 as in RoBERTa.
+    rejoin: true if pieces are words and punctuation, and decode reattaches punctuation ("Ve ."
+        becomes "Ve."); if false, decode(encode(text)) is `text` byte for byte.
+    num_separators: the number of eos ids between the texts of a pair: 1 as in BERT, 2 as in
+        RoBERTa.
     """
 
     backend: Any
@@ -188,7 +189,8 @@ class TrainedTokenizer(TokenizerChoice):
     """A tokenizer trained on one side's training text, equal for the same text and settings. It is
     kept under cache_dir/tokenizers by the hash of these.
 
-    vocab_size: upper limit of ids, special ones included; small texts give fewer.
+    vocab_size: the upper limit of the number of ids, special ones included. Small texts give
+        fewer.
     kind: bpe = byte-level, without unknown tokens, lossless, at least 261 ids; wordpiece = as in
         BERT, where punctuation is split off and decode reattaches it by rule.
     lowercase: write all text in small letters first.
@@ -330,7 +332,8 @@ class PretrainedTokenizer(TokenizerChoice):
     the name of a packaged checkpoint (minilm). Its classifier and separator ids ([CLS] and [SEP],
     <s> and </s>) are used as bos and eos.
 
-    name_or_path: owner/name or owner/name@revision on the hub, a folder, or a packaged one.
+    name_or_path: the tokenizer's owner/name or owner/name@revision on the hub, a folder, or the
+        name of a packaged one.
     """
 
     name_or_path: HubName

@@ -36,8 +36,8 @@ class Wit3Translation(InFolder, Translation):
     fairseq's preparation takes every 23rd training row as dev and dev2010 + tst2010..2012 as test,
     so its BLEU is not comparable. The tokenizers are those of the recipe's pretrained models.
 
-    dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
-        held out of train.
+    dev, test: the sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or
+        test is held out of train.
     """
 
     source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")

@@ -74,9 +74,9 @@ log = logging.getLogger(__name__)
 class TrackedRun:
     """A run that a tracker is to record.
 
-    params: settings by dotted names.
+    params: the settings by dotted names.
     steps: a fresh collector of the run's job.
-    num_steps: how many are planned.
+    num_steps: the number of planned steps.
     """
 
     name: str
@@ -125,7 +125,7 @@ class NullTracker(Tracker):
 class MlflowTracker(Tracker):
     """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
-    experiment: name of MLflow's experiment that the runs are listed under.
+    experiment: the name of MLflow's experiment that the runs are listed under.
     root: relative to the project. uri: of a tracking server; nothing is kept under root then.
     flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
     of a curve, at most, for all steps of a run.

@@ -129,7 +129,7 @@ class ActivationCaches(dict[tuple[int, int], ActivationCache]):
     def receiver(self, make: MakeReceiver, identity: ChannelId, **named: Any) -> ReceiveChannel:
         """Build the receiving end of a channel, which keeps rows where there is a cache for it.
 
-        make: builds one that keeps nothing.
+        make: a function that builds a receiving end that keeps nothing.
         identity, named: the arguments of ReceiveChannel.
         """
         kept = self.get((identity.boundary, identity.sender))

@@ -38,9 +38,9 @@ def restored(
     facts: Facts,
     is_told: bool = True,
 ) -> Checkpointer:
-    """Return what saves `states` from now on, once they have taken over the agreed checkpoint.
+    """Return the saver of `states`, once they have loaded the agreed checkpoint.
 
-    facts: digests of the data, which must stay the same.
+    facts: the digests of the data, which must stay the same.
     is_told: rank 0's signal comes with every step.
     Called before the first step.
     """

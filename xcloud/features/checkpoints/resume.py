@@ -134,8 +134,8 @@ def outcome_of(row: str, column: str) -> Outcome:
 class Changes:
     """The differences between this run and the one that made a checkpoint.
 
-    said: the settings, in words.
-    refused: why it does not go on, and what to set back.
+    said: a description of each setting that differs.
+    refused: the reason why the run cannot resume, and the settings to change back.
     """
 
     said: list[str] = field(default_factory=list)
@@ -256,7 +256,7 @@ class RankCheckpoints:
         A line is "ok agreed ATTEMPT 0,1" or "bad agreed WHY" ("written" instead of "agreed"
         without word of all ranks). Rank 0 names the ranks that had a shard in it: those of a
         one-way job that were lost before have none.
-        is_thorough: read every file to the end.
+        is_thorough: true to read every file to the end.
         """
         lines = {}
         for step in self.folder.steps():
@@ -314,7 +314,7 @@ class RankCheckpoints:
         """Return this rank's state after `step`, and whether compression's memory was dropped.
 
         fresh: its state now, for what has no meaning any more.
-        facts: digests of what it reads, which must be those it was trained on.
+        facts: the digests of the data it reads, which must be those it was trained on.
         Raises DataError.
         """
         self.check_facts(step, facts=facts)

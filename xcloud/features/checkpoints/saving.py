@@ -161,8 +161,8 @@ class CheckpointWriter:
     ) -> None:
         """Have a state written. Returns at once.
 
-        then: called in the thread with the bytes, or why there are none, and the seconds that it
-            took.
+        then: a function that is called in the thread with the bytes, or the reason why there are
+            none, and the seconds that it took.
         """
         self.is_writing = True
 

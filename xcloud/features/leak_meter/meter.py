@@ -55,8 +55,8 @@ _PROBE_PENALTY = 1e-2
 class LeakMeter:
     """The settings of `security.meter`.
 
-    last_steps: updates whose messages are kept, the last ones of training.
-    max_rows: rows kept of each kind of message, the newest.
+    last_steps: the number of updates whose messages are kept, the last ones of training.
+    max_rows: the number of rows kept of each kind of message, the newest.
     keep: leave the observations, which hold plain text and labels, in each rank's run folder; by
         default they are deleted once measured.
     """
@@ -78,7 +78,7 @@ class CrossedStream(NamedTuple):
 
     direction: forward or backward.
     boundary: the number of the stage before it.
-    how: "received" from another cloud, or computed here and "sent" to it.
+    how: "received" from another cloud, or "sent" to it after it was computed here.
     """
 
     direction: str

@@ -111,9 +111,9 @@ class Observer:
 class ReadingStage:
     """A stage that reads text, as an attacker on averages knows it.
 
-    run: computes it on token ids [N, S].
-    words_N: ids that may stand in a text (not padding).
-    covers: updates that one contribution sums up.
+    run: a function that computes it on token ids [N, S].
+    words_N: the ids that may stand in a text (not padding).
+    covers: the number of updates that one contribution sums up.
     """
 
     module: nn.Module
@@ -148,7 +148,7 @@ class WatchesAverages(Protocol):
 class LeakObservers(Hook):
     """The hook of a rank that observes messages and averages, and writes them after training.
 
-    averaged: observes what replicas average; None where nobody attacks that.
+    averaged: the observer of what replicas average; None where nobody attacks that.
     """
 
     observer: Observer

@@ -238,7 +238,7 @@ class ConsumerRun(StatefulTree):
 class ConsumerRank(OneWayRank):
     """One rank of the cloud that is fed.
 
-    is_fed: more batches are wanted.
+    is_fed: true while more batches are wanted.
     """
 
     is_fed = True

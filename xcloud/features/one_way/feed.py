@@ -203,7 +203,8 @@ class ConsumptionPlan(StatefulTree):
 
         It is the one of those with a batch ready that has given least for its share among those
         that are able to feed.
-        taken: batches this rank took since a producer last came or went, by producer.
+        taken: the number of batches that this rank took since a producer last came or went, by
+            producer.
         """
         able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
         total = sum(taken.get(p, 0) for p in able) + 1

@@ -48,8 +48,8 @@ class Arrived(NamedTuple):
 class _Box:
     """The batches and messages of one source.
 
-    due: numbers that were ordered and have not come.
-    ended: why none will come.
+    due: the numbers that were ordered and have not come.
+    ended: the reason why none will come.
     """
 
     producer: int
@@ -68,7 +68,8 @@ class Inbox(StatefulTree):
     from it.
 
     peers: the record of each rank; `wait` notes there what it waits for.
-    max_waiting: batches of a source, which sends none that was not ordered.
+    max_waiting: the largest number of waiting batches of a source, which sends none that was not
+        ordered.
 
     Its state has the batches that are here, once all that were ordered have come; a resumed run is
     connected anew.

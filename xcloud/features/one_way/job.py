@@ -60,10 +60,10 @@ class OneWayTraining:
 class OneWayExperiment(Job):
     """A one-way job: who feeds whom, how it trains and what is written down.
 
-    model: generators and what they feed.
-    feed: how the consumer takes batches from its producers.
-    follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
-        its run folder; none if empty. Points of a sweep have none.
+    model: the generators and the model that they feed.
+    feed: the settings by which the consumer takes batches from its producers.
+    follow_up: the overrides of an experiment that runs after this one has finished, in its run
+        folder, and starts from its result; none if empty. Points of a sweep have none.
     """
 
     model: SkipValidation[OneWayModel]

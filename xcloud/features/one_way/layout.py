@@ -23,7 +23,7 @@ class OneWayCloud:
 
     share: how much of the consumer's batches comes from here, in proportion to the shares of
     the other producers; None makes this cloud the consumer.
-    num_ranks: processes of this cloud, which share its batches.
+    num_ranks: the number of processes of this cloud, which share its batches.
     device: auto takes a GPU where there is one.
     """
 
@@ -36,8 +36,8 @@ class OneWayCloud:
 class OneWayPlacement:
     """The place of a rank in a one-way job.
 
-    producer: number of its cloud among the producers; None in the consumer.
-    group_rank: among the group_size ranks of its cloud.
+    producer: the number of its cloud among the producers; None in the consumer.
+    group_rank: its number among the group_size ranks of its cloud.
     """
 
     rank: int

@@ -70,7 +70,7 @@ class OrderBook:
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
         """Begin after batch `number`, which was made before the run resumed.
 
-        for_nobody: batches that are kept, as they were made for nobody.
+        for_nobody: the batches that are kept, as they were made for nobody.
         """
         self._last = max(self._last, number)
         self._for_nobody.update(for_nobody)
@@ -131,7 +131,7 @@ class OrderBook:
     def next(self, may_drop: bool) -> Order | SaveNow | None:
         """Return the next order or request; None if no more is wanted.
 
-        may_drop: end with the stop, whatever was ordered before it.
+        may_drop: true to end at the stop, whatever was ordered before it.
         Raises the reason where the link has ended.
         """
         with self.consumer.awaiting(f"orders after batch {self._last}"):

@@ -134,8 +134,8 @@ def noting(
 class OneWayRank(Role[OneWayExperiment]):
     """A rank of a one-way job.
 
-    computing: held by the one rank that computes where all are in one process.
-    max_waiting: batches ordered or waiting at one source, late ones too.
+    computing: the lock that is held by the one rank that computes where all are in one process.
+    max_waiting: the number of batches ordered or waiting at one source, late ones too.
     """
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:

@@ -161,11 +161,12 @@ class Merged(NamedTuple):
 class Terms:
     """The rules of one averaging, the same in all replicas but for `protect` and `watch`.
 
-    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
+    channel: a number below 2^16 that distinguishes averagers on the same links (fragments of a
+        model).
     max_weight: the most that a replica's next message may weigh, as this rank computes it.
-    protect: applied to what this replica contributes before it is encoded.
-    watch: called with each contribution of another replica: step, replica, its decoded tensors by
-        name.
+    protect: a function that is applied to this replica's contribution before it is encoded.
+    watch: a function that is called with each contribution of another replica: step, replica, its
+        decoded tensors by name.
     """
 
     merge: Merge = weighted_sum

@@ -46,9 +46,9 @@ _SPECS = (TensorSpec(shape=(3,), dtype=torch.float64), TensorSpec(shape=(4,), dt
 
 
 class _KeptMerge(NamedTuple):
-    """A merge that late replicas may still be told.
+    """A merge that may still be sent to late replicas.
 
-    before: step of the merge before.
+    before: the step of the merge before.
     parts: the merged change as it was sent.
     """
 
@@ -61,7 +61,8 @@ class _KeptMerge(NamedTuple):
 class _End(Averager):
     """One end of the averaging: the server, or a member.
 
-    codec: encodes what a replica sends. merged: encodes what the server answers.
+    codec: the codec of a replica's contribution.
+    merged: the codec of the server's answer.
     known: the step of the newest merge that this replica's values contain.
     """
 

@@ -66,7 +66,7 @@ class GoOn(LatePolicy):
     of the others and goes on at their step.
 
     wait_s: seconds that a merge waits for a cloud, counted from when the first cloud is there.
-    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
+    restart_s: the seconds to wait before a run on one machine restarts a lost cloud; null = never.
     """
 
     word = "go_on"

@@ -92,7 +92,7 @@ class PeerLinks(ReplicaLinks):
 class ServerLinks(PeerLinks):
     """The links between replica 0 and each other one, which may end and begin again.
 
-    rejoin: called in replica 0 for each rank of a cloud that has begun again.
+    rejoin: a function that replica 0 calls for each rank of a cloud that has restarted.
     """
 
     may_be_late = True

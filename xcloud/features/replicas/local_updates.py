@@ -375,7 +375,7 @@ class LocalRounds(Exchange):
     def _end_step(self, step: int, num_tokens: float) -> None:
         """Count time and tokens since the last merge, and idle once the budget is used up.
 
-        num_tokens: tokens that the replica trained on in this step.
+        num_tokens: the number of tokens that the replica trained on in this step.
         """
         averaging = self._settings
         max_s = averaging.max_s

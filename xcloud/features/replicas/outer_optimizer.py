@@ -128,7 +128,7 @@ class Replicas:
     ) -> Terms:
         """Return the terms with what watches and protects this cloud.
 
-        num_fragments: averagings of a rank that together are one contribution.
+        num_fragments: the number of averagings of a rank that together are one contribution.
         Where contributions are guarded nothing plain is sent.
         """
         terms = replace(terms, watch=self.watch)
@@ -194,8 +194,8 @@ class OuterOptimizer:
     DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum: local SGD, and
     FedAvg (arXiv:1602.05629) where replicas count by their samples.
 
-    learning_rate: step of the outer parameters, as a share of the merged move.
-    momentum: share of the last velocity that is kept; 0 = none.
+    learning_rate: the step of the outer parameters, as a share of the merged move.
+    momentum: the share of the last velocity that is kept; 0 = none.
     nesterov: look one step of momentum ahead.
     """
 

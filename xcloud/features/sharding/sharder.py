@@ -31,7 +31,7 @@ class Sharder:
     whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
     comes last.
 
-    note: tells the user.
+    note: a function that shows a note to the user.
     """
 
     def __init__(
