@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,29 @@ def test_gradients_of_ddp_are_compressed_by_name(tmp_path: Path) -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     program = "import sys, xcloud; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+PUBLIC = {
+    "Result": ["folder", "summary"],
+    "compress_ddp": ["model", "name", "feedback"],
+    "compression": ["name"],
+    "compressions": [],
+    "load": ["folder"],
+    "run": ["experiment", "settings", "folder"],
+    "sweep": ["experiment", "settings", "name", "also", "parallel"],
+}
+OF_RESULT = {
+    "bytes_per_step", "compression_ratio", "folder", "model_dir", "scores", "status", "step_s",
+    "summary",
+}  # fmt: skip
+ERRORS = {"ConfigError", "RunFailed", "XcloudError"}
+
+
+def test_public_names_and_their_parameters_stay() -> None:
+    """What is taken away or renamed here breaks scripts (docs/compatibility.md)."""
+    assert set(xcloud.__all__) == PUBLIC.keys() | ERRORS
+    found = {name: list(inspect.signature(getattr(xcloud, name)).parameters) for name in PUBLIC}
+    assert found == PUBLIC
+    public = {name for name in dir(xcloud.Result) if not name.startswith("_")}
+    assert public | set(xcloud.Result.__annotations__) == OF_RESULT
+    assert all(issubclass(getattr(xcloud, name), xcloud.XcloudError) for name in ERRORS)
