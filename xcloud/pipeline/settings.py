@@ -90,8 +90,9 @@ class Optimizer:
         groups = self.groups(p for p in module.parameters() if p.requires_grad)
         # On CPUs one pass over the memory instead of ten: 20 ms instead of 150 for 12.9 M weights.
         # The same formula, rounded in another order; the same bits for any number of threads.
-        on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
-        fused = on_cpu or None
+        # On a GPU one kernel instead of a dozen.
+        devices = {p.device for group in groups for p in group["params"]}
+        fused = True if len(devices) == 1 and devices.pop().type in ("cpu", "cuda") else None
         return AdamW(groups, self.learning_rate, self.adam_betas, self.eps, fused=fused)
 
     def groups(self, trained: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
