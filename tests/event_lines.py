@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xcloud.feature_list import FIGURES
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
 from xcloud.record.intake import ReportIntake
@@ -54,7 +55,12 @@ class Desk:
         self.path = folder / EVENTS_FILE
         self.file = EventFile(self.path)
         self.intake = ReportIntake(
-            self.file, "aabb".__getitem__, MAX_STEPS, SCORERS, lambda: self.now_s
+            self.file,
+            "aabb".__getitem__,
+            MAX_STEPS,
+            SCORERS,
+            lambda: self.now_s,
+            figures=FIGURES,
         )
 
     def take(self, peer: int, *lines: bytes | Mapping[str, object]) -> None:

@@ -85,7 +85,6 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
         {"on_departure", "departure", "DepartureWatch"},
         {
             "security/policy.py",  # the setting
-            "record/intake.py",  # the fields of its event
             "show/monitor.py",  # calls launch.on_event
         },
     ),
@@ -94,7 +93,6 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
         {
             "pipeline/settings.py",  # the setting
             "security/policy.py",  # what a file from elsewhere may build
-            "record/intake.py",  # the fields of its event
             "features/until/feature.py",  # ends at no known step
             "__main__.py",  # a command
         },
@@ -103,7 +101,7 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
         {".until", "Until", "RunUntil", "training.until"},
         {
             "pipeline/settings.py",  # the setting
-            "features/preferences/feature.py",  # evaluates nothing yet
+            "features/preferences/feature.py",  # asks about the dev split, too
             "planner/trial.py",  # leaves it out
             "rank/task_data.py",
             "train/stage_rank.py",

@@ -28,7 +28,7 @@ from xcloud.job.job import PipelineJob
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.hook import StepReport
-from xcloud.record.intake import check
+from xcloud.record.intake import check, kinds_of
 from xcloud.record.summary import RunStatistics
 
 FEATURES = 16
@@ -194,7 +194,7 @@ def test_a_departure_is_told_with_the_peer_the_step_and_the_statistic(rank: Rank
     assert event["sender"] == 0 and event["peer"] == "cloud_a"
     assert event["stream"] == "hidden forward over boundary 0"
     assert event["statistic"] == "norm" and event["value"] > event["usual"]
-    check({"rank": 1, "cloud": "cloud_b", "t": 1.0, **event}, max_steps=200)
+    check({"rank": 1, "cloud": "cloud_b", "t": 1.0, **event}, 200, kinds_of(FIGURES))
     statistics = RunStatistics(2, FIGURES)
     statistics.feed({"rank": 1, "cloud": "cloud_b", "t": 1.0, **event})
     summary = statistics.summary(name="x", status="finished")

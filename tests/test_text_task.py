@@ -264,7 +264,7 @@ def test_what_a_producers_texts_lack_is_in_the_summary_but_of_another_owners(
     reporter.flush()
     statistics = RunStatistics(2)
     for event in map(json.loads, b"".join(lines).splitlines()):
-        intake.check(event, max_steps=2)
+        intake.check(event, max_steps=2, kinds=intake.kinds_of(()))
         statistics.feed({"rank": 1, "cloud": "b", "t": 1.0} | event)
     expected = {} if is_abroad else {"es-en pairs cut in b": {"train": 1}}
     assert statistics.summary(name="a", status="finished", commit="c")["num_cut"] == expected

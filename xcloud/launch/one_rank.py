@@ -140,6 +140,7 @@ def run_rank(
             may_report=job.roster.may_report,
             clouds=tuple(layout.clouds),
             num_boundaries=layout.num_ranks,  # a stage has a rank or more
+            figures=job.figures,
         )
     # The role is there before anything is reported.
     reporter = Reporter(

@@ -36,6 +36,8 @@ class FeatureFigure:
     mark: make the word at the event's step in the picture of step times.
     is_of_steps: its events have a step, and count no longer once the run has resumed from an
         earlier one.
+    reported: fields of its events that ranks other than 0 report, by kind, as intake.py writes
+        them.
     """
 
     kinds: Sequence[str] = ()
@@ -46,6 +48,7 @@ class FeatureFigure:
     notice: Callable[[Event], str] | None = None
     mark: Callable[[Event], str] | None = None
     is_of_steps: bool = False
+    reported: Mapping[str, str] = field(default_factory=dict)
 
 
 def _refused_reports(events: list[Event]) -> dict[str, Any]:

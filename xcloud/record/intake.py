@@ -1,6 +1,7 @@
 """Check other ranks' reports on their way into rank 0's event log. They may come from another
-cloud: what does not fit is left out, counted and shown with its sender. KINDS says what a rank may
-report: the fields that each kind of event must have, those that it may have, and what they hold.
+cloud: what does not fit is left out, counted and shown with its sender. _TABLE and the features'
+figures say what a rank may report: the fields that each kind of event must have, those that it may
+have, and what they hold.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,6 +29,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame
 from xcloud.record.events import AVERAGING, HEAD, MEMORY, TENSORS, TIMES, TRAFFIC, Event
+from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
@@ -81,11 +84,6 @@ _TABLE = {
     "spans:spans sent:flights received:received",
     "quality": "step:whole split:split values:scores errors:scores signature:texts "
     "evaluation_s:number",
-    "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
-    "departure": "step:whole sender:whole peer:text stream:text statistic:text value:figure "
-    "usual:figure deviation:number",
-    "weights_written": "step:whole stage:whole num_bytes:whole is_whole:whole num_values:whole "
-    "pause_s:number write_s:number",
     "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
     "lost_checkpoint": "step:whole reason:text",
     "finish": "| num_steps:whole",
@@ -93,6 +91,7 @@ _TABLE = {
 }
 
 
+@cache
 def _kind(name: str, line: str) -> type[BaseModel]:
     """line: "needed:type … | optional:type …". What every event has is set by the receiver, and
     not looked at."""
@@ -104,20 +103,28 @@ def _kind(name: str, line: str) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
-KINDS = {name: _kind(name, line=line) for name, line in _TABLE.items()}
+Kinds = Mapping[str, type[BaseModel]]
+
+
+def kinds_of(figures: Iterable[FeatureFigure]) -> Kinds:
+    """Return what other ranks may report in a run with these figures, by the name of the event."""
+    table = dict(_TABLE)
+    for figure in figures:
+        table |= figure.reported
+    return {name: _kind(name, line) for name, line in table.items()}
 
 
 class Refused(ValueError):
     """Why another rank's report is not accepted."""
 
 
-def check(event: Event, max_steps: int) -> None:
+def check(event: Event, max_steps: int, kinds: Kinds) -> None:
     """Raise Refused unless another rank of a run of max_steps may report the event."""
     name = event["event"]
-    if type(name) is not str or name not in KINDS:
+    if type(name) is not str or name not in kinds:
         raise Refused(f"{name!r:.60} is no event that another rank reports")
     try:
-        KINDS[name].model_validate(event)
+        kinds[name].model_validate(event)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -147,6 +154,7 @@ class ReportIntake:
     clouds: names of clouds for which a step may have metrics, beside the names of traffic. Each
         name is a column in the memory of every process that follows the run.
     num_boundaries: maximum number of boundaries for which a step may have metrics.
+    figures: of the job's features, which say what else ranks report.
     """
 
     def __init__(
@@ -158,10 +166,12 @@ class ReportIntake:
         clock: Callable[[], float] = time.monotonic,
         clouds: Collection[str] = (),
         num_boundaries: int = 0,
+        figures: Iterable[FeatureFigure] = (),
     ) -> None:
         self._events = events
         self._cloud_of = cloud_of
         self._max_steps = max_steps
+        self._kinds = kinds_of(figures)
         self._may_report = may_report
         self._clock = clock
         self._names = {*TRAFFIC, AVERAGING, *clouds}
@@ -212,7 +222,7 @@ class ReportIntake:
         event = parsed_json(line)
         if not isinstance(event, dict) or "event" not in event:
             raise Refused("no event")
-        check(event, max_steps=self._max_steps)
+        check(event, max_steps=self._max_steps, kinds=self._kinds)
         kind = event["event"]
         now_s = round(time.time(), 3)
         at_s = event.get("t")

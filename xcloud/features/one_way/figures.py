@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xcloud.base.units import human_number, human_percent
+from xcloud.record.events import TIMES
 from xcloud.record.feature_figures import FeatureFigure, Row
 
 
@@ -31,7 +32,14 @@ def _feed_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, feed[name]
 
 
+_TIMES = " ".join(f"{name}:number" for name in TIMES)
 PRODUCERS = FeatureFigure(
-    kinds=("producer",), rows=_feed_rows, metrics=_feed_metrics, is_of_steps=True
+    kinds=("producer",),
+    rows=_feed_rows,
+    metrics=_feed_metrics,
+    is_of_steps=True,
+    reported={
+        "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
+    },
 )
 """Its part of the summary is made by OneWayStatistics (job.py), of more than these events."""

@@ -42,4 +42,8 @@ DEPARTURES = FeatureFigure(
     metrics=_metrics,
     notice=_notice,
     is_of_steps=True,
+    reported={
+        "departure": "step:whole sender:whole peer:text stream:text statistic:text value:figure "
+        "usual:figure deviation:number"
+    },
 )

@@ -57,4 +57,8 @@ WEIGHTS = FeatureFigure(
     rows=_rows,
     metrics=_metrics,
     is_of_steps=True,
+    reported={
+        "weights_written": "step:whole stage:whole num_bytes:whole is_whole:whole "
+        "num_values:whole pause_s:number write_s:number"
+    },
 )
