@@ -216,12 +216,12 @@ class Cloud:
     shard: distribute parameters, gradients and moments of each stage over its ranks, so that none
         holds a stage whole while it trains (FSDP2).
     replica: number of the copy of the pipeline that this cloud is a part of.
-    num_ranks: processes of this cloud.
-    one_stage_per_rank: assign each rank to one stage instead of all; num_ranks is then a multiple
-        of the number of stages.
-    address: HOST:PORT at which other owners' clouds reach this one's first rank, the next rank at
-        PORT + 1 and so on (cluster/wan=sealed). A list where the cloud has several machines: of
-        the first rank on each. A cloud without one dials the others.
+    num_ranks: number of processes of this cloud.
+    one_stage_per_rank: True to assign each rank to one stage instead of all. num_ranks is then a
+        multiple of the number of stages.
+    address: HOST:PORT at which other owners' clouds reach this one's first rank; the next rank is
+        at PORT + 1, and so on (cluster/wan=sealed). If the cloud has several machines: a list with
+        the address of the first rank on each. A cloud without an address dials the others.
     """
 
     num_ranks: Positive = 1

@@ -60,8 +60,8 @@ def check_size(path: Path, max_bytes: int) -> None:
 
 
 class BoundedLines:
-    """The lines of an open text file, none longer than `max_line`. path: of the file, which is
-    unpacked where its name ends in .gz."""
+    """The lines of an open text file, none longer than `max_line`. path: the path of the file,
+    which is unpacked if its name ends in .gz."""
 
     def __init__(self, file: IO[str], path: Path, max_line: int = MAX_LINE) -> None:
         self._file = file

@@ -24,9 +24,9 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[int]:
 
     The kernel gives the lock back when the process ends, however it ends. The file stays.
 
-    wait_s: how long to wait for another holder; None = for as long as it takes.
-    Raises LockTaken after that, and OSError, naming the file and what to do, where the file system
-    has no locks.
+    wait_s: seconds to wait for another holder. None: wait without a limit.
+    Raises LockTaken after wait_s. Raises OSError, naming the file and what to do, if the file
+    system has no locks.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -23,7 +23,7 @@ def project_root() -> Path:
 
 def checkout(why: str) -> Path:
     """Return the folder of the clone that xcloud runs from. Raises ConfigError where it is
-    installed without one. why: for the message."""
+    installed without one. why: the reason, for the message."""
     found = _checkout()
     if found is None:
         raise ConfigError(f"this needs a clone of xcloud, and none is here: {why}")

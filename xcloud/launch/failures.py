@@ -47,8 +47,9 @@ def check_gpu(cloud: str) -> None:
 def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     """Write what went wrong here to a file; return the exit code of the rank.
 
-    Whether a restart can help is told by the code alone: on a full disk there is no file. Where
-    another thread has named the first cause, that file stays and the code is of what it says.
+    The exit code alone says whether a restart can help, because on a full disk there is no file.
+    If another thread has written the first cause, that file stays and the code is that of its
+    cause.
     """
     text = str(error)
     # Who refuses a frame has lost nobody: the refusal is the cause.
@@ -111,8 +112,8 @@ def comes_again(codes: Mapping[int, int]) -> bool:
 
 
 def was_restarted_elsewhere(run_dir: Path) -> bool:
-    """Return whether ranks have failed here because another owner's cloud has begun again: it is
-    there, and meets the ranks here once they begin again too."""
+    """Return whether ranks have failed here because another owner's cloud has restarted. That
+    cloud is there, and joins the ranks here once they restart too."""
     failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
     return any("has begun the run again" in str(failure.get("message")) for failure in failures)
 
@@ -172,7 +173,7 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
 class Ranks(Protocol):
     """The ranks that may restart: processes.LocalRanks.
 
-    since_s: when a cloud was first seen lost.
+    since_s: the time at which a cloud was first seen lost.
     """
 
     run_dir: Path

@@ -114,8 +114,8 @@ class CloudRanks(LocalRanks):
             threading.Thread(target=self._tell_other_clouds, daemon=True).start()
 
     def _tell_other_clouds(self) -> None:
-        """Tell the other clouds that this one begins again: all of them if it is the first, else
-        the first, which begins again too and then tells the rest."""
+        """Report to other clouds that this one restarts. The first cloud reports it to all. Others
+        report it to the first, which restarts too and then reports it to the rest."""
         first, *others = (self._layout.ranks_in(cloud)[0] for cloud in self._layout.clouds)
         place = place_of(
             self._layout, rank=self.ranks[0], attempt=self._attempt, listen=self._listen

@@ -54,10 +54,10 @@ def run(
     """Run an experiment on this machine, in a folder that nobody else writes to meanwhile, and
     return its summary.
 
-    resumes: an earlier run in run_dir goes on, if there is one and this check of it raises nothing
-        (features/checkpoints/resume.py).
-    more_follows: this process has more to run, so a signal while the record is written raises
-        RunStopped as well.
+    resumes: check of an earlier run in run_dir, which is resumed if there is one and the check
+        raises nothing (features/checkpoints/resume.py).
+    more_follows: True if this process has more to run. Then a signal while the record is written
+        raises RunStopped as well.
 
     Raises ConfigError before anything starts, RunFailed naming the first cause when a rank fails,
     RunStopped on the first Ctrl+C, SIGTERM, SIGUSR1 or SIGHUP, once the ranks have saved the step
@@ -89,10 +89,10 @@ def run_in_owned(
 ) -> dict[str, Any]:
     """Run an experiment as `run` does, in a folder that this process owns.
 
-    resumes: there is an earlier run in run_dir, and it goes on.
+    resumes: True if there is an earlier run in run_dir and it is resumed.
     ranks_of: returns the processes to start, for (job, run folder, file that they read).
-    again: the words that tell the user how to go on with a run that was stopped.
-    unsaved: the words for one that was stopped before it had a checkpoint.
+    again: text that tells the user how to resume a run that was stopped.
+    unsaved: text for a run that was stopped before it had a checkpoint.
     """
     settings.job.tracker.check()
     job = settings.job
@@ -157,7 +157,7 @@ def _check_job(job: Job) -> None:
 
 
 def _check_folder(settings: Settings, run_dir: Path, resumes: CanGoOn | None) -> None:
-    """Raise ConfigError if the run can neither begin in the folder nor go on from it."""
+    """Raise ConfigError if the run can neither start in the folder nor resume from it."""
     if not has_events(run_dir):
         return
     if resumes is None:
@@ -208,8 +208,8 @@ def _cause(error: BaseException) -> str:
 
 
 def stopped_in_words(run_dir: Path, by: str, again: str, unsaved: str) -> str:
-    """Return who stopped a run, and how it goes on from which step. again, unsaved: see
-    run_in_owned."""
+    """Return a text that says who stopped a run, and how to resume it from which step. again,
+    unsaved: see run_in_owned."""
     agreed = CheckpointSteps(run_dir).agreed_steps()
     return f"{by}; " + (f"go on from step {agreed[0]}: {again}" if agreed else unsaved)
 
@@ -222,10 +222,10 @@ def train(
 ) -> None:
     """Train to the end of the run, in as many attempts as that takes and the user allows.
 
-    max_restarts: how often all ranks may be started again without a new checkpoint that all have
-        agreed on. Failures of these ranks count apart from those of other owners' ranks.
-    next_attempt: called before the ranks are started again.
-    follow: called often; returns whether all ranks have joined.
+    max_restarts: number of times that all ranks may be restarted without a new checkpoint that all
+        have agreed on. Failures of these ranks count apart from those of other owners' ranks.
+    next_attempt: called before the ranks are restarted.
+    follow: called often. It returns whether all ranks have joined.
     """
     folder = CheckpointSteps(ranks.run_dir)
     step = max(folder.agreed_steps(), default=0)

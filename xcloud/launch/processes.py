@@ -177,7 +177,7 @@ class LocalRanks:
                 process.send_signal(signal.SIGUSR1)
 
     def who_stopped(self, asked: int | None) -> str:
-        """Say who had the run end early. asked: the rank, other than 0, that told rank 0 so."""
+        """Say who had the run end early. asked: the rank, other than 0, that reported it."""
         return f"interrupted ({WAYS_TO_STOP})"
 
     @property
@@ -192,9 +192,9 @@ class LocalRanks:
         return self.run_dir / f"rank{rank}.log"
 
     def wait(self, meanwhile: Callable[[], bool]) -> None:
-        """Wait until all ranks are done, calling `meanwhile` often. It returns whether it has been
-        told that all ranks have joined. Every rank is essential until it is ready, because the
-        others would wait for it.
+        """Wait until all ranks are done, calling `meanwhile` often. That returns whether all ranks
+        are known to have joined. Every rank is essential until it is ready, because the others
+        would wait for it.
 
         Raises RunFailed naming the first cause if an essential rank fails. The others notice,
         report the rest and end; those that do not are ended, as are all ranks on any other

@@ -224,8 +224,8 @@ def _check_started(job: Job) -> None:
 def check_unfinished(job: Job, run_dir: Path) -> None:
     """Raise ConfigError for a folder with a finished run.
 
-    torchrun starts a run that was interrupted again with the same command, so that it goes on; one
-    that has come to its end must not.
+    torchrun restarts a run that was interrupted with the same command, so that it resumes. A run
+    that has come to its end must not restart.
     """
     summary = read_summary(run_dir)
     if summary.get("status") == "finished" and summary.get("num_steps", 0) >= job.max_steps:

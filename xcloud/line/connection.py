@@ -75,7 +75,7 @@ class Connection:
     not be read and written by two.
 
     has_ended: returns whether the thread is wanted for something else.
-    heard: called whenever something has come.
+    heard: called whenever bytes have come.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class StreamEnd(Protocol):
     def cut(self, number: int, sent_bytes: int | None) -> None:
         """Let go of a connection that has ended.
 
-        sent_bytes: how many bytes the system has sent over it; None where that is not known.
+        sent_bytes: number of bytes that the system has sent over it; None if that is not known.
         """
 
     def fail(self, reason: LinkError) -> None:

@@ -49,10 +49,10 @@ class Hello(NamedTuple):
     """A greeting.
 
     run: 16 bytes that are the same in both clouds, and not those of another experiment.
-    attempt: a number of this beginning of the cloud that says it; no other beginning has it.
-    connection, of: number of this connection, and how many the stream has.
-    expected: number of the first frame that the receiver has not got whole; 0 from a sender.
-    known: the attempt of the other cloud, as far as this one knows it; 0: it has heard none.
+    attempt: a number of this start of the sending cloud. No other start has the same one.
+    connection, of: number of this connection, and number of connections of the stream.
+    expected: number of the first frame that the receiver has not got in full; 0 from a sender.
+    known: the attempt of the other cloud that this one knows; 0 if it knows none.
     """
 
     stream: StreamName

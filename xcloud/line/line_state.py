@@ -96,9 +96,10 @@ class LineState:
             self.sent_again_bytes += num_bytes
 
     def is_down(self, stream: object, since_s: float, until_s: float, reason: str) -> None:
-        """Note that a stream carries nothing. Say so, unless it is mended at once or was said.
+        """Note that a stream carries nothing. Report it, unless it is repaired at once or was
+        reported before.
 
-        until_s: when it is given up.
+        until_s: time at which the stream is given up.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -148,11 +149,11 @@ class Course:
     """The course of one end of a stream: its peer has not come, data pass, or they do not.
     Thread-safe.
 
-    A connection counts from when something has come or was acknowledged over it: greetings pass on
+    A connection counts once data have come or were acknowledged over it, because greetings pass on
     many a line that carries no data.
 
-    first_within_s: how long the peer is waited for at first.
-    reconnect_s: how long data may not pass later.
+    first_within_s: seconds to wait for the peer's first connection.
+    reconnect_s: seconds that no data may pass later.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class Course:
         self.has_carried = False
 
     def linger(self, for_s: float) -> None:
-        """Go on for a while only: what matters has been done, and a cut is no longer one."""
+        """Continue for `for_s` seconds only. All messages have been carried, so a disconnect no
+        longer counts as one."""
         self._linger_until_s = time.monotonic() + for_s
 
     def met(self) -> None:

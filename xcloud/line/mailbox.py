@@ -84,8 +84,8 @@ class Mailbox(Wan):
     between_owners = True
 
     def allowance_s(self, num_bytes: int) -> float:
-        """Return the time of a message at 1 Mbit/s: an object is there as a whole or not at all,
-        so nothing shows that it moves. A sender that has died is told by its heartbeats."""
+        """Return the time of a message at 1 Mbit/s. An object is there in full or not at all, so
+        nothing shows that it moves. A sender that has died is noticed by its heartbeats."""
         return 8 * num_bytes / SLOWEST_BITS_PER_S
 
     def describe(self) -> str:

@@ -7,9 +7,10 @@ Rank 0 and every other rank exchange three signed notes, which are overwritten i
 So each side knows that the other has begun now, whatever old notes lie there, and the attempt is
 the digest of all these numbers: no object of an earlier one belongs to it.
 
-A rank that is started again answers a "begin" of which it is no part, too. Rank 0 goes on reading
-the answers, and the others what rank 0 says: who finds another number there than in its own
-attempt knows that a rank has begun the run again, also one that was killed and could say nothing.
+A rank that restarts also answers a "begin" of which it is no part. Rank 0 continues to read the
+answers, and the others continue to read the messages of rank 0. A rank that finds another number
+there than in its own attempt knows that some rank has restarted, even one that was killed and
+could not report it.
 
 A note: length of the signature u8 | signature | kind u8 | A (16 bytes) | for each rank that it
 speaks of: its number (16 bytes) and the SHA-256 of its certificate (32).
@@ -110,7 +111,7 @@ class MailboxRendezvous:
     def hold(self, say: Callable[[str], None]) -> tuple[str, list[Certificate]]:
         """Wait for all other ranks. Return the attempt, and the certificate of each rank.
 
-        say: is told once a minute who is waited for.
+        say: called once a minute with the ranks that are waited for.
 
         Raises LinkTimeout naming ranks that have not come, ConfigError for a certificate that is
         not one of its cloud's.
@@ -258,7 +259,7 @@ class MailboxRendezvous:
 class MailboxLines:
     """The links of one rank to ranks of other clouds, through a mailbox.
 
-    say: is told once a minute who is waited for.
+    say: called once a minute with the ranks that are waited for.
     on_lost: see MailboxInLink.
 
     It waits for all other ranks first. Raises ConfigError for a mailbox that this rank cannot
@@ -336,7 +337,7 @@ class MailboxLines:
         self._store.over.set()
 
     def abandon(self) -> None:
-        """Tell the peers that this rank has ended before its time, as far as they can be told."""
+        """Report to the peers, as far as they can be reached, that this rank has ended early."""
         for out in self._outs:
             out.abandon()
 

@@ -47,9 +47,9 @@ def _bytes_of_piece(number: int, frame_bytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A part of a frame. Of 0 bytes: a question, put at asked_at_s.
+    """A part of a frame. A piece of 0 bytes is a question, asked at asked_at_s.
 
-    crossed_bytes: how much of it has been sent before, over a connection that was cut.
+    crossed_bytes: bytes of it that were sent before, over a connection that was lost.
     """
 
     frame: int
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 
 class Acknowledged(NamedTuple):
-    """The pieces that an acknowledgement tells of for the first time.
+    """The pieces that an acknowledgement reports for the first time.
 
     num_bytes: total bytes of those pieces that belong to frames.
     num_answers: number of answers to questions.
@@ -143,7 +143,7 @@ class Outbox:
     def cut(self, number: int, sent_bytes: int | None = None) -> None:
         """Send over other connections what is not acknowledged on this one.
 
-        sent_bytes: how many bytes the system has sent over it; None where that is not known.
+        sent_bytes: number of bytes that the system has sent over it; None if that is not known.
         """
         with self._lock:
             self._give_back(number, sent_bytes=sent_bytes)

@@ -52,23 +52,23 @@ from xcloud.net.link_end import (
 )
 
 LINGER_S = 30.0
-"""How long the receiving end answers after the last message, in case the sender has not heard that
-it came."""
+"""Seconds for which the receiving end answers after the last message, in case the sender does not
+know that it came."""
 _ROOM = 1.5
-"""Connections carry so many times what was measured, or a line that has become faster would not
-be noticed."""
+"""Factor by which connections may carry more than was measured. Without it a line that has become
+faster would not be noticed."""
 _BULK_BYTES = 300_000
 """A link whose longest frame has fewer bytes has one connection: control, norms and words, which
 never fill a line."""
 _RECORD_BYTES = 1 << 14
 """The most bytes in a record of TLS, which one reading or writing takes."""
 _JOINED_BYTES = 1 << 16
-"""Small pieces are written together, until they are about so many bytes."""
+"""Bytes up to which small pieces are written together, about."""
 _ACKNOWLEDGE_EVERY = 8
 _MUCH_BYTES = 1 << 16
 _LONGEST_NAP_S = 0.02
-"""While so much of a piece is missing, its thread sleeps for a quarter of the time that the rest
-will take: on a slow line it would wake for each record of TLS."""
+"""While more than _MUCH_BYTES of a piece are missing, its thread sleeps for a quarter of the time
+that the rest will take. Without this it would wake for each TLS record on a slow line."""
 _READY_BYTES = 1 << 22
 """How much may wait to be opened before no more is read."""
 
@@ -229,7 +229,7 @@ class StreamOutLink(SendingEnd):
         state.bytes_per_s = self._outbox.bytes_per_s or state.bytes_per_s
 
     def _end(self, connection: Connection) -> None:
-        """Say that the stream has ended, and wait a moment until the receiver has heard it: closed
+        """Send that the stream has ended, and wait a moment until the receiver has got it: closed
         at once the connection may be reset, and the receiver not know."""
         connection.queue(END)
         self._connections.course.linger(0.0)
@@ -390,7 +390,7 @@ class StreamInLink(ReceivingEnd):
 
 
 class _Receiving:
-    """The bytes that came over one connection, and how many the sender has been told of."""
+    """The bytes that came over one connection, and how many of them were acknowledged."""
 
     def __init__(self, connection: Connection, connections: Connections) -> None:
         self._connection = connection
@@ -413,7 +413,7 @@ class _Receiving:
             self.read(place[at:])
 
     def read(self, place: memoryview) -> None:
-        """Fill a place with what comes next. Meanwhile the sender hears what has come."""
+        """Fill a buffer with the next bytes. Meanwhile acknowledge to the sender what has come."""
         at = 0
         started_s = time.monotonic()
         while at < len(place):

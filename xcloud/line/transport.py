@@ -53,7 +53,7 @@ _CLOSE_WORDS_S = 60.0
 _ABANDON_S = 0.5
 _TELL_WITHIN_S = 2.0
 _PORT_FREE_WITHIN_S = 4.0
-"""A rank that starts again finds its port taken while its launcher tells of the restart there."""
+"""A rank that restarts finds its port taken while its launcher reports the restart there."""
 _CROWD = 1000
 """How many connections that say nothing are turned away before it is spoken of."""
 
@@ -68,8 +68,8 @@ class SealedPlace:
     address_of: returns host and port at which a rank of a cloud that has an address is dialled.
     listens_at: host and port at which this rank listens; None where its cloud has no address.
     listener_of: returns which of two clouds listens.
-    first_within_s: how long a rank that has not come is waited for.
-    reconnect_s: how long a line may be down later.
+    first_within_s: seconds to wait for a rank that has not come.
+    reconnect_s: seconds that a line may be down later.
     """
 
     rank: int
@@ -117,7 +117,8 @@ class OwnersLines(Protocol):
 class SealedLines:
     """The lines of one rank to ranks of other clouds.
 
-    say: is told of lines that are down or back, and of who dials and is refused.
+    say: called with messages about lines that are down or back, and about peers that dial and are
+        refused.
     on_lost: see Stream.
 
     Raises ConfigError where this rank cannot listen, or has no certificate of a cloud to which it
@@ -189,7 +190,7 @@ class SealedLines:
             link.join(max(0.0, until_s - time.monotonic()))
 
     def abandon(self) -> None:
-        """Tell the peers that this rank has ended before its time, as far as they can be told."""
+        """Report to the peers, as far as they can be reached, that this rank has ended early."""
         for out in self._outs:
             out.abandon()
         until_s = time.monotonic() + _ABANDON_S
@@ -197,11 +198,11 @@ class SealedLines:
             time.sleep(0.02)
 
     def tell_of_restart(self, peers: Sequence[int]) -> None:
-        """Tell the clouds of these ranks that this cloud begins the run again, so that they need
-        not wait for its new ranks to do the same.
+        """Report to the clouds of these ranks that this cloud restarts. So they can restart
+        without waiting for its new ranks.
 
-        A rank that listens is dialled once; a cloud that dials is told when it next does, for
-        which this waits a moment. A cloud that is not reached hears of it from the new ranks.
+        A rank that listens is dialled once. A cloud that dials gets the report when it next does;
+        this waits a moment for that. A cloud that is not reached learns it from the new ranks.
         """
         awaited = set[str]()
         for peer in peers:

@@ -1,9 +1,9 @@
 """How ranks find out that another one is lost. Every rank has one FailureDetector, and so has the
-launcher of a machine for its ranks; it knows when each was last heard, whatever heard it.
+launcher of a machine for its ranks. It knows when something last came from each rank, on any link.
 
 Heartbeats are frames (Kind.ALIVE) on links, so they need nothing of a carrier. Rank 0 has a link
-to every other rank, and its heartbeats carry for how long it has heard nothing of each: that is
-how ranks without a link between them know of each other.
+to every other rank. Its heartbeats say for how long nothing has come from each. That is how ranks
+without a link between them know of each other.
 
 What follows from silence is up to whoever asks. A link that waits raises its error (link_end.py).
 Under torchrun, where no launcher watches the ranks, the detector ends the process with an error
@@ -58,7 +58,7 @@ class _Watch:
     """A link of heartbeats that `watch` makes.
 
     restarted: ranks that restart with the peer, whose earlier losses are forgotten.
-    has_come: the peer was heard over it.
+    has_come: True once something has come from the peer over it.
     """
 
     peer: int
@@ -131,8 +131,8 @@ class FailureDetector:
             self._outs[peer] = out
 
     def hear(self, peer: int, frame: Frame) -> None:
-        """Take a heartbeat, in a link's thread. The link has noted that its peer was heard; rank
-        0 also says when it heard the others. Raises FrameError for anything else."""
+        """Receive a heartbeat, in a link's thread. The link has noted that its peer is alive. Rank
+        0 also sends when it last heard the others. Raises FrameError for any other frame."""
         if peer != 0:
             if frame.parts:
                 raise FrameError(f"{self._name_of(peer)} tells of other ranks, which rank 0 does")
@@ -204,8 +204,8 @@ class FailureDetector:
                 out.say_alive(parts, carries=_CARRIES[: len(parts)])
 
     def _age_s(self, rank: int) -> float:
-        """Return what rank 0 tells of a rank: for how long it has heard nothing of it; infinite
-        for one that has not come or has left."""
+        """Return the age of a rank as rank 0 sends it: the seconds since something came from it.
+        It is infinite for a rank that has not come or has left."""
         if rank == self._rank:
             return 0.0
         if self._lost.get(rank) is Loss.ENDED:
@@ -256,8 +256,8 @@ class FailureDetector:
         each other rank, these for rank 0.
 
         restarted: ranks that restart with it, whose earlier losses are forgotten.
-        at_once: it replaces an earlier link to that rank; else only once the peer was heard over
-            it, where a number in the store is all that says so.
+        at_once: True to replace an earlier link to that rank at once. False: only once something
+            has come from the peer over it, because only a number in the store announced it.
         """
         watch = _Watch(peer=peer, restarted=restarted)
         with self._lock:

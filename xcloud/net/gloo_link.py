@@ -207,8 +207,9 @@ def heartbeat_link(
     """Make both ends of the link of heartbeats between rank 0 and another rank, which share one
     process group.
 
-    store: the same part at both ends, which nothing else uses.
-    within_s: how long the other side may take to join it.
+    store: the part of the store for this link. It is the same at both ends, and nothing else uses
+        it.
+    within_s: seconds that the other side may take to join it.
     """
     pair = Pair(
         store=store,

@@ -27,7 +27,7 @@ class Pair:
 
     Its name, line and ranks, must be its own in the store: see `claimed`.
 
-    join_within: how long `join` waits for the other side.
+    join_within: time for which `join` waits for the other side.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ _UNNAMED = LinkName(CONTROL, 0, receiver=0)
 class Reservation(NamedTuple):
     """The time of a message on an emulated line, in seconds of this machine's monotonic clock.
 
-    start_s, sent_s: when the line starts and finishes carrying the message.
-    deliver_at_s: when its last byte arrives.
+    start_s, sent_s: times at which the line starts and finishes carrying the message.
+    deliver_at_s: time at which its last byte arrives.
     """
 
     start_s: float

@@ -176,7 +176,7 @@ class OutSettings(EndSettings):
     """The settings of the sending end.
 
     clock: the emulated link; None leaves the network alone.
-    overdue_s: how long a full queue may stand still if the peer says nothing at all.
+    overdue_s: seconds that a full queue may stand still if nothing at all comes from the peer.
     blocked: entered while `send` waits for room, in the sender's thread.
     """
 

@@ -208,12 +208,12 @@ class LinkWindow:
 class Liveness:
     """The rules by which a silent rank counts as lost.
 
-    interval_s: how often a rank sends a heartbeat.
-    lost_after_s: a rank is lost this many seconds after its last heartbeat.
-    overdue_after_s: how long a rank that lives may take for one message inside a step, counted
-        from when this rank last sent or received one. An emulated line adds ten times what the
-        message needs on it.
-    join_within_s: how long ranks that torchrun has not started yet are waited for.
+    interval_s: seconds from one heartbeat of a rank to the next.
+    lost_after_s: seconds after its last heartbeat at which a rank counts as lost.
+    overdue_after_s: seconds that a live rank may take for one message inside a step. They count
+        from the time at which this rank last sent or received one. An emulated line adds ten times
+        the time that the message needs on it.
+    join_within_s: seconds to wait for ranks that torchrun has not started yet.
     """
 
     interval_s: Annotated[float, Field(ge=0.01)] = 5.0  # or a rank would do nothing else

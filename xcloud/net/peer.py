@@ -41,9 +41,9 @@ class Peer:
         self._waited_at_s = float("-inf")
 
     def hear(self, age_s: float = 0.0) -> None:
-        """Note that the peer was heard.
+        """Note that something came from the peer.
 
-        age_s: how long ago; below 0 for a message that an emulated line delivers later.
+        age_s: seconds since it came; below 0 for a message that an emulated line delivers later.
         """
         now_s = self._now_s()
         with self._lock:

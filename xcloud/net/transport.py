@@ -77,7 +77,7 @@ class Rendezvous:
 
     @cached_property
     def words(self) -> Words:
-        """The texts that this rank and rank 0 tell each other."""
+        """The texts that this rank and rank 0 send each other."""
         return words_of(
             self.store,
             rank=self.rank,
@@ -87,17 +87,17 @@ class Rendezvous:
         )
 
     def write(self, name: str, text: str) -> None:
-        """Tell rank 0 something by this name, once; rank 0 tells it to every rank that asks."""
+        """Send a text to rank 0 by this name, once. Rank 0 sends its own to all that ask."""
         self.words.tell(name, text=text)
 
     def read(self, name: str, rank: int) -> str:
-        """Return what rank 0 tells by this name or, in rank 0, what `rank` does. Raises
+        """Return the text that rank 0 sends by this name or, in rank 0, the text of `rank`. Raises
         LinkTimeout naming a rank that has not come, LinkClosed for one that is gone, FrameError
-        for one that sends anything but such words."""
+        for one that sends anything but such texts."""
         return self.words.hear(name, rank)
 
     def wait_for_leaving(self) -> None:
-        """Let the other ranks hear from rank 0 why all end (Words.wait_for_leaving)."""
+        """Let the other ranks receive from rank 0 why all end (Words.wait_for_leaving)."""
         self.words.wait_for_leaving()
 
 

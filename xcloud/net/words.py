@@ -1,10 +1,10 @@
-"""Short texts, by a name, that ranks tell rank 0, and rank 0 tells all, before they have links:
-what they run, whether they may go on, what they have loaded.
+"""Control messages before ranks have links: short texts by name, which ranks send to rank 0 and
+rank 0 sends to all. They say what a rank runs, whether it may continue, and what it has loaded.
 
-A text comes over a line between its rank and rank 0, over gloo or sealed (line/transport.py), so
-nobody can say it in another's name, and it is bounded. Rank 0 keeps what it is told and answers
-whoever asks for its own words, also later (where ranks may begin at any time). In one process the
-store itself carries them.
+A text comes over a line between its rank and rank 0, over gloo or sealed (line/transport.py). So
+no rank can send it in another's name, and its length is bounded. Rank 0 keeps the texts that it
+receives. It answers every rank that asks for rank 0's own, also later (if ranks may start at any
+time). In one process the store itself carries them.
 
 A message, in a vector of bytes: kind uint8, length of the name uint8, length of the text uint32,
 all little-endian, then both in UTF-8.
@@ -39,18 +39,18 @@ _GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
 
 
 class Words(Protocol):
-    """The texts that one rank and rank 0 tell each other."""
+    """The texts that one rank and rank 0 send each other."""
 
     def tell(self, name: str, text: str) -> None:
-        """Tell rank 0 a text; in rank 0, tell it to all."""
+        """Send a text to rank 0. Rank 0 sends it to all."""
 
     def hear(self, name: str, rank: int) -> str:
-        """Return, once it is there, in rank 0 what `rank` tells it, in the others what rank 0 or
-        the rank itself tells."""
+        """Wait for a text and return it. Rank 0 gets the one that `rank` sends, and other ranks
+        get the one that rank 0 or they themselves send."""
 
     def wait_for_leaving(self) -> None:
-        """In rank 0, wait until the ranks that have joined are gone, who end when they have heard
-        why; for LEAVE_WITHIN_S at most. Other ranks wait for nobody."""
+        """In rank 0, wait until the ranks that have joined are gone, for LEAVE_WITHIN_S at most.
+        They end once they have received the reason. Other ranks do not wait."""
 
 
 class WordLine(Protocol):
@@ -76,10 +76,10 @@ def words_of(
     beginning: int | None,
     join: JoinLine | None = None,
 ) -> Words:
-    """Return the words of a rank that has come to a store.
+    """Return the control messages of a rank that has come to a store.
 
-    beginning: how often this rank has begun, where ranks may begin at any time; else None.
-    join: None: over gloo, or, where the store is of one process, in the store itself.
+    beginning: number of starts of this rank, if ranks may start at any time; otherwise None.
+    join: joins the line to a rank. None: over gloo or, in one process, in the store itself.
     """
     if join is None:
         if isinstance(store, HashStore):
@@ -100,7 +100,7 @@ def words_of(
 def joined_over_gloo(
     store: Store, is_first: bool, rank: int, beginning: int, within_s: float
 ) -> WordLine:
-    """Join the line of words of a rank over gloo. is_first: whether this is rank 0's end."""
+    """Join the line of a rank's control messages over gloo. is_first: True for rank 0's end."""
     pair = line_of(store, rank=rank, beginning=beginning, is_first=is_first, within_s=within_s)
     return _JoinedLine(pair=pair, peer=rank if is_first else 0)
 
@@ -231,7 +231,7 @@ class WordsToFirst:
 
 
 class WordsOfFirst:
-    """The words of rank 0: what every rank has told, by rank and name, its own among them."""
+    """The control messages of rank 0: the texts of all ranks, its own too, by rank and name."""
 
     def __init__(
         self, store: Store, num_ranks: int, join: JoinLine, within_s: float, is_open: bool

@@ -248,10 +248,10 @@ class Exchange(StatefulTree, ABC):
         return
 
     def resume(self, step: int) -> int:
-        """Wait for the other replicas, and return the step to go on after.
+        """Wait for the other replicas, and return the step after which to resume.
 
-        Called where clouds may come back: in one that begins in a run that goes on, and in the
-        first one, which is there after `step`.
+        It is called if clouds may come back: in a cloud that starts while the run is under way or
+        resumes, and in the first cloud, which is there after `step`.
         """
         return step
 

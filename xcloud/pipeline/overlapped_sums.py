@@ -128,8 +128,8 @@ class OverlappedSums(Hook):
 
 
 def overlapped_sums(trainer: Trainer, groups: Mapping[int, RankGroup]) -> OverlappedSums:
-    """Return the hook of a rank that shares its stages with others of its cloud. groups: by
-    stage."""
+    """Return the hook of a rank that shares its stages with others of its cloud. groups: the group
+    of ranks of each stage."""
 
     def num_backwards() -> dict[int, int]:
         """Return the micro-batches of this rank in an update, by stage."""

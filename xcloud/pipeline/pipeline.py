@@ -102,7 +102,8 @@ class InFlight:
     weights: SplitBackward | None
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-        """Compute the gradients. gradients: of the outputs; None: these are losses."""
+        """Compute the gradients. gradients: the gradients of the outputs. None: the outputs are
+        losses."""
         if gradients is not None:
             pairs = zip(outputs, gradients, strict=True)
             outputs = [_Returned.apply(*pair) for pair in pairs]  # type: ignore[no-untyped-call]

@@ -66,8 +66,8 @@ class Optimizer:
     clip_norm: NotNegativeFloat = 0.0
 
     def learning_rate_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of update `step` (1-based), never above the peak. With decay=linear it is
-        0 for any step behind max_steps: whoever goes on longer must say so with max_steps."""
+        """Return the learning rate of update `step` (1-based), never above the peak. With
+        decay=linear it is 0 for any step after max_steps: to train longer, raise max_steps."""
         warmup = max(1, self.warmup_steps)
         if step < warmup:
             return self.learning_rate * step / warmup

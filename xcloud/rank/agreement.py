@@ -40,7 +40,7 @@ _MAX_LINES = 8192
 _MAX_SHOWN = 8
 _MAX_TEXT = 16_384
 MAX_LINE = 500
-"""Characters of a value. The longest say why a run cannot go on from a checkpoint and what to
+"""Characters of a value. The longest say why a run cannot resume from a checkpoint, and what to
 do."""
 
 _PRINTABLE = r"^[ -~]*$"
@@ -57,8 +57,8 @@ Held = Mapping[str, str]
 """A line for each of a rank's checkpoints, by step."""
 
 Newest = Callable[[Mapping[int, Held], NameOf], tuple[int, str]]
-"""Returns, by what the ranks hold, the step that all go on from (0: the start) and a note for the
-user. Raises ConfigError."""
+"""Returns the step from which all resume (0: the start), chosen by what the ranks hold, and a note
+for the user. Raises ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
 
 @contextmanager
 def _heard_by_others(rendezvous: Rendezvous) -> Iterator[None]:
-    """Let rank 0 fail with a ConfigError only once the others, who hear it from it, are gone."""
+    """Let rank 0 fail with a ConfigError only once the others have received it and are gone."""
     try:
         yield
     except ConfigError:
@@ -164,12 +164,13 @@ def agree_on(
 
 
 def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None:
-    """Compare the copies of what several ranks have built a part of: what two of them have must be
-    equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
-    what the first rank that has a thing has of it.
+    """Compare copies of things that several ranks have built. The copies of two ranks must be
+    equal. Every rank calls it; a rank without such things has no facts. Rank 0 sends to all ranks
+    the digest of each thing in the first rank that has it.
 
-    facts: digests of base models and public texts, by a name for messages. Raises ConfigError in
-    the rank that differs, and in rank 0.
+    facts: digests of base models and public texts, by a name for messages.
+
+    Raises ConfigError in the rank that differs, and in rank 0.
     """
     rendezvous.write("shared", json.dumps(dict(facts)))
     if rendezvous.rank != 0:
@@ -246,7 +247,7 @@ class _Comparison:
                 self._unread[peer] = str(error)  # the other ranks must be told too
 
     def verdict(self, newest: Newest) -> Verdict:
-        """Return the answer to all ranks: those that are not refused begin, or go on from the
+        """Return the answer to all ranks. Those that are not refused start, or resume from the
         newest checkpoint that all of them hold."""
         found = self.judge()
         held = {r: t.get("held", {}) for r, t in self._tables.items() if r not in found.refused}

@@ -28,12 +28,12 @@ from xcloud.simulator.plan import Plan
 from xcloud.simulator.pricing import OverEpochs, Pricer
 
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
-"""Takes what a replica contributed to an average: of (step, replica, tensors by name)."""
+"""Called with what a replica contributed to an average: (step, replica, tensors by name)."""
 
 Guard = Callable[..., Callable[[Sequence[Tensor]], Sequence[Tensor]]]
-"""Makes what changes a contribution before it leaves its cloud: of the names of its tensors,
-num_parts (messages that together are one contribution) and silent (names of which nothing may be
-sent). See security/defences.py: private_contribution."""
+"""Makes the function that changes a contribution before it leaves its cloud. The arguments are the
+names of its tensors, num_parts (number of messages that together are one contribution) and silent
+(names of tensors that must not be sent). See security/defences.py: private_contribution."""
 
 
 class Feature:
@@ -150,8 +150,8 @@ class FeatureAtRank:
     def exchange(
         self, built: BuiltRank, watch: Watch | None, guard: Guard | None
     ) -> Exchange | None:
-        """Return what brings the gradients of ranks together, in place of the sum over a stage's
-        ranks. watch, guard: of another feature."""
+        """Return the exchange of gradients that replaces the sum over a stage's ranks. watch,
+        guard: functions of another feature."""
         return None
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Hook | None:
@@ -164,5 +164,5 @@ class FeatureAtRank:
         return None
 
     def resume(self) -> str:
-        """Return what a user is told when a run goes on from a checkpoint; empty: nothing."""
+        """Return a note for the user when a run resumes from a checkpoint; empty: no note."""
         return ""

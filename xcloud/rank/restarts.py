@@ -54,8 +54,8 @@ _REFUSED_FOR_S = 20.0  # a rank that begins again has not yet said where it list
 def enter_late(
     job: Job, rendezvous: Rendezvous, run_dir: Path, trainer: Trainer, from_step: int
 ) -> None:
-    """Tell the launcher that this rank is there. In a run that resumes, copy the values of the
-    first cloud, or send them.
+    """Report to the launcher that this rank is there. If the rank has restarted or the run
+    resumes, get the values of the first cloud, or send them.
 
     from_step: step of the checkpoint from which all resume.
     """
@@ -72,8 +72,8 @@ def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
 
 
 def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
-    """Return the rendezvous of ranks that may begin at any time, also again: at a server in rank 0
-    if MASTER_ADDR and MASTER_PORT are set, otherwise in the run folder."""
+    """Return the rendezvous of ranks that may start, and restart, at any time. It is at a server
+    in rank 0 if MASTER_ADDR and MASTER_PORT are set, otherwise in the run folder."""
     within_s = job.cluster.liveness.join_within_s
     host = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "0"))
@@ -107,7 +107,7 @@ def rendezvous_under_torchrun(
 ) -> Rendezvous:
     """Find the ranks of all machines, on the interface that faces MASTER_ADDR.
 
-    say: is told once a minute who is waited for.
+    say: called once a minute with the ranks that are waited for.
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -151,7 +151,7 @@ def store_of_machines(
 
     rank: among these, counted from 0, as the detector counts.
     serves: this rank is the store's server.
-    say: is told once a minute who is waited for.
+    say: called once a minute with the ranks that are waited for.
     """
     address = choose_interface(host)
 

@@ -27,7 +27,7 @@ JobT = TypeVar("JobT", bound=Job, covariant=True)  # a context is only read
 
 
 class Restored(Protocol):
-    """The function that gives a rank the state that the ranks go on from."""
+    """The function that restores the state from which a rank resumes."""
 
     def __call__(
         self,
@@ -75,8 +75,8 @@ class RankContext(Generic[JobT]):
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
-    """Return whether `rank` cannot go on without any of these: one of its own cloud, whose ranks
-    wait for each other, or one without which the run cannot go on."""
+    """Return whether `rank` cannot continue because of these losses: a rank of its own cloud,
+    whose ranks wait for each other, or a rank that the run needs."""
     essential = job.roster.saving if job.roster.is_elastic else job.roster.essential
     mates = job.cluster.ranks_in(job.cluster.cloud_of(rank))
     return bool(lost & essential.union(mates))

@@ -24,7 +24,7 @@ CHECKPOINT_CARRIES = (
 
 
 class CheckpointMessage(IntEnum):
-    """A code by which ranks tell each other of a checkpoint."""
+    """A code by which ranks report the state of a checkpoint to each other."""
 
     DONE = 1  # to rank 0: my shard is on the disk
     FAILED = 2  # to rank 0: I have none

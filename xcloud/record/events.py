@@ -290,9 +290,14 @@ class StepCollector:
 
 def update_s(spans: Iterable[tuple[float, float]]) -> float:
     """Return the wall time of an update: from when the last rank had begun it to when the last one
-    had ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank
-    begins where it ended the one before, the times of all updates add up, whoever is ahead; with
-    clocks that disagree too, if a rank's own ones are used throughout."""
+    had ended it.
+
+    A rank begins an update when it ends the one before. So the times of all updates add up,
+    whichever rank is ahead. That holds for clocks that disagree, too, if each rank's times are by
+    its own clock throughout.
+
+    spans: the time at which each rank ended, in seconds, and its own seconds for the update.
+    """
     spans = list(spans)
     last_s = max(ended_s for ended_s, _ in spans)
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)

@@ -256,9 +256,10 @@ class RankState:
 class Reporter:
     """Collect one rank's events and flush them about once a second.
 
-    sink: takes whole lines, at most 128 KiB per call, and does not block for long. state: hears
-    every event. is_abroad: the reports leave this rank's cloud for that of another owner; then
-    they name no place on this machine.
+    sink: called with full lines, at most 128 KiB per call. It does not block for long.
+    state: the state file, which gets every event.
+    is_abroad: True if the reports leave this rank's cloud for that of another owner. Then they
+        name no path of this machine.
     """
 
     def __init__(
@@ -302,12 +303,12 @@ class Reporter:
 
     @property
     def may_tell_of_texts(self) -> bool:
-        """True if rank 0 is told what this cloud's own files and texts are like."""
+        """True if reports to rank 0 may describe this cloud's own files and texts."""
         return not self._is_abroad
 
     def remark(self, text: str) -> None:
-        """Note what concerns this cloud's own files and texts: how a network was made of them.
-        Another owner's cloud is not told."""
+        """Note a remark on this cloud's own files and texts, such as how a network was made of
+        them. It is not sent to another owner's cloud."""
         if self._is_abroad:
             say(f"rank {self._rank}: {text}")
         else:

@@ -77,8 +77,8 @@ class Flight(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """A row of the picture: what one rank did in the step, from its own start to its own end of
-    it."""
+    """A row of the picture: what one rank did in the step, from its own start of the step to its
+    own end."""
 
     rank: int
     cloud: str
@@ -89,7 +89,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """lanes: by rank. flights: by direction (sending cloud, receiving cloud), in order."""
+    """The timeline of one step.
+
+    lanes: one lane for each rank.
+    flights: the messages of each direction (sending cloud, receiving cloud), in order.
+    """
 
     step: int
     lanes: tuple[Lane, ...]

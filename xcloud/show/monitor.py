@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 class Attempt:
     """An attempt at a run: what the ranks have said of themselves since they were last started.
 
-    is_stopped: it ended before its time, as it was asked to.
+    is_stopped: True if it ended early on request.
     stop_asked_of: the rank, other than 0, that was asked.
-    has_step: any rank has made one.
-    trains: the ranks have the state that they resume from.
-    reports: any rank has reported, which they do once all have met.
+    has_step: True once any rank has made a step.
+    trains: True once the ranks have the state from which they resume.
+    reports: True once any rank has reported. Ranks report once all have joined.
     stops_count: a rank that says it has stopped has stopped in this attempt.
     """
 
@@ -219,7 +219,8 @@ class Monitor:
         return the summary.
 
         An attempt that never came to train leaves a finished run's record, and returns that.
-        cause: why it ended before its time. is_stopped: as it was asked to.
+        cause: the reason why the run ended early; None if it did not.
+        is_stopped: True if the run was asked to end.
         """
         self.poll()
         if self._progress is not None:

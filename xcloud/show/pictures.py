@@ -78,7 +78,7 @@ def write_pictures(
     title: str,
     predicted: Timeline | None = None,
 ) -> list[Path]:
-    """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
+    """Draw what there is to draw. Return the files. predicted: the timeline of the plan."""
     drawn: list[Path | None] = []
     if timeline is not None:
         drawn.append(
@@ -165,7 +165,7 @@ def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
 def _draw_times(
     axes: Axes, step: NDArray[np.int64], taken: NDArray[np.float64], unit: str
 ) -> None:
-    """Step time over the run. taken: by step, in `unit`."""
+    """Draw the step time over the run. taken: the time of each step, in `unit`."""
     every = math.ceil(len(step) / 2000)
     axes.plot(step, taken, ".", markersize=4, markevery=every, color=INK, alpha=0.5)
     low, median, high = np.percentile(taken, [10, 50, 90])
@@ -304,7 +304,12 @@ def _legend(timeline: Timeline) -> Iterator[Patch]:
 
 
 class _Bar(NamedTuple):
-    """y: of its middle. edge: of a bar that is not too narrow for one. text: where it fits."""
+    """A bar of a picture.
+
+    y: height of its middle.
+    edge: colour of the edge, for a bar that is wide enough for one.
+    text: the label, if it fits.
+    """
 
     y: float
     height: float

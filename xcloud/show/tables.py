@@ -47,8 +47,9 @@ _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?x?\s*(%|m?s|[kMGT]?B|±.*|\(o
 class Column(NamedTuple):
     """A column of a table.
 
-    wraps: long cells take several lines.
-    spare: how well a narrow window can do without it; of equal ones the last goes first.
+    wraps: True if long cells take several lines.
+    spare: number by which a narrow window drops columns. The highest goes first, and of equal ones
+        the last column.
     """
 
     heading: str
@@ -157,7 +158,7 @@ def print_report(
 
 
 def write_csv(table: pd.DataFrame, path: Path, **more: Any) -> Path:
-    """Write a table for spreadsheets; more: as for `DataFrame.to_csv`.
+    """Write a table for spreadsheets. more: further arguments of `DataFrame.to_csv`.
 
     A text that a spreadsheet would take for a formula gets a ' in front of it, so that labels and
     messages of a run from elsewhere stay text.
@@ -214,8 +215,8 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
-    """Describe the predicted steps of a run that keeps frozen rows. epochs: of OverEpochs
-    (pricing.py)."""
+    """Describe the predicted steps of a run that keeps frozen rows. epochs: the values of
+    OverEpochs (pricing.py)."""
     first = human_seconds(epochs["first_epoch_s"])
     later = human_seconds(epochs["later_epochs_s"])
     kept = epochs["kept_share"]
@@ -305,8 +306,11 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 class Picture(NamedTuple):
-    """file: copied beside the pages if it is elsewhere. text: what it shows, for those who cannot
-    see it too."""
+    """A picture on a page.
+
+    file: path of the picture. It is copied beside the pages if it is elsewhere.
+    text: a description of what it shows, also for readers who cannot see it.
+    """
 
     file: Path
     text: str

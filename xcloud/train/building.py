@@ -1,6 +1,6 @@
 """Build what trains in one rank: wire it to the others, load what its cloud may see, build its
-stages, and go on from the checkpoint that the ranks have agreed on. Features change what is built
-where a FeatureAtRank (rank/feature.py) says so.
+stages, and resume from the checkpoint that the ranks have agreed on. Features change what is built
+through a FeatureAtRank (rank/feature.py).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def build_training(
 
 
 def _load(context: Context) -> TaskData:
-    """Load what this cloud may see, and hold it against the checkpoint to go on from."""
+    """Load what this cloud may see, and compare it with the checkpoint from which to resume."""
     job = context.job
     goes_on = context.verdict.from_step > 0
     task = keep_tokenizers(job.task, folder=context.run_dir / TOKENIZERS_DIR, goes_on=goes_on)
@@ -337,7 +337,7 @@ def _typical_step(context: Context, wiring: Wiring, clock: StepClock) -> Hook | 
 
 
 def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:
-    """Meet the other ranks in a run that goes on. Compare replicas that must be equal."""
+    """Join the other ranks in a run that resumes. Compare replicas that must be equal."""
     context = built.context
     if context.rank == 0:
         for said in filter(None, (feature.resume() for feature in features)):
