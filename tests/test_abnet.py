@@ -395,3 +395,8 @@ def test_a_model_says_what_it_is() -> None:
     assert MODEL.describe() == "AB-Net, adapters of 8, encoder own 3 x 24, decoder own 3 x 16"
     named = with_(decoder=PretrainedBackbone("bert-base-cased"))
     assert named.describe().endswith("decoder bert-base-cased")
+
+
+def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
+    least = with_(encoder_layers_per_stage=[1], word_adapters=False)
+    assert list(least.encoder_layers_per_stage or ()) == [1] and least.word_adapters is False

@@ -170,6 +170,7 @@ def test_both_ends_keep_what_comes_first_and_fits() -> None:
 def test_an_evaluation_crosses_whole_and_is_not_kept() -> None:
     """Its samples have numbers of their own."""
     told = {}
+    in_training = {}
     for kept_bytes in (0, PLENTY):
         found, _ = job(1, kept_bytes)
         trained(found, 1, 4)
@@ -180,8 +181,10 @@ def test_an_evaluation_crosses_whole_and_is_not_kept() -> None:
 
         answers = in_threads([lambda r=rank: one(r) for rank in found])
         told[kept_bytes] = (sent(found, Kind.EVALUATION), answers, trained(found, 5, 6))
+        in_training[kept_bytes] = sent(found)
 
     assert told[0] == told[PLENTY]
+    assert in_training[PLENTY] < in_training[0], "samples are kept, and used"
 
 
 def test_a_resumed_run_keeps_anew_and_loses_no_bit() -> None:

@@ -151,11 +151,11 @@ def test_a_message_has_the_bytes_it_promises_and_few_parts() -> None:
 
 def test_what_is_under_way_does_not_follow_the_callers_tensors() -> None:
     replicas = averagers(2, all_to_all(Chain()))
-    tensors = drawn(1)
-    for averager in replicas:
+    each = [drawn(1), drawn(2)]
+    for averager, tensors in zip(replicas, each, strict=True):
         averager.start(1, tensors)
-    expected = [2 * tensor for tensor in tensors]
-    for tensor in tensors:
+    expected = [one + other for one, other in zip(*each, strict=True)]
+    for tensor in (*each[0], *each[1]):
         tensor.zero_()
     assert same_bits([expected, *(averager.finish(1).changes[0] for averager in replicas)])
 

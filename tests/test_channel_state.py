@@ -16,6 +16,7 @@ from tests.channels import (
     Pair,
     Phases,
     copies,
+    message_of,
     same,
     same_state,
     stored,
@@ -220,6 +221,21 @@ def test_fields_phases_members_and_evaluation_share_no_random_numbers() -> None:
     # Of four codecs, the same two streams for an evaluation: two results a member name.
     assert len({bytes(part) for part in sent[:8]}) == 4
     assert len({bytes(part) for part in sent}) == 8
+
+
+def test_micro_batches_of_an_evaluation_share_no_random_numbers() -> None:
+    """Nor do evaluations after different steps; the same one is repeated to the bit."""
+    pair = Pair([(None, Chain(a=BlockInt(1, stochastic=True)), NoMemory())])
+    ids, message = message_of(1)
+
+    def sent(step: int, micro_batch: int) -> bytes:
+        key = MessageKey(Kind.EVALUATION, step, micro_batch)
+        pair.sender.send(key, message, {"ids": ids})
+        return b"".join(part.numpy().tobytes() for part in pair.link.tape[-1])
+
+    keys = [(step, micro_batch) for step in (4, 5) for micro_batch in range(3)]
+    assert len({sent(*key) for key in keys}) == len(keys)
+    assert sent(4, 1) == sent(4, 1)
 
 
 def random_ranks(layout: ClusterLayout) -> list[Wiring]:

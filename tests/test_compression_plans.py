@@ -52,6 +52,11 @@ def test_label_joins_forward_and_backward_with_their_memories() -> None:
     assert PAPER.label == "fp16(svd(0.6))+int8"
     assert Compression(TopK(0.05), BlockInt(8), ErrorFeedback()).label == "ef(topk(0.05))+int8"
     assert Compression(backward_memory=DeltaCache()).label == "none+delta(none)"
+    # The label says what is done: each part is where the label has it.
+    with_memory = Compression(TopK(0.05), BlockInt(8), ErrorFeedback())
+    assert isinstance(with_memory.forward_memory, ErrorFeedback)
+    assert with_memory.backward_memory != with_memory.forward_memory
+    assert (with_memory.forward, with_memory.backward) == (TopK(0.05), BlockInt(8))
 
 
 def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_another() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.configs import build, composed
 from tests.runs import in_threads, losses, weights
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import NO_LABEL
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN
 from xcloud.demo import NUM_ROWS, reviews
 from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
 from xcloud.job.config import Settings
@@ -360,6 +361,50 @@ def test_the_loss_of_a_micro_batch_is_the_sum_over_its_pairs() -> None:
     falls = [0.1 / (1 + math.exp(0.1 * m)) for m in margins]
     expected = [falls[0], -falls[0], falls[1], -falls[1]]
     assert nats.grad is not None and nats.grad.tolist() == pytest.approx(expected)
+
+
+def test_the_loss_of_a_model_is_equation_7_of_the_paper(tmp_path: Path) -> None:
+    """Rafailov et al., arXiv:2305.18290, from log-probabilities that transformers computes of each
+    answer alone: -log s(beta ((log p - log p_0)(chosen) - (log p - log p_0)(rejected)))."""
+    beta = 0.3
+    network = saved("llama", tmp_path / "start")
+    batch = batch_of([words(9, 1), words(7, 2)], [words(6, 3), words(8, 4)])
+    batch["label"][:, :2] = NO_LABEL  # prompts
+    start = summed_logs(network, batch)
+    plain = CausalLM(checkpoint=str(tmp_path / "start"))
+    loss = PreferenceLoss(beta)
+    stages = built_stages(plain, 2, where(tmp_path))
+    predicted = stages[-1].predict(through(stages, batch), batch)
+    loss.reference = dict(zip(batch["ids"].tolist(), predicted, strict=True))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    network.save_pretrained(tmp_path / "now")
+    now = summed_logs(network, batch)
+
+    trained = CausalLM(checkpoint=str(tmp_path / "now"))
+    stages = built_stages(trained, 2, where(tmp_path, document_loss=loss))
+    found = loss_of(stages, batch).item()
+
+    gained_B2 = now - start
+    margins_B = beta * (gained_B2[:, 0] - gained_B2[:, 1])
+    assert margins_B.abs().min() > 1e-3, "the model has moved"
+    expected = sum(math.log1p(math.exp(-margin)) for margin in margins_B.tolist())
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def summed_logs(network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each answer, [B, 2]: the sum over its tokens."""
+    logs = torch.zeros(len(batch["text"]), 2, dtype=torch.float64)
+    for sample, answer in product(range(len(logs)), range(2)):
+        here = (batch["types"][sample] == answer) & (batch["text"][sample] != NO_TOKEN)
+        tokens, labels = (batch[name][sample][here] for name in ("text", "label"))
+        with torch.no_grad():
+            logs_SV = network(tokens[None]).logits[0].double().log_softmax(-1)
+        for place, label in enumerate(labels.tolist()):
+            if label != NO_LABEL:
+                logs[sample, answer] += logs_SV[place, label]
+    return logs
 
 
 def test_routers_of_experts_weigh_as_much_as_the_loss_of_the_pairs(tmp_path: Path) -> None:

@@ -262,6 +262,11 @@ def test_settings_are_checked_when_given(change: dict[str, object], words: str) 
         MaskedLanguageModelling(**change)  # type: ignore[arg-type]
 
 
+def test_settings_at_the_edge_of_what_is_allowed_are_taken_as_given() -> None:
+    least = MaskedLanguageModelling(steps=0, learning_rate=1e-9, mask_share=0.9, seed=0)
+    assert (least.steps, least.learning_rate, least.mask_share, least.seed) == (0, 1e-9, 0.9, 0)
+
+
 def test_a_causal_batch_predicts_every_token_from_those_before_it() -> None:
     texts = [torch.tensor([IDS.bos, 7, 8, 9, IDS.eos]), torch.tensor([IDS.bos, 9, 7, IDS.eos])]
     encoder, draw = fresh().eval(), torch.Generator().manual_seed(0)

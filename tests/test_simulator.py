@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net.link import LinkClock
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import Action, GPipe, Schedule
@@ -36,9 +38,10 @@ from xcloud.simulator.costs import (
     Update,
     lines_of,
 )
-from xcloud.simulator.engine import NEVER, Program, run
+from xcloud.simulator.engine import NEVER, Lines, Parcel, Program, run
 from xcloud.simulator.formulas import (
     ExchangeCost,
+    _max_queued,
     bubble_of_a_free_link,
     bubble_of_blocking_transfers,
     exchange_of,
@@ -47,6 +50,33 @@ from xcloud.simulator.formulas import (
 from xcloud.simulator.prediction import Prediction, Simulator
 
 GRID = list(product([1, 2, 3, 5], [1, 2, 7], [(1.0, 2.0), (1.3, 0.7)], [0.0, 0.5, 1.5, 5.0]))
+
+
+def test_jitter_is_that_of_the_emulated_link_and_no_message_overtakes_another(
+    tmp_path: Path,
+) -> None:
+    profile = LinkProfile(1e9, latency_s=0.01, jitter_s=0.5)
+    clock = LinkClock(profile, tmp_path / "a-b.clock")
+    begin_s = clock.started_at_s
+    expected = [clock.reserve(100, begin_s).deliver_at_s - begin_s for _ in range(20)]
+    program = SimpleNamespace(parcels=[Parcel(0, 1, 0, 0)])
+    lines = Lines(program, [100], [profile])  # type: ignore[arg-type]
+    arrived = [lines.carry(0, 0, 0.0).arrived_s for _ in range(20)]
+    assert arrived == sorted(arrived)
+    assert arrived == pytest.approx(expected, abs=1e-6)
+    assert arrived[-1] - arrived[0] > 0.1, "each has a jitter of its own"
+
+
+def test_of_messages_that_nothing_answers_those_of_all_passes_may_wait() -> None:
+    def queued(budget: int, num_ranks: int = 3) -> float:
+        return _max_queued(
+            GPipe(4), stage=0, num_stages=2, num_ranks=num_ranks, sizes=(100, None),
+            budget=budget, num_passes=5,
+        )  # fmt: skip
+
+    assert queued(10**9) == 5 * 2 * 100, "of four micro-batches a rank has two, in each pass"
+    assert queued(10**9, num_ranks=1) == 5 * 4 * 100
+    assert queued(300) == 300 and queued(30) == 100, "as many as the budget, and one at least"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,13 @@ def learn(part: TrainedModule, num_updates: int) -> None:
         part.optimizer.step()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_sample_of_an_update_is_counted_by_one_rank(layout: str) -> None:
+    job = ranks(LAYOUTS[layout], SKIP)
+    reports = update(job, 1)
+    assert sum(report.num_samples for report in reports) == SKIP.batch_size  # type: ignore[union-attr]
+
+
 def test_a_module_goes_on_with_the_moments_and_buffers_of_another() -> None:
     original, restored = trained(), trained()
     learn(original, 3)

@@ -221,6 +221,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 def test_a_hostile_head_is_refused_in_words(name: str) -> None:
     change, said = HOSTILE[name]
     data = encode({"a": drawn(300)}, None, {}, {"x": b"ab"}, step=2, base=None, **ABOUT)
+    assert decode(with_head(data, lambda head: None), before=None) is not None, "as it was: taken"
     with pytest.raises(DataError, match=said):
         decode(with_head(data, change), before=None)
 
@@ -689,8 +690,12 @@ def test_a_folder_with_files_of_something_else_is_left_alone(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="holds files of something else: give --as a folder"):
         FollowedFolder(tmp_path, RUN, None, None)
     (tmp_path / "followed.json").write_text(json.dumps({"run": "another s1", "step": 2}))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="has the weights of the run 'another s1', not of"):
         FollowedFolder(tmp_path, RUN, None, None)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    (tmp_path / "followed.json").write_text(json.dumps({"run": RUN, "step": 2}))
+    FollowedFolder(tmp_path, RUN, None, None)  # its own: goes on
 
 
 # --- settings
