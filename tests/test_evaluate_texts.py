@@ -18,6 +18,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.evaluate.command import _key_of, evaluate
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.models.causal import CausalLM
+from xcloud.tasks.chat_template import DATE
 from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer, FolderLanguageModelling
 from xcloud.use import TextGenerator
 
@@ -31,7 +32,7 @@ CHATS = [
 
 def generator_of(folder: Path, stages: Any = ()) -> TextGenerator:
     """What of a finished run is asked for."""
-    task = SimpleNamespace(max_length=LENGTH, cache_dir=str(folder))
+    task = SimpleNamespace(max_length=LENGTH, cache_dir=str(folder), date=DATE)
     training = SimpleNamespace(eval_batch_size=2)
     found = SimpleNamespace(
         folder=folder,

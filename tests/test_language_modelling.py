@@ -633,6 +633,15 @@ def test_samples_are_shown_document_by_document(
             assert asked_of[1] in asked_for, "up to where the model is to answer, and no further"
 
 
+def test_names_of_runs_differ_in_what_is_trained() -> None:
+    """In MLflow three runs of one compressor, nf4, int8 and all weights, had one name."""
+    names = [
+        build("+exp=lora_clm", "profile=demo", *words).run_name
+        for words in ([], ["model.weights=nf4"], ["model.lora.r=4"], ["model.lora=null"])
+    ]
+    assert len({*names}) == 4 and " full " in names[3] and "nf4" in names[1]
+
+
 @pytest.mark.parametrize(
     ("files", "asked"),
     [

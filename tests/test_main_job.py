@@ -105,6 +105,12 @@ def test_a_wrong_setting_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     assert done.stderr.strip() == (
         "xcloud: schedule.num_micro_batches must be a whole number >= 1, got 'lots'"
     )
+    assert not any(tmp_path.rglob("experiment.yaml")), "nothing has begun"
+
+
+def test_the_shell_is_told_how_to_complete_settings(tmp_path: Path) -> None:
+    done = command(tmp_path, "run.py", "-sc", "install=bash")
+    assert done.returncode == 0 and "complete -o nospace" in done.stdout
 
 
 def test_a_key_that_does_not_exist_is_answered_with_those_that_do(tmp_path: Path) -> None:

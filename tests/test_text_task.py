@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.model import Cut, TokenIds
-from xcloud.rank.task_data import report_cuts
+from xcloud.contracts.model import Cut, NumCut, TokenIds
+from xcloud.rank.task_data import cuts_in_words, report_cuts
 from xcloud.record import intake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics
@@ -195,6 +195,20 @@ def test_what_does_not_fit_is_counted_by_split(
         split: (num, num + 4) for split, num in NUM_LONG.items()
     }
     assert not task.load(frozenset(), 0).num_cut, "of private texts a rank knows nothing"
+
+
+def test_what_does_not_fit_is_one_line_a_split() -> None:
+    of = "task.max_length"
+    num_cut: NumCut = {
+        "chats left out": {"train": Cut(85, 120, of), "test": Cut(10, 12, of)},
+        "chats cut": {"train": Cut(2, 120, of)},
+        "pairs left out: equal": {"train": Cut(1_000, 120_000, "they teach nothing")},
+    }
+    assert cuts_in_words(num_cut) == [
+        "train: 85 of 120 chats left out, 2 of 120 chats cut (task.max_length); "
+        "1,000 of 120,000 pairs left out: equal (they teach nothing)",
+        "test: 10 of 12 chats left out (task.max_length)",
+    ]
 
 
 def test_a_set_whose_answers_all_lie_in_no_window_is_refused(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from xcloud.pipeline.schedule import GPipe
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.tour import StageMeter, Tour
-from xcloud.planner.trial import TrialRun
+from xcloud.planner.trial import TrialProgress, TrialRun
+from xcloud.record.events import StepTotals
 from xcloud.record.timeline import Lane, Timeline
+from xcloud.show.display import ProgressLine
 from xcloud.simulator.costs import read_profile
 from xcloud.simulator.measured import measured_costs
 from xcloud.simulator.plan import NO_COMPRESSION
@@ -55,6 +59,21 @@ class BlockModel(ToyModel):
 
     def with_block_counts(self, counts: Sequence[int]) -> BlockModel:
         return replace(self, blocks_per_stage=tuple(counts[:-1]))
+
+
+def test_a_trial_says_how_far_it_is_and_nothing_else_of_its_run() -> None:
+    shown = StringIO()
+    display = ProgressLine(62, stream=TrialProgress(shown))
+    display.note("cloud_a: step 3/9 left alone")
+    for step in (1, 20):
+        display._printed_at_s = -math.inf  # half a minute later
+        display.update(StepTotals(step=step, step_s=4.5))
+    display.close()
+    lines = shown.getvalue().splitlines()
+    assert lines == [
+        "trial: 1 of 62 updates, 5 min left",
+        "trial: 20 of 62 updates, 3 min left",
+    ]
 
 
 def toy(tmp_path: Path, *overrides: str, cluster: str = "two_clouds", few: bool = False) -> Any:

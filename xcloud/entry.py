@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RESUME = "resume="
 ANEW = "resume_anew=true"
 MULTIRUN_FLAGS = ("-m", "--multirun")
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
 FLAGS_WITH_A_VALUE = (
     "--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp",
     "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun",
@@ -51,6 +52,10 @@ def main(words: Sequence[str]) -> None:
         with exit_codes():
             resume(words)
         sys.exit()
+    if not {*COMPLETION_FLAGS}.isdisjoint(words):  # its words are Hydra's, and no settings
+        sys.argv[1:] = words
+        run_composed()
+        return
     flags = [word for word in words if word in MULTIRUN_FLAGS]
     others = [word for word in words if word not in MULTIRUN_FLAGS]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here

@@ -101,8 +101,9 @@ class Experiment(PipelineJob):
         defences_in_force = "none"
         if any(security.defences.values()):
             defences_in_force = security.defences_label if acts else "off"
+        trained = getattr(self.model, "variant", "")
         return Labels(
-            variant=" ".join(filter(None, (strategy, in_force))),
+            variant=" ".join(filter(None, (strategy, in_force, trained))),
             compression=in_force,
             schedule=self.schedule.label,
             described=described,

@@ -18,6 +18,7 @@ from xcloud.base.wording import check, listed, meant, quoted
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import check_is_run
+from xcloud.rank.task_data import cuts_in_words
 from xcloud.record.evaluation import EVALUATION, evaluation_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
 from xcloud.tracking.tracker import add_figures
@@ -104,10 +105,9 @@ def _check_no_task_options(arguments: argparse.Namespace) -> None:
 def _on_texts(generator: TextGenerator, file: Path) -> tuple[dict[str, Any], str]:
     """Return what summary.json has of a file of texts or chats, and the lines to print."""
     data = read_texts(generator, file=file)
-    say(data.describe())
-    for what, by_split in data.num_cut.items():
-        for cut in by_split.values():
-            say(f"{what}: {cut.num} of {cut.of} ({cut.setting})")
+    say(f"{file}: {data.describe()}")
+    for line in cuts_in_words(data.num_cut):
+        say(line)
     found = score_texts(generator, data=data)
     metrics = {
         name: {"value": value, "stderr": found.errors.get(name)}

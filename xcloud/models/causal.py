@@ -150,6 +150,13 @@ class CausalLM(TextModel):
             if is_wrong:
                 raise ConfigError(said)
 
+    @property
+    def variant(self) -> str:
+        """What is trained, for the names of runs: such as "lora16 nf4", or "full"."""
+        if self.lora is None:
+            return "full"
+        return " ".join(filter(None, (f"lora{self.lora.r}", self.weights)))
+
     def describe(self) -> str:
         if self.own is None:
             name = self.checkpoint

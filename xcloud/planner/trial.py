@@ -12,7 +12,9 @@ import io
 import json
 import math
 import platform
+import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -62,8 +64,26 @@ from xcloud.simulator.costs import (
 from xcloud.simulator.measured import Leg, StageFacts, Trial, measured_costs, typical
 
 PROFILES_DIR = "profiles"
+PROGRESS = re.compile(r"^step (\d+)/(\d+)  (\S.*?) left\b", re.MULTILINE)  # show/display.py
 MAX_SIZES = 6  # of micro-batches
 MIN_TURNS = 3  # of the tour, of which the first warms caches up and is not recorded
+
+
+class TrialProgress(io.StringIO):
+    """The terminal of a trial run, of which the user sees how far it is and nothing else.
+
+    shown_on: the user's own terminal or file.
+    """
+
+    def __init__(self, shown_on: TextIO) -> None:
+        super().__init__()
+        self._shown_on = shown_on
+
+    def write(self, text: str) -> int:
+        for step, of, left in PROGRESS.findall(text):
+            self._shown_on.write(f"trial: {step} of {of} updates, {left} left\n")
+            self._shown_on.flush()
+        return len(text)
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,10 @@ class TrialRun:
             say(f"trial of before: {file} (delete it to try again)")
             return read_profile(file)
         num_steps = sum(each._num_updates for each in runs)
-        say(f"trial: {num_steps} updates of the job over a free line …")
+        say(
+            f"trial: {num_steps} updates of the job over a free line, in whole turns of what is "
+            f"tried (plan.trial_steps={self.num_steps}) …"
+        )
         measured = self.measured()
         write_profile(file, profile=measured)
         say(f"profile: {file}")
@@ -118,7 +141,7 @@ class TrialRun:
         folder = Path(tempfile.mkdtemp(prefix="xcloud-trial-"))
         is_kept = False
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(TrialProgress(sys.stdout)):
                 run(self.trial_settings, run_dir=folder, more_follows=True)
             files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
             return [parsed_json(file.read_text(encoding="utf-8")) for file in files]

@@ -23,7 +23,6 @@ from xcloud.contracts.model import (
     SPLITS,
     Batch,
     BuildContext,
-    Cut,
     NumCut,
     Scores,
     Split,
@@ -89,8 +88,8 @@ def note_data(context: RankContext[PipelineJob], data: TaskData) -> None:
     reporter = context.reporter
     if context.rank != 0:
         say(data.describe())
-        for text, *_ in _cuts_in_words(data.num_cut):
-            log.warning(text)
+        for line in cuts_in_words(data.num_cut):
+            log.warning(line)
         return
     reporter.note(data.describe())
     rows = {split: data.num_samples(split) for split in SPLITS}
@@ -102,17 +101,26 @@ def note_data(context: RankContext[PipelineJob], data: TaskData) -> None:
 def report_cuts(reporter: Reporter, num_cut: NumCut) -> None:
     """Report what of a cloud's texts did not fit, for the user and for the summary; a rank of
     another owner's cloud only says it in its own log."""
-    for text, what, split, cut in _cuts_in_words(num_cut):
-        reporter.remark(text)
-        if reporter.may_tell_of_texts:
-            reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
+    for line in cuts_in_words(num_cut):
+        reporter.remark(line)
+    if reporter.may_tell_of_texts:
+        for what, by_split in num_cut.items():
+            for split, cut in by_split.items():
+                reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
 
 
-def _cuts_in_words(num_cut: NumCut) -> Iterator[tuple[str, str, Split, Cut]]:
+def cuts_in_words(num_cut: NumCut) -> list[str]:
+    """Return what did not fit, a line a split, such as "train: 3 of 120 chats left out, 2 of 120
+    chats cut (task.max_length)"."""
+    told: dict[Split, dict[str, list[str]]] = {}
     for what, by_split in num_cut.items():
         for split, cut in by_split.items():
-            text = f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})"
-            yield text, what, split, cut
+            of_setting = told.setdefault(split, {}).setdefault(cut.setting, [])
+            of_setting.append(f"{cut.num:,} of {cut.of:,} {what}")
+    return [
+        f"{split}: " + "; ".join(f"{', '.join(of)} ({setting})" for setting, of in lines.items())
+        for split, lines in told.items()
+    ]
 
 
 def shown_digest(job: PipelineJob, data: TaskData) -> str:

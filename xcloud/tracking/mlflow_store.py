@@ -337,7 +337,7 @@ class Store:
             made = client.create_experiment(self.experiment, place)
             experiment = client.get_experiment(made)
         if VIEW_TAG + view_of(None) not in experiment.tags:
-            columns = ("accuracy", "bleu", "f1", "perplexity", *COSTS)
+            columns = ("accuracy", "bleu", "f1", "perplexity", "reward_accuracy", *COSTS)
             show_first(client, experiment_id=experiment.experiment_id, metrics=columns)
         if KIND_TAG not in experiment.tags:
             kind = "custom_model_development"
