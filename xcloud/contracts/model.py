@@ -157,8 +157,9 @@ class Head:
 class BuildPlace:
     """The place where a rank builds what it holds.
 
-    group_rank: index among the ranks that hold the same; the first fills the cache. barrier: waits
-    for the other ones. report: one line of progress for the user.
+    group_rank: the index among the ranks that hold the same; the first fills the cache.
+    barrier: a function that waits for the other ranks of the group.
+    report: a function that shows one line of progress to the user.
     """
 
     seed: int
@@ -229,8 +230,12 @@ Answers = Literal["sample", "span"]
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a split. values: by name, the main one first. errors: the standard error of
-    each, over samples. samples: by id, figures and texts of each for `scores.jsonl`."""
+    """The scores of a split.
+
+    values: the scores by name, the main one first.
+    errors: the standard error of each score, over samples.
+    samples: the metrics and texts of each sample for `scores.jsonl`, by id.
+    """
 
     values: Mapping[str, float]
     errors: Mapping[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Read what a user gives: experiment files, command lines, changes to a run's file.
 
 Files may come from elsewhere and are held against this cloud's policy. Of a command line that does
-not compose it says what was meant. An experiment may go on with what another one leaves. Only this
-module of the package composes.
+not compose it says what was meant. An experiment may continue from what another one leaves. Only
+this module of the package composes.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class PlanSettings(Protocol):
 
 @runtime_checkable
 class AutopilotSettings(Protocol):
-    """The settings of `autopilot`: what a run may change while it goes on."""
+    """The settings of `autopilot`, which define what may change during a run."""
 
     def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         """Return the schedules that the run may use, its own first."""
@@ -167,7 +167,7 @@ class Job(ABC):
 
     @property
     def run_name(self) -> str:
-        """The name of a run, which begins with what tells runs apart.
+        """The name of a run, which begins with what distinguishes it from others.
 
         Such as "int8+int8 two_clouds abnet_iwslt s1", in a sweep "int8+int8 s1".
         """

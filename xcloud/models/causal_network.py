@@ -54,9 +54,13 @@ PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Module names of a model type. first: others that only the first stage runs. old_head: the
-    head's name in files. experts: in files, the names of an expert's gate, up and down matrix;
-    none where there are no experts. mixture: in files, the name of what holds experts and router.
+    """The names of the modules of a model type.
+
+    first: other modules that only the first stage runs.
+    old_head: the head's name in files.
+    experts: the names, in files, of an expert's gate, up and down matrix; none where there are no
+        experts.
+    mixture: the name, in files, of the module that holds experts and router.
     """
 
     embeddings: str = "embed_tokens"

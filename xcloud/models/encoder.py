@@ -37,10 +37,11 @@ class Packing:
     """Token positions of a padded batch, from the counts alone, which cross with the rows. It
     packs what is on the host; `on` gives one for what is on a device.
 
-    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right. They stay on
-    the host. mask: bool [B, 1, 1, S], True at tokens; None if nothing is padded. positions: int64
-    [R], of each row in its sample, or what is given instead: in its document, in the text that is
-    being decoded.
+    counts: the tokens per sample, int64 [B], all >= 1. Samples are padded on the right. The counts
+        stay on the host.
+    mask: a mask that is True at tokens, bool [B, 1, 1, S]; None if nothing is padded.
+    positions: the position of each row in its sample, int64 [R], or the given position instead: in
+        its document, or in the text that is being decoded.
     """
 
     def __init__(self, counts: Tensor, positions: Tensor | None = None) -> None:

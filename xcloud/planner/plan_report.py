@@ -41,13 +41,13 @@ FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overla
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown of a search.
+    """The report of a search: everything that is shown of it.
 
-    search_s: seconds that the search took.
-    stale: why the profile may not hold.
-    not_planned: strategies that were left out, and why.
-    over_epochs: of plans that keep rows of frozen parts; their prices are those of the first
-        epoch.
+    search_s: the seconds that the search took.
+    stale: the reasons why the profile may not hold.
+    not_planned: the strategies that were left out, each with the reason.
+    over_epochs: the seconds over epochs of plans that keep rows of frozen parts. The prices of
+        such plans are those of the first epoch.
     """
 
     pricer: Pricer

@@ -76,9 +76,9 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
 class Planner:
     """A search for the best plan of one job.
 
-    cluster: as the settings have it, before a strategy arranged it.
-    candidates: compressions by name, the job's own first.
-    not_planned: strategies that the job does not allow, and why.
+    cluster: the cluster of the settings, before a strategy arranged it.
+    candidates: the compressions by name, the job's own first.
+    not_planned: the strategies that the job does not allow, each with the reason.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -135,7 +135,7 @@ class Planner:
     def report(self, profile: Profile, notes: Sequence[str] = ()) -> Report:
         """Search, and return whatever is shown of it.
 
-        notes: why the profile may not hold.
+        notes: the reasons why the profile may not hold.
         """
         started_s = time.perf_counter()
         training = self.job.training

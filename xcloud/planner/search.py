@@ -41,12 +41,12 @@ class Space:
     """The plans that are searched.
 
     own: the plan that the job's settings are.
-    splits: by strategy.
+    splits: the splits to try with each strategy.
     micro_batches: the counts to try.
-    schedules: to try with any of these counts, each in its variants.
-    varies: dimensions of settings.DIMENSIONS that may differ from `own`.
-    allows: whether the job may run with a strategy, a compression and a schedule, however it is
-        split.
+    schedules: the schedules to try with any of these counts, each in its variants.
+    varies: the dimensions of settings.DIMENSIONS that may differ from `own`.
+    allows: a function that tells if the job may run with a strategy, a compression and a schedule,
+        however the model is split.
     """
 
     own: Plan
@@ -142,11 +142,11 @@ def splits_of(
     pieces: Sequence[ModelPiece], num_stages: int, max_splits: int = MAX_SPLITS,
     slowness: Sequence[float] = (),
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """Return where a model can be cut into so many stages.
+    """Return the ways of splitting a model into so many stages.
 
-    max_splits: of more ways than these, only the one whose slowest stage is fastest and those
-        beside it are returned.
-    slowness: how many times longer each stage computes the same work; equal if empty.
+    max_splits: the largest number of ways to return in full. If there are more, only the one whose
+        slowest stage is fastest and those beside it are returned.
+    slowness: the factor by which each stage computes the same work more slowly; equal if empty.
     """
     last = len(pieces)
     if num_stages == 1:

@@ -57,14 +57,15 @@ def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
 class Planning:
     """The settings of `plan`.
 
-    mode: show = print the ranked plans, run nothing; apply = run the best one.
-    search: what may differ from the settings of the job; the rest stays as the job has it.
-        Compression and most strategies touch the quality of what is learned.
-    compressors, strategies, schedules: candidates by name, beside the job's own.
-    micro_batches: counts to try; null = powers of two and three times these, at most 128.
-    profile: a file to plan with; null = make a trial run here, or take one made before.
-    trial_steps: updates of the trial run, about.
-    rows: plans in the table.
+    mode: the action. show = print the ranked plans, run nothing; apply = run the best one.
+    search: the settings of the job that plans may change. The rest stays as the job has it.
+        Compression and most strategies change the quality of the trained model.
+    compressors, strategies, schedules: the candidates by name, beside the job's own.
+    micro_batches: the numbers of micro-batches to try; null = powers of two and three times these,
+        at most 128.
+    profile: a file to plan with; null = make a trial run here, or use an earlier one.
+    trial_steps: the approximate number of updates of the trial run.
+    rows: the number of plans in the table.
     """
 
     mode: Literal["show", "apply"] = "show"
@@ -82,7 +83,7 @@ class Planning:
     def counts(self, batch_size: int, own: int) -> list[int]:
         """Return the numbers of micro-batches to try.
 
-        batch_size: samples of one pass.
+        batch_size: the number of samples of one pass.
         Raises ConfigError for a given count that is larger.
         """
         if "micro_batches" not in self.search:

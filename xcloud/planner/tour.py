@@ -43,10 +43,10 @@ class Tour(Feature):
     """The choices that a trial goes through in turn, whatever it measures. It is the trial's
     setting `autopilot`, and the feature that acts on it.
 
-    choices: compressions by name, the run's own first.
-    schedules_tried: by their settings, the run's own first.
-    legs: numbers of choices (schedule x number of compressions + compression), one after each
-        other update, again and again.
+    choices: the compressions by name, the run's own first.
+    schedules_tried: the schedules, as their settings, the run's own first.
+    legs: the numbers of the choices (schedule x number of compressions + compression), one for
+        each update in turn, again and again.
     """
 
     choices: Mapping[str, Compression]
@@ -152,9 +152,9 @@ class TourPilot(Switching):
 class StageMeter:
     """The sizes of a stage, known after its first forward in training.
 
-    facts: bytes of weights, and of what a sample leaves in memory until its backward, or until its
-        weights' gradients.
-    trained: shapes, by name.
+    facts: the bytes of weights, and of what a sample leaves in memory until its backward, or until
+        its weights' gradients.
+    trained: the shapes of the trained weights, by name.
     """
 
     def __init__(self, stage: Stage) -> None:

@@ -90,12 +90,12 @@ class TrialProgress(io.StringIO):
 class TrialRun:
     """A short run of a job that measures what its steps are made of.
 
-    cluster: as written, of one pipeline.
-    candidates: compressions by name, the job's own first.
-    counts: numbers of micro-batches that plans may have.
-    num_steps: updates to run, about.
-    cut: for each of the job's own stages, the blocks of each stage of the trial; empty = as the
-        job has it.
+    cluster: the cluster of one pipeline, as written.
+    candidates: the compressions by name, the job's own first.
+    counts: the numbers of micro-batches that plans may have.
+    num_steps: the approximate number of updates to run.
+    cut: the number of blocks of each stage of the trial, for each of the job's own stages; empty =
+        as the job has it.
     """
 
     settings: Settings
@@ -441,7 +441,8 @@ class TrialRun:
 def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass, by name, that these settings change.
 
-    settings: by dotted name, such as "training.max_steps", of fields of fields, too.
+    settings: the settings by dotted name, such as "training.max_steps". Fields of fields are
+        included.
     """
     changes: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}

@@ -311,8 +311,9 @@ class Privacy:
         whether a cloud took part with all its data. It takes many clouds, or few values (LoRA), to
         learn despite it. Difference: each part of a message that is sent apart (fragments, shares
         of ranks) is clipped by itself, to clip / sqrt(parts).
-    clip: largest norm of one contribution. noise: standard deviation of the noise on every value,
-        in units of clip. delta: of the guarantee; choose less than 1 / number of samples.
+    clip: the largest norm of one contribution.
+    noise: the standard deviation of the noise on every value, in units of clip.
+    delta: the delta of the guarantee; choose less than 1 / number of samples.
     """
 
     unit: Literal["sample", "cloud"]

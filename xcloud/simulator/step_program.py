@@ -188,7 +188,7 @@ class StepProgram:
             self._carried[tokens[early]] = tokens[at_last]
 
     def _tell_norm(self, rank: int) -> None:
-        """Let the leader of a stage tell rank 0 the norm of its gradient."""
+        """Let the leader of a stage send rank 0 the norm of its gradient."""
         if self._told >= 0 and rank and rank in self.layout.leader_of():
             transfer = TransferCost(
                 direction=NORM, boundary=-1, micro_batch=0, sender=rank, receiver=0
@@ -212,7 +212,7 @@ class StepProgram:
             self._add(placement.rank, op=Op("optimizer"))
 
     def _build_agreement(self) -> None:
-        """Let leaders tell rank 0, rank 0 answer, and leaders pass it on within their stages."""
+        """Let leaders send to rank 0, rank 0 answer, and leaders pass the answer on."""
         program = self._one
         leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
         others = sorted({*self.layout.leader_of()} - {0})

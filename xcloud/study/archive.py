@@ -48,7 +48,7 @@ class RunArchive:
         return texts
 
     def add(self, name: str, files: Mapping[str, str]) -> None:
-        """Write the archive anew with one more run, or with other files of a run."""
+        """Rewrite the archive with one more run, or with other files of a run."""
         texts = {**self.read(), name: dict(files)}
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:

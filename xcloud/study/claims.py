@@ -74,7 +74,10 @@ class Estimate:
 @settings("claim.figure")
 class Figure:
     """A number of the rows: the column of `row`, minus that of the row `minus`, or over that of
-    the row `over`, paired by seed. where: other columns that the rows must have."""
+    the row `over`, paired by seed.
+
+    where: the values that other columns of the rows must have.
+    """
 
     row: str
     column: str

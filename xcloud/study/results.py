@@ -319,9 +319,12 @@ class Swept:
     """Quality over a setting that a sweep varied, beside the rows without it, such as the unsplit
     model.
 
-    setting: its dotted name. scores: those to show, the task's main score first. rows: those
-    of the results, each with its `value` of the setting and its `line`, which says what else
-    varies. beside: the rows without the setting, best first."""
+    setting: the dotted name of the setting.
+    scores: the scores to show, the task's main score first.
+    rows: the rows of the results, each with its `value` of the setting and its `line`, which says
+        what else varies.
+    beside: the rows without the setting, best first.
+    """
 
     setting: str
     scores: list[str]

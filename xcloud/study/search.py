@@ -2,9 +2,9 @@
 to run next follows from what the points before it came to.
 
 There is no database: what is known of earlier points is read from the sweep's own folder, as
-points.csv lists it, so the same command goes on. Several objectives make a Pareto front; seeds are
-repeats of a setting, whose mean counts. A setting whose planned step time or memory breaks a bound
-is refused before it runs.
+points.csv lists it, so the same command resumes it. Several objectives make a Pareto front.
+Seeds are repeats of a setting, whose mean counts. A setting whose planned step time or memory
+breaks a bound is refused before it runs.
 """
 
 from __future__ import annotations

@@ -361,8 +361,10 @@ class FolderCrossLingual(InFolder, CrossLingual):
 @settings("task", kw_only=True)
 class HubCrossLingual(OnHub, CrossLingual):
     """A data set of the hub with one config per language, such as facebook/xnli: train and
-    validation of train_language, test of every language. path, languages: null: the benchmark's
-    own."""
+    validation of train_language, test of every language.
+
+    path, languages: the data set and the tested languages; null: those of the benchmark.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -115,7 +115,7 @@ OPEN = 64  # samples that a document is tried in; more fill little better
 class Document(NamedTuple):
     """A document, or a piece of one.
 
-    learned: for each token, true if a model is to guess it.
+    learned: one value for each token, true if a model is to guess it.
     number: the number of the document that the piece belongs to.
     """
 
@@ -130,9 +130,14 @@ class Document(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """The pieces of a split's documents that fit into samples. num: documents. num_cut: of them,
-    those that lost a part. num_left_out: those of which nothing is to be guessed. useless: further
-    ones that are left out, by why. remarks: what else is to be said of them."""
+    """The pieces of a split's documents that fit into samples.
+
+    num: the number of documents.
+    num_cut: the number of them that lost a part.
+    num_left_out: the number of them of which nothing is to be guessed.
+    useless: the number of others that are left out, by reason.
+    remarks: other remarks on them.
+    """
 
     pieces: list[Document]
     num: int
@@ -285,8 +290,11 @@ class CausalTokenizer:
     def samples(
         self, rows: Rows, max_length: int, where: str
     ) -> tuple[list[list[Document]], Fitted]:
-        """Return the documents packed, and what of them fitted. Raises DataError if none is to be
-        guessed. where: for messages."""
+        """Return the packed documents, and the parts of them that fitted. Raises DataError if
+        nothing is to be guessed.
+
+        where: the place that messages name.
+        """
         chats = chats_of(rows)
         self.learns_chats |= bool(chats)
         remarks = self.check_is_written(chats, where=where)
@@ -393,7 +401,7 @@ class CausalTokenizer:
 
     def continued(self, prompt: str, answer: str) -> Document:
         """Return a plain text of which the answer and the end token are to be guessed. The prompt
-        is cut into tokens as it is when a model goes on from it."""
+        is split into tokens as it is when a model continues it."""
         veiled = [self._reader.veil(text) for text in (prompt, answer)]
         asked, answered = self._reader.encode_written(veiled)
         given = [*self._first, *asked]
@@ -403,7 +411,7 @@ class CausalTokenizer:
         )
 
     def prompt(self, text: str, system: str | None = None, plain: bool = False) -> list[int]:
-        """Return what a model is given to go on from: a chat with one question if it has learned
+        """Return the input that a model continues: a chat with one question if it has learned
         chats and `plain` is not asked for, else the begin token and the text.
 
         system: the chat's first message, as in training.
@@ -425,11 +433,14 @@ class CausalTokenizer:
         return self.encode_written(self.render(messages, ask=True, where=where, given=given))
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """Return the tokens of a plain text. begins: behind the begin token, if there is one."""
+        """Return the tokens of a plain text.
+
+        begins: true to put the begin token before it, if there is one.
+        """
         return [*(self._first if begins else ()), *self._reader.encode([text])[0]]
 
     def encode_written(self, text: str) -> list[int]:
-        """Return the tokens of what `render` has written, which may go on as a plain text."""
+        """Return the tokens of what `render` has written, which may end in a plain text."""
         return self._reader.encode_written([text])[0]
 
     @cached_property
@@ -513,7 +524,7 @@ class LanguageModelling(TextTask):
         may also have system, the text of its first message, and tools and documents, which its
         template gets.
     date: the day that it is for a chat template that writes one (strftime_now): the same in all
-        clouds, when the run goes on, and when it is used.
+        clouds, when the run is resumed, and when it is used.
     A cloud that sees the labels but not the text reads the same file and keeps the answers only.
     """
 

@@ -144,9 +144,11 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
 class Windows:
     """The windows of a split, in question order.
 
-    asked: the questions. question_of: [N], of each window. starts: [N], number of its first
-    paragraph token. offsets: the half-open character span of every token, by paragraph.
-    num_long: questions that were cut.
+    asked: the questions.
+    question_of: the question of each window, [N].
+    starts: the number of the first paragraph token of each window, [N].
+    offsets: the half-open character span of every token, by paragraph.
+    num_long: the number of questions that were truncated.
     """
 
     table: PairTable

@@ -1,6 +1,6 @@
 """What tasks share: settings, checks, a rank's view, token ids of many samples in flat tensors.
 
-A rank that sees no field opens no file: if task.sizes are not set, rank 0 tells them
+A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
 (xcloud/rank/task_data.py). In a single process they are counted.
 
     TokenTable   rows of any lengths
@@ -50,8 +50,12 @@ TOKENIZER_TEXTS = 10_000
 
 @settings("task", kw_only=True)
 class SourceTask(Source):
-    """The settings that all tasks share. fields: the last one is what is predicted. max_length:
-    in tokens, special ids included. cache_dir: of trained tokenizers; relative to the checkout."""
+    """The settings that all tasks share.
+
+    fields: the names of the fields; the last one is predicted.
+    max_length: the largest number of tokens of a sample, special ids included.
+    cache_dir: the folder of trained tokenizers, relative to the checkout.
+    """
 
     fields: ClassVar[tuple[str, ...]]
     has_public_tokenizer: ClassVar[bool] = False

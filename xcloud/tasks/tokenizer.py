@@ -270,7 +270,8 @@ class RunsTokenizer(TokenizerChoice):
     goes on takes it from there, so that ids keep their meaning whatever has become of the texts or
     of the library that trains it.
 
-    trained: how it is made. goes_on: whether the run goes on from a checkpoint.
+    trained: the tokenizer's settings, by which it is trained.
+    goes_on: true if the run resumes from a checkpoint.
     """
 
     trained: TrainedTokenizer

@@ -1,1 +1,1 @@
-"""What MLflow is told of a run."""
+"""The record of a run in MLflow."""

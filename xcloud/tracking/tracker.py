@@ -126,9 +126,11 @@ class MlflowTracker(Tracker):
     """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
     experiment: the name of MLflow's experiment that the runs are listed under.
-    root: relative to the project. uri: of a tracking server; nothing is kept under root then.
-    flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
-    of a curve, at most, for all steps of a run.
+    root: the folder of the store, relative to the project.
+    uri: the address of a tracking server. Nothing is kept under root then.
+    flush_s: the seconds between two calls that send events.
+    finish_timeout_s: the seconds that `finish` may wait for the store.
+    points: the largest number of points of a curve, for all steps of a run.
     """
 
     root: WritePath = "mlruns"

@@ -7,11 +7,11 @@ rank copies its state between two updates, which is all that training waits for,
 background (saving.py) and reports to rank 0. A checkpoint is being saved until all ranks have
 reported; then it is agreed, or lost where a rank could not copy or write its shard (no memory, a
 full disk). Rank 0 tells everybody: older ones are deleted once a newer one is agreed; a lost one
-is deleted, and the run goes on with the older ones.
+is deleted, and the run continues with the older ones.
 
 Replicas of a pipeline have no signal of rank 0 in every step: they save by the number of the step.
-Rank 0 tells them in advance how many steps lie between two checkpoints, where that follows from
-minutes or from a slow disk. A rank that has not heard it in time costs one checkpoint.
+Rank 0 sends in advance how many steps lie between two checkpoints, where that follows from
+minutes or from a slow disk. A rank that has not received it in time costs one checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The leak meter as a feature: after a run it tells what the clouds could recover of others."""
+"""The leak meter as a feature: it reports after a run what the clouds could recover of others."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class ConsumerRank(OneWayRank):
             self.inbox.set_ended(rank - layout.num_consumers, reason=why)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """Return whether this rank cannot go on without any of these.
+        """Return true if this rank cannot continue without any of these.
 
         Of those that feed it, it needs any one, or the last ones, as feed.on_slow says. The plan
         decides about one that has ended.

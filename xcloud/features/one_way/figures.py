@@ -1,4 +1,4 @@
-"""What a run of a one-way job tells of its producers."""
+"""The metrics of the producers of a one-way job."""
 
 from __future__ import annotations
 

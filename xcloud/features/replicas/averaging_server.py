@@ -220,7 +220,7 @@ class AveragingServer(_End):
             self._answer(replica, known, step=step, is_counted=False)
 
     def resume(self, step: int) -> Merged:
-        """Answer the others, which begin again with the values of this replica."""
+        """Answer the others, which restart with the values of this replica."""
         for peer in self._peers.values():
             peer.merged_at = step
         for replica, known, _ in self._come(step, self.late.wait_s, "present"):

@@ -71,7 +71,7 @@ class ReplicaAveraging(Feature):
 
 
 def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
-    """Yield what replicas in different clouds tell each other of what they have learned."""
+    """Yield the messages by which replicas in different clouds share what they have learned."""
     layout = job.cluster
     traits = job.strategy.traits
     label = job.compression.averaged.averaging_choice.label

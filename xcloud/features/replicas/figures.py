@@ -1,4 +1,4 @@
-"""What a run tells of the merges of its replicas."""
+"""The metrics of the merges of a run's replicas."""
 
 from __future__ import annotations
 

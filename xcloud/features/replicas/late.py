@@ -63,7 +63,7 @@ class Skip(LatePolicy):
 @settings(NAME)
 class GoOn(LatePolicy):
     """Merges are made without a late or lost cloud until it comes back. It then takes the values
-    of the others and goes on at their step.
+    of the others and continues at their step.
 
     wait_s: seconds that a merge waits for a cloud, counted from when the first cloud is there.
     restart_s: the seconds to wait before a run on one machine restarts a lost cloud; null = never.

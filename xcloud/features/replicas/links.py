@@ -90,7 +90,7 @@ class PeerLinks(ReplicaLinks):
 
 @dataclass
 class ServerLinks(PeerLinks):
-    """The links between replica 0 and each other one, which may end and begin again.
+    """The links between replica 0 and each other one, which may end and restart.
 
     rejoin: a function that replica 0 calls for each rank of a cloud that has restarted.
     """
