@@ -106,7 +106,7 @@ def test_a_setting_has_its_type_its_default_its_value_and_what_it_means() -> Non
     batch = found["training.batch_size"]
     assert batch.takes == "int, at least 1"
     assert batch.default == "64"
-    assert batch.means == "samples of one update, over all ranks and accumulation steps together."
+    assert batch.means.startswith("number of samples of one update, over all ranks")
     assert found["training.max_steps"].default == ""  # must be given
     assert found["training.checkpoint.keep"].takes == "int, at least 1"
     assert found["training.optimizer.decay"].takes == "inverse_sqrt or linear or constant"
