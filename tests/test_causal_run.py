@@ -22,9 +22,10 @@ from xcloud.evaluate.command import evaluate
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
+from xcloud.models.following import Choice
 from xcloud.show.monitor import Monitor
 from xcloud.tracking.tracker import Recording
-from xcloud.use import Choice, TextGenerator
+from xcloud.use import TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 PROMPTS = ["Ana", "The doctor has"]

@@ -16,8 +16,9 @@ from tqdm import tqdm
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.wording import listed
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
+from xcloud.models.following import Choice
 from xcloud.models.stages import LABEL, TEXT, TYPES
-from xcloud.use import Choice, TextGenerator
+from xcloud.use import TextGenerator
 
 UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 """Of a task's generation_kwargs."""
