@@ -318,6 +318,9 @@ class FakeProcesses:
 
     def end(self) -> None: ...
 
+    def is_running(self, run_dir: Path) -> bool:
+        return False
+
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> FakeProcesses:

@@ -214,9 +214,9 @@ def test_the_error_of_a_score_is_that_of_a_mean_over_pairs(
     rows = [{**TEXTS, "chosen": f" {n}"} for n in range(4)]
     written(tmp_path, rows)
     data = load(tmp_path, checkpoint)
-    data.reference["test"] = {n: [0, 1, 0, 1] for n in range(4)}
+    data.reference["test"] = {n: [20_000_000, 1, 0, 1] for n in range(4)}
     gains = [1, 2, 4, 9]  # nats by which the chosen answer became more probable
-    predictions = {n: [-gain * 1_000_000, 1, 0, 1] for n, gain in enumerate(gains)}
+    predictions = {n: [(20 - gain) * 1_000_000, 1, 0, 1] for n, gain in enumerate(gains)}
     scores = data.score("test", predictions)
     assert scores.values["chosen_reward"] == pytest.approx(0.1 * np.mean(gains))
     assert scores.errors["chosen_reward"] == pytest.approx(0.1 * np.std(gains) / 2, abs=1e-6)
