@@ -146,7 +146,7 @@ class Updates:
     """How many updates are made, and of what.
 
     max_steps: number of updates of the run.
-    batch_size: samples of one update, over all ranks and accumulation steps together.
+    batch_size: number of samples of one update, over all ranks and accumulation steps together.
     accumulate_steps: number of passes over the pipeline for one update. Each pass has
         schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
     precision: fp32; bf16 = autocast; auto = bf16 if the device multiplies it fast (a GPU with
