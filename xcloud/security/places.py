@@ -28,7 +28,7 @@ class Lead:
 
     where: the dotted name of the setting.
     to: the kind of place it leads to, as `Leads` has it.
-    revision: the revision that stands beside a name on the hub, under the key of that name.
+    revision: the setting `revision` that stands beside a name on the hub.
     """
 
     where: str
