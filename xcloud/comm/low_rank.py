@@ -124,7 +124,7 @@ class Svd(WarmFactors):
     Wire, for [R, D]: left [R, r], right [r, D], in the tensor's dtype: more than the tensor above
     a rate of about 0.5 for a square matrix, 0.73 for 2048 x 768. That is not checked.
     rate: rank of the factors, as a share of the smaller side of the matrix.
-    method: how V is found, as above.
+    method: the way in which V is found, as above.
     iterations: rounds of the subspace method.
     """
 

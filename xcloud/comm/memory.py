@@ -47,15 +47,19 @@ class Memory(StatefulTree):
         return tensor
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        """sent: what `before_send` returned. seen: what the peer decodes."""
+        """Update the memory of the sender.
+
+        sent: the tensor that `before_send` returned.
+        seen: the tensor that the peer decodes.
+        """
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         """Reconstruct the tensor from the decoded message."""
         return seen
 
     def settle(self, was_used: bool) -> None:
-        """Say of the messages since the last call whether their update was made. If it was skipped
-        the memory is as before them; both ends of a channel are told the same."""
+        """Commit or roll back the messages since the last call. If their update was skipped, the
+        memory is as before them. Both ends of a channel get the same call."""
 
 
 class NoMemory(Memory):

@@ -47,8 +47,8 @@ class SnapshotBuffer:
             yield
 
     def enlarge(self, num_bytes: int, stop: threading.Event) -> None:
-        """To so many bytes, which no snapshot is in meanwhile, and touch all of them unless `stop`
-        comes first. Touching holds no lock of Python's and uses one core."""
+        """Enlarge the memory to `num_bytes`, while no snapshot is in it. Touch all of its bytes,
+        unless `stop` is set first. Touching holds no lock of Python's and uses one core."""
         if num_bytes <= len(self._memory):
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time

@@ -146,9 +146,9 @@ class TensorCodec(StatefulTree):
     feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
         Without it, ConfigError for a compressor that needs it.
 
-    Who does not know yet whether a message will be used encodes it with is_final=False and says so
-    later, by `settle`. Until then no other message carries what this one left out: an update that
-    is skipped leaves nothing behind.
+    If it is not known yet whether a message will be used, it is encoded with is_final=False, and
+    `settle` is called later. Until then no other message carries what this one left out. So a
+    skipped update leaves nothing behind.
     """
 
     def __init__(

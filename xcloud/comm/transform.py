@@ -100,8 +100,8 @@ class Transform(Compressor):
     step of its own root mean square. Once there are 8 H of them, the sender takes the principal
     components that deviate by a quarter of delta or more, and sends them in 8 bits each, in front
     of the message that uses them first. When twice as many bytes have followed, and whenever these
-    have doubled, it finds a basis anew, with older moments halved, and sends it if by it the rows
-    since the last one would have taken so many bytes less. So a basis follows what training moves
+    have doubled, it finds a new basis, with older moments halved. It sends that basis if the rows
+    since the last one would have been smaller by its size. So a basis follows what training moves
     where that pays. r is what the components leave of a feature where that is 0.85 delta or more.
     Rows of more than 2,048 features have no basis: finding one takes seconds.
 

@@ -20,9 +20,9 @@ class Case:
     a mailbox between them.
 
     digest: SHA-256 of the file.
-    refusal: why this cloud's policy would not let the file run, apart from `approved`.
+    refusal: the reason why this cloud's policy would not let the file run, apart from `approved`.
     run_dir: the folder that the run would write.
-    machine: this one among those of the cloud.
+    machine: this machine among those of the cloud.
     """
 
     file: Path

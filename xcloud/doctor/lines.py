@@ -45,8 +45,8 @@ class LineTrial:
     """Tries the line to one peer, or to one of its machines, in a thread of its own.
 
     way: dials the peer, or waits for it to dial.
-    machine: number of the one that is dialled, of the cloud that listens.
-    within_s: how long the peer's doctor is waited for.
+    machine: number of the machine that is dialled, in the cloud that listens.
+    within_s: seconds to wait for the peer's doctor.
     turn: held for each try, so that lines to machines of one cloud are measured one by one.
     """
 

@@ -1,8 +1,8 @@
-"""`python -m xcloud torchrun`: torchrun, with machines that tell each other how they fare.
+"""`python -m xcloud torchrun`: torchrun, with machines that report their state to each other.
 
-All machines find each other at --master-addr before any rank starts. Whoever waits there says so
-once a minute, and for whom. A machine whose ranks end before its time leaves one of the words of
-`Ending` in the store; rank 0, if it still waits for them, then ends instead of waiting for hours.
+All machines find each other at --master-addr before any rank starts. A machine that waits there
+prints once a minute for which machines it waits. If the ranks of a machine end early, it leaves an
+`Ending` in the store. Rank 0, if it still waits for them, then ends instead of waiting for hours.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class FailureDetector:
             return now_s - self._stood_still_s
 
     def silent(self) -> list[int]:
-        """Return the peers that were heard before and have been silent for lost_after_s."""
+        """Return the peers that were alive before and have been silent for lost_after_s."""
         return [rank for rank, peer in self.peers.items() if peer.is_silent]
 
     def _look(self) -> None:

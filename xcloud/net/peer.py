@@ -1,4 +1,4 @@
-"""What a rank knows of one other rank: when it last heard it, and what it waits for."""
+"""What a rank knows of one other rank: when something last came from it, and what it waits for."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def of_this_attempt(
     that word.
 
     watch: called in the first rank with every other one that has come, in these with the first,
-    and with a part of the store for the two. say: is told once a minute who is waited for.
+    and with a part of the store for the two. say: called once a minute with the ranks waited for.
 
     Ranks that have not come are waited for within_s; then raises LinkTimeout naming them. Raises
     LinkClosed for one whose machine has left word that it comes no more, ConfigError in a process

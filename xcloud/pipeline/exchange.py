@@ -115,11 +115,12 @@ _CACHED = 1 << 16  # values that stay in a processor's cache
 
 
 class FlatBuffer:
-    """Gradients of trained parameters as one vector. Of sharded parameters what this rank holds.
+    """Gradients of trained parameters as one vector. Of sharded parameters it has this rank's
+    shard.
 
-    flat: [N + 1], every `.grad` is a view of it; the last place is for the loss.
-    squares_elsewhere: added to the squared norm: what other ranks hold of these gradients, or,
-        negative, what another stage counts too.
+    flat: a vector [N + 1]. Every `.grad` is a view of it; the last place is for the loss.
+    squares_elsewhere: number added to the squared norm. It is the part of these gradients that
+        other ranks hold or, if negative, a part that another stage counts too.
     """
 
     squares_elsewhere = 0.0

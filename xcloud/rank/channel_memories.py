@@ -18,7 +18,7 @@ class Settled(Protocol):
 
 @dataclass(frozen=True)
 class ChannelMemories(Hook):
-    """A part that tells this rank's channels whether the update was made. An exploding gradient
+    """A hook that tells this rank's channels whether the update was made. An exploding gradient
     that all ranks skip would else stay in a residual or a delta cache until its sample's next
     visit."""
 

@@ -112,8 +112,7 @@ class Role(ABC, Generic[JobT]):
         self.control.report(lines)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """Return whether this rank cannot go on without any of these, which have ended or are
-        silent."""
+        """Return whether this rank cannot continue once these have ended or become silent."""
         return is_needed(self.job, rank=self.rank, lost=lost)
 
     @abstractmethod

@@ -154,7 +154,7 @@ class ReportIntake:
     clouds: names of clouds for which a step may have metrics, beside the names of traffic. Each
         name is a column in the memory of every process that follows the run.
     num_boundaries: maximum number of boundaries for which a step may have metrics.
-    figures: of the job's features, which say what else ranks report.
+    figures: the metrics of the job's features, which say what else ranks report.
     """
 
     def __init__(
