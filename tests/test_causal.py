@@ -405,7 +405,7 @@ def test_adapters_are_held_against_one_block_of_the_model(
 
     monkeypatch.setattr(causal_network, "laid_out", counted)
     trained(tmp_path).boundary(0, 2, 16)
-    assert sizes == [1]
+    assert set(sizes) == {1}  # of the config's own check, and of the adapters'
     config = causal_network.read_config(str(tmp_path))
     assert config.num_hidden_layers == network.config.num_hidden_layers == BLOCKS
 
@@ -454,9 +454,9 @@ def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: P
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DataError, match=r"has no weights model\.norm\.weight"):
-        trained(tmp_path).build_stage(1, 2, where(tmp_path))
-    assert isinstance(trained(tmp_path).build_stage(0, 2, where(tmp_path)), nn.Module)
+    for stage in (0, 1):  # also where the missing weights are another stage's
+        with pytest.raises(DataError, match=r"has no weights model\.norm\.weight"):
+            trained(tmp_path).build_stage(stage, 2, where(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
