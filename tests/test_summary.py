@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xcloud.layout import Price
 from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
@@ -26,6 +27,7 @@ ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
     *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory"),
+    *("egress_bytes", "rank_hours"),
     *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
     *("quality_before", "quality_error", "dev_quality_error"),
 }
@@ -377,3 +379,35 @@ def test_an_error_of_exactly_0_is_an_error_that_was_measured() -> None:
     found = dict(evaluation_metrics({"evaluation": {"copa": {"metrics": metrics}}}))
     assert [name for name in found if name.endswith("_error")] == ["eval_copa_acc_error"]
     assert found["eval_copa_acc_error"] == 0.0
+
+
+def test_a_cost_counts_all_attempts_and_what_crosses_outside_steps() -> None:
+    statistics = RunStatistics(2, prices={"source": Price(hour=36.0, gb_out=1e6)})
+    for start in (1000.0, 2000.0):  # a second attempt repeats the only step
+        for rank, cloud in enumerate(("source", "target")):
+            loading = {"event": "phase", "name": "loading", "rank": rank, "cloud": cloud}
+            statistics.feed({**loading, "t": start})
+        if start == 2000.0:
+            statistics.feed(
+                {"event": "resume", "rank": 0, "cloud": "source", "t": start, "step": 0}
+            )
+        feed_step(statistics, int(start) - 999, sent_again=7)  # step ends at 2 * start - 998.5
+    outside = {"event": "sent_outside", "rank": 0, "cloud": "source", "num_bytes": 80}
+    statistics.feed({**outside, "t": 3010.0})
+    found = summarise(statistics)
+
+    assert found["num_steps"] == 1 and found["num_resumes"] == 1
+    assert found["egress_bytes"] == {"source": 2 * (100 + 6 + 7) + 80, "target": 2 * (50 + 4)}
+    hours = found["rank_hours"]["source"]
+    assert hours == pytest.approx((1.0 + 1010.0) / 3600)
+    assert found["cost"]["compute"] == {"source": pytest.approx(36 * hours)}
+    assert found["cost"]["egress"] == {"source": pytest.approx(1e6 * 306 / 1e9)}
+    assert found["cost"]["total"] == pytest.approx(36 * hours + 0.306)
+    rows = tables.markdown_of(found)
+    assert "| left source | 306 B |" in rows and "| cost |" in rows
+
+
+def test_a_run_without_prices_has_no_cost() -> None:
+    statistics = RunStatistics(2)
+    feed_step(statistics, 1)
+    assert "cost" not in summarise(statistics)

@@ -16,6 +16,7 @@ from xcloud.features.until.figures import TARGET
 from xcloud.features.weight_patches.figures import WEIGHTS
 from xcloud.record.evaluation import EVALUATION_FIGURE
 from xcloud.record.feature_figures import LINES, REFUSED_REPORTS, FeatureFigure
+from xcloud.record.usage import USAGE
 
 if TYPE_CHECKING:
     from xcloud.rank.feature import Feature
@@ -24,6 +25,7 @@ FIGURES: Sequence[FeatureFigure] = (
     *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, WEIGHTS, LINES, REFUSED_REPORTS, PRODUCERS),
     EVALUATION_FIGURE,
     TARGET,
+    USAGE,
 )
 """What they add to summary, closing table, tracker and pictures."""
 

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import LineAddress, NotNegative, Positive, PositiveFloat, settings
+from xcloud.base.settings import (
+    LineAddress,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    settings,
+)
 from xcloud.base.wording import check_name
 from xcloud.net.link_profile import BUDGET_BYTES, FREE, REAL, SEALED, Liveness, Wan
 
@@ -91,6 +98,11 @@ class Layout(ABC):
                     f"cluster.links.{key} names more than one pair of clouds: {both}; give these "
                     "clouds names that tell them apart"
                 )
+
+    @property
+    def prices(self) -> dict[str, Price]:
+        """The prices of the clouds that have any."""
+        return {n: cloud.price for n, cloud in self.clouds.items() if cloud.price is not None}
 
     @property
     def between_owners(self) -> bool:
@@ -204,6 +216,19 @@ def num_ranks_in_words(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
+@settings("price")
+class Price:
+    """The prices of a cloud, in any currency; a run's summary then has its cost. Plans for clouds
+    that one does not have call them rank_hour and egress_per_gb.
+
+    hour: price of an hour of one rank.
+    gb_out: price of a GB (10^9 bytes) that leaves the cloud.
+    """
+
+    hour: NotNegativeFloat = 0.0
+    gb_out: NotNegativeFloat = 0.0
+
+
 @settings("cloud")
 class Cloud:
     """A cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the ranks
@@ -222,6 +247,7 @@ class Cloud:
     address: HOST:PORT at which other owners' clouds reach this one's first rank; the next rank is
         at PORT + 1, and so on (cluster/wan=sealed). If the cloud has several machines: a list with
         the address of the first rank on each. A cloud without an address dials the others.
+    price: {hour: …, gb_out: …} of this cloud. None: its cost is not counted.
     """
 
     num_ranks: Positive = 1
@@ -232,6 +258,7 @@ class Cloud:
     shard: bool = False
     replica: NotNegative = 0
     address: LineAddress | Annotated[Sequence[LineAddress], Field(min_length=1)] | None = None
+    price: Price | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None:

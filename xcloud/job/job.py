@@ -207,7 +207,9 @@ class Job(ABC):
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
         kind = ElasticCollector if self.roster.is_elastic else StepCollector
-        return RunStatistics(steps=kind(num_ranks), figures=self.figures)
+        return RunStatistics(
+            steps=kind(num_ranks), figures=self.figures, prices=self.cluster.prices
+        )
 
     @property
     def figures(self) -> Sequence[FeatureFigure]:

@@ -77,6 +77,7 @@ _TABLE = {
     "sent:numbers sent_again:whole raw:numbers boundaries:numbers line_busy_s:lines loss:figure "
     "learning_rate:number grad_norm:number values:figures taken:numbers skipped:numbers "
     "fed_bytes:numbers line_s:numbers",
+    "sent_outside": "num_bytes:whole",
     "skipped_update": "step:whole",
     "lost_file": "name:text",
     "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),

@@ -35,6 +35,7 @@ from xcloud.record.events import (
 )
 from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
+from xcloud.record.usage import RankPrice, Usage
 
 Summary = dict[str, Any]
 
@@ -58,9 +59,15 @@ class RunStatistics:
 
     steps: a collector that joins the ranks' reports, or the number of ranks.
     figures: the metrics that features add.
+    prices: the prices of the clouds that have any, by name.
     """
 
-    def __init__(self, steps: StepCollector | int, figures: Sequence[FeatureFigure] = ()) -> None:
+    def __init__(
+        self,
+        steps: StepCollector | int,
+        figures: Sequence[FeatureFigure] = (),
+        prices: Mapping[str, RankPrice] | None = None,
+    ) -> None:
         if isinstance(steps, int):
             self.collector = StepCollector(steps)
         else:
@@ -70,6 +77,7 @@ class RunStatistics:
         for figure in self._figures:
             self._kept.update(dict.fromkeys(figure.kinds, figure.is_of_steps))
         self.steps = Columns()
+        self._usage = Usage(prices or {})
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
         self._events: list[Event] = []
@@ -89,6 +97,7 @@ class RunStatistics:
     def feed(self, event: Event) -> StepTotals | None:
         """Take in an event. Return the totals of a step if this completes it, else None."""
         kind = event["event"]
+        self._usage.feed(event)
         if event.get("t") is not None and abs(at_s := moment(event)) < MAX_TIME_S:
             # A report may have arrived after the moment that rank 0 gives what it notes next.
             at_s = max(at_s, self._last_event_at_s or at_s)
@@ -148,6 +157,7 @@ class RunStatistics:
             "profile": profile,
             **self._of_steps(),
             **self._of_attempts(),
+            **self._usage.summary(),
             **self._of_events(),
             "xcloud_version": __version__,
             **({} if cause is None else {"cause": cause}),

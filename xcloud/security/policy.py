@@ -33,7 +33,7 @@ from xcloud.security.places import Lead, covers, is_place, leads_of, lies_below,
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
     for name in """
-base.settings.nothing layout.Cloud layout.ClusterLayout line.mailbox.Mailbox
+base.settings.nothing layout.Cloud layout.ClusterLayout layout.Price line.mailbox.Mailbox
 net.link_profile.LinkProfile
 net.link_profile.Liveness features.one_way.layout.OneWayCloud features.one_way.layout.OneWayLayout
 comm.compression.Compression comm.compression_plans.PerBoundary comm.compression_plans.PerTensor

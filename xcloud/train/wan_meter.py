@@ -32,8 +32,13 @@ class WanMeter(Hook):
             self._reporter.note(report.skipped)
 
     def forget(self) -> None:
-        """Forget what crossed since the last step: it belongs to no step (an evaluation)."""
+        """Forget what crossed since the last step: it belongs to no step (an evaluation). It is
+        reported, as it costs what all bytes cost."""
+        before = self._last[0]
         self._last = self._read()
+        num_bytes = (self._last[0] - before).total()
+        if num_bytes:
+            self._reporter.event("sent_outside", num_bytes=num_bytes)
 
     def describe(self, report: StepReport) -> dict[str, Any]:
         """Return the step's event: seconds, bytes on the wire with headers, FP32 bytes meant."""

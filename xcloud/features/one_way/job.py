@@ -198,7 +198,7 @@ class OneWayStatistics(RunStatistics):
 
     def __init__(self, layout: OneWayLayout) -> None:
         self._feed = FeedCollector(layout)
-        super().__init__(self._feed, (PRODUCERS,))
+        super().__init__(self._feed, (PRODUCERS,), layout.prices)
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made = defaultdict[tuple[str, str], float](float)  # batches, seconds, by producer
         self._loss: dict[str, float | None] = {}

@@ -14,7 +14,7 @@ from typing import Literal
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, PositiveFloat, settings
-from xcloud.layout import Layout, num_ranks_in_words
+from xcloud.layout import Layout, Price, num_ranks_in_words
 
 
 @settings("cloud")
@@ -25,11 +25,13 @@ class OneWayCloud:
     the other producers; None makes this cloud the consumer.
     num_ranks: the number of processes of this cloud, which share its batches.
     device: auto takes a GPU where there is one.
+    price: {hour: …, gb_out: …} of this cloud; None: its cost is not counted.
     """
 
     num_ranks: Positive = 1
     share: PositiveFloat | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    price: Price | None = None
 
 
 @dataclass(frozen=True)
