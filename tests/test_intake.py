@@ -199,13 +199,16 @@ def test_reports_are_bounded_in_bytes_a_second_for_each_sender(desk: Desk) -> No
 
     for _ in range(2 * BURST_BYTES // len(chunk)):
         desk.take(1, chunk)
+    desk.file.flush()
     burst = desk.path.stat().st_size
     assert BURST_BYTES / 2 < burst < 1.1 * BURST_BYTES and desk.num_refused[1] > 1
     desk.take(3, chunk)
     assert 3 not in desk.num_refused
+    desk.file.flush()
     size = desk.path.stat().st_size
     desk.now_s += 1.0
     desk.take(1, chunk)
+    desk.file.flush()
     assert desk.path.stat().st_size > size + len(chunk) / 2
     # 2 notes and a few counts, however much is refused.
     assert len(desk.written("refused_reports")) < 10

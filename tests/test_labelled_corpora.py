@@ -132,7 +132,9 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
 
 def test_a_folder_of_no_usual_columns_lists_them(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", ["x", "y"], [["1", "2"]])
-    with pytest.raises(DataError, match=r"has the columns x, y; .*task.text_columns"):
+    with pytest.raises(
+        DataError, match=r"has the columns x, y by its first line, .*task.text_columns"
+    ):
         FolderClassification(path=str(tmp_path)).check()
     write_tsv(tmp_path / "train.tsv", ["text", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"none has a usual label name.*task.label_column"):

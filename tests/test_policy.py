@@ -686,6 +686,7 @@ def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
 
 
 COSTS_WHAT_TRAINING_COSTS = """
+gb_out hour
 accumulate_steps adapter_size alpha batch_size batch_tokens batches_per_step block blocks_per_stage
 calibration_texts check_every clip clip_norm confirm cross_attention_heads dev_share dwell
 encoder_layers_per_stage eps eval_batch_size eval_samples evaluate_every every every_steps factor

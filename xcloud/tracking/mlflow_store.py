@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.locks import locked
 from xcloud.base.project import project_root, python_command
@@ -296,7 +297,7 @@ class Store:
             request.add_header("Authorization", f"Basic {coded}")
         try:
             with urllib.request.urlopen(request, timeout=5.0) as answer:
-                return str(json.loads(answer.read(10**6))["experiment"]["lifecycle_stage"])
+                return str(parsed_json(answer.read(10**6))["experiment"]["lifecycle_stage"])
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise ConfigError(
