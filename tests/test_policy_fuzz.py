@@ -166,7 +166,8 @@ def test_the_list_of_constructors_is_that_of_conf_and_of_defaults() -> None:
     for path in CONF.rglob("*.yaml"):
         walk(fill_in(OmegaConf.to_container(OmegaConf.load(path))))
     ours = {name for name in found if name.startswith("xcloud.")}
-    assert ours == CONSTRUCTORS, "xcloud/security/policy.py"
+    only_given = {"xcloud.layout.Price"}  # no file and no default has a price
+    assert ours | only_given == CONSTRUCTORS, "xcloud/security/policy.py"
 
 
 def test_every_constructor_is_of_the_module_that_its_name_says() -> None:

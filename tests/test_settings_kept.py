@@ -14,7 +14,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.replicas.late import GoOn
 from xcloud.job import config as configs
-from xcloud.layout import Cloud, ClusterLayout
+from xcloud.layout import Cloud, ClusterLayout, Price
 from xcloud.net.link_profile import LinkProfile, Liveness
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
@@ -32,6 +32,7 @@ OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "shard": [{"shard": True, "num_ranks": 2}],
     "replica": [{"replica": 1, "stages": [0]}],
     "address": [{"address": "192.0.2.7:7000"}],
+    "price": [{"price": Price(2.0, 0.1)}],
 }
 """configs.Settings of the first of two clouds, by what they are about."""
 STRATEGIES = [name for name in FACTORS["strategy"] if name != "median"]  # which needs three

@@ -102,7 +102,8 @@ class Layout(ABC):
     @property
     def prices(self) -> dict[str, Price]:
         """The prices of the clouds that have any."""
-        return {n: cloud.price for n, cloud in self.clouds.items() if cloud.price is not None}
+        prices = {name: getattr(cloud, "price", None) for name, cloud in self.clouds.items()}
+        return {name: price for name, price in prices.items() if price is not None}
 
     @property
     def between_owners(self) -> bool:
