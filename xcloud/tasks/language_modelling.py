@@ -471,7 +471,7 @@ class CausalTokenizer:
     def decode(self, ids: Iterable[int], as_written: bool = False) -> str:
         """Return the text of tokens. as_written: as it grows token by token, so without what some
         tokenizers clean up afterwards (do n't), which changes letters before."""
-        how = {"clean_up_tokenization_spaces": False} if as_written else {}
+        how: dict[str, Any] = {"clean_up_tokenization_spaces": False} if as_written else {}
         return str(self._pretrained.decode(list(ids), skip_special_tokens=True, **how))
 
     def render(
