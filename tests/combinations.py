@@ -44,6 +44,7 @@ from xcloud.experiment import Experiment
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
+from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
@@ -67,7 +68,7 @@ from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EventReader
-from xcloud.security.defences import GaussianNoise, MaxNorm, Privacy
+from xcloud.security.defences import GaussianNoise, MaxNorm
 from xcloud.security.policy import Visibility
 from xcloud.tracking.tracker import NullTracker
 

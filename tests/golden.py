@@ -30,10 +30,10 @@ from tests.one_way_toy import ToyFeed
 from xcloud.experiment import Experiment
 from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
+from xcloud.features.privacy.settings import Privacy
 from xcloud.job.job import Job
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.record.events import EventReader
-from xcloud.security.defences import Privacy
 from xcloud.security.policy import Visibility
 from xcloud.tracking.tracker import NullTracker
 

@@ -28,6 +28,7 @@ from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
 from xcloud.feature_list import FIGURES
+from xcloud.features.autopilot.feature import schedules_of
 from xcloud.features.autopilot.pilot import (
     KINDS,
     MAX_ROWS,
@@ -169,7 +170,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
 
 def test_only_schedules_within_the_memory_of_the_run_are_chosen_from() -> None:
     def found(own: Schedule, **more: Any) -> list[Schedule]:
-        return Autopilot({}, **more).schedules(own, 2)
+        return schedules_of(Autopilot({}, **more), own, 2)
 
     textbook = OneForwardOneBackward(8)
     assert found(GPipe(4), micro_batches=[2, 4, 8]) == [GPipe(4), GPipe(2), GPipe(8)]
@@ -465,7 +466,7 @@ def test_a_forecast_keeps_what_was_measured_and_only_ranks_by_what_differs(seed:
 def test_no_choice_keeps_more_activations_than_the_run_does(own: Schedule) -> None:
     settings = Autopilot({}, micro_batches=[8, 12, 16, 24])
     for num_stages in (2, 3, 4):
-        for found in settings.schedules(own, num_stages):
+        for found in schedules_of(settings, own, num_stages):
             for stage in range(num_stages):
                 kept = [
                     max_kept(s.actions(stage, num_stages), 1, 1 / s.num_micro_batches, 0.0)

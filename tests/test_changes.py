@@ -21,6 +21,7 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
+from xcloud.feature_settings import OUTCOMES
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints import resume as table
 from xcloud.features.checkpoints.common_step import newest_common
@@ -38,13 +39,14 @@ from xcloud.features.one_way.feed import Feed
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.features.weight_patches.settings import Patches
 from xcloud.job.config import Settings
 from xcloud.job.given import resumed
 from xcloud.job.strategy import ModelPlacement, RankStages, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.schedule import GPipe
-from xcloud.pipeline.settings import Checkpoints, Optimizer, Patches, Training
+from xcloud.pipeline.settings import Checkpoints, Optimizer, Training
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.show.status import describe
 from xcloud.use import TextGenerator, Translator
@@ -124,16 +126,15 @@ CUT = [*ALONE, RankStages(2, 0, (2,))]
 PARTS = [place._replace(is_sharded=True) for place in LANES]
 SETTING = {
     table.NOTHING: ("cluster.clouds.a.slowdown", "cluster.link_budget_bytes", "cluster.wan.trace"),
-    "steps, optimizer, precision, divergence, decoding, security but privacy": (
+    "steps, optimizer, precision, divergence, decoding, security": (
         "training.max_steps", "training.optimizer.clip_norm", "security.meter.strength",
     ),
-    "memory and speed of stages, autopilot": (
+    "memory and speed of stages": (
         "model.activation_checkpointing", "model.vocabulary_chunk", "training.activation_cache_mb",
-        "autopilot.every",
     ),
     "compression": ("compression.forward.int4.bits",),
     "schedule, accumulation": ("schedule.num_micro_batches", "training.accumulate_steps"),
-    "security.privacy": ("security.privacy.noise", "security.privacy"),
+    **{name: (name, f"{name}.every") for name in OUTCOMES},
     "model, task, data, seed, batch size, strategy, release": (
         "model.size", "seed", "training.batch_size", "strategy.name",
     ),

@@ -1,5 +1,5 @@
 """To change or delete a feature is to open its folder, its YAML, its tests, its page and the one
-list, and the few files that are named here."""
+list (of features, their settings, their commands), and the few files that are named here."""
 
 import ast
 import re
@@ -11,31 +11,14 @@ import pytest
 from tests.import_walk import PACKAGE
 from xcloud.feature_list import all_features
 
-LIST = "feature_list.py"
+LISTS = {"feature_list.py", "feature_settings.py", "features/__init__.py"}
 MAX_FILES = 5
 
 # The keys of a feature: its settings, what it defines, the kinds of its events. With them the
 # files outside its folder that have one of these or import from the folder.
 NAMED: dict[str, tuple[set[str], set[str]]] = {
-    "autopilot": (
-        {"autopilot", "Autopilot"},
-        {
-            "job/job.py",  # the setting
-            "features/one_way/job.py",  # a kind of job that has none
-            "planner/trial.py",  # a trial brings a setting of its own
-            "rank/switching.py",  # what may be chosen
-            "security/policy.py",  # what a file from elsewhere may build
-        },
-    ),
-    "privacy": (
-        {"privacy", "Privacy", "security.privacy"},
-        {
-            "security/policy.py",  # the setting
-            "security/defences.py",  # the mathematics
-            "job/needs.py",  # what it does not go together with
-            "features/checkpoints/resume.py",  # what a changed setting means for a resumed run
-        },
-    ),
+    "autopilot": ({"autopilot", "Autopilot"}, set()),
+    "privacy": ({"privacy", "Privacy", "security.privacy"}, set()),
     "sharding": (
         {".shard", "Sharder", "Sharding"},
         {
@@ -68,9 +51,7 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
         {"security.meter", "Meter", "LeakMeter", "LeakMeasurement"},
         {
             "security/policy.py",  # the setting
-            "features/until/feature.py",  # ends at no known step
             "job/approval.py",
-            "__main__.py",  # a command
         },
     ),
     "preferences": (
@@ -81,21 +62,10 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
             "models/causal_stage.py",
         },
     ),
-    "sentinel": (
-        {"on_departure", "departure", "DepartureWatch"},
-        {
-            "security/policy.py",  # the setting
-            "show/monitor.py",  # calls launch.on_event
-        },
-    ),
+    "sentinel": ({"on_departure", "departure", "DepartureWatch"}, set()),
     "weight_patches": (
         {"patches", "Patches", "weights_written", "WeightPatches", "PatchWriter"},
-        {
-            "pipeline/settings.py",  # the setting
-            "security/policy.py",  # what a file from elsewhere may build
-            "features/until/feature.py",  # ends at no known step
-            "__main__.py",  # a command
-        },
+        set(),
     ),
     "until": (
         {".until", "Until", "RunUntil", "training.until"},
@@ -107,7 +77,7 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
             "train/stage_rank.py",
         },
     ),
-    "two_buffered": ({"TwoBuffered", "OverlappedUpdates"}, {"security/policy.py"}),
+    "two_buffered": ({"TwoBuffered", "OverlappedUpdates"}, set()),
     # Kinds of work of their own, with settings in the core: who imports them.
     "checkpoints": (
         set(),
@@ -166,7 +136,7 @@ def files_that_name(feature: str, keys: set[str]) -> set[str]:
     found = set[str]()
     for path in PACKAGE.rglob("*.py"):
         file = path.relative_to(PACKAGE).as_posix()
-        if file == LIST or file.startswith(f"features/{feature}/"):
+        if file in LISTS or file.startswith(f"features/{feature}/"):
             continue
         names = names_in(path)
         home = f"features.{feature}"

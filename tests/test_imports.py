@@ -39,6 +39,7 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"pipeline"},
     {"contracts"},
     {"security"},
+    {"feature_settings"},  # with the settings.py of each feature
     {"comm"},
     {"tracking"},
     {"record"},
@@ -57,8 +58,11 @@ MLFLOW = {"tracking/tracker.py", "tracking/mlflow_store.py"}
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: its first name, of a feature its folder."""
+    """Return the room of a module: its first name, of a feature its folder. The settings of
+    features stand lower than features do, so that a job may have them."""
     names = module.split(".")
+    if names[0] == "features" and module in own_imports(MODULES["feature_settings"]):
+        return "feature_settings"
     return ".".join(names[:2]) if names[0] == "features" else names[0]
 
 

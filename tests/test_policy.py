@@ -35,7 +35,7 @@ from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.security import places
-from xcloud.security.policy import CONSTRUCTORS, MAX_NUMBER, Policy, bound_of
+from xcloud.security.policy import MAX_NUMBER, Policy, bound_of, constructors
 from xcloud.show.following import monitor_of
 
 ROOT = project.project_root()
@@ -665,7 +665,7 @@ holders hooks
 label label_column language languages links metrics name names pairs pairs_config profile
 reader revision
 schedules source source_column split strategies sweep target target_column targets test
-text_columns text_key train train_language weights
+text_columns text_key train train_language weights metric
 """
 
 
@@ -673,7 +673,7 @@ def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
     """A new setting that is a text stands in this list, once somebody has seen that nothing is
     opened by it, or is marked where it is declared (base.settings.Leads)."""
     unmarked = set[str]()
-    for target in CONSTRUCTORS:
+    for target in constructors():
         made = get_object(target)
         if not dataclasses.is_dataclass(made):
             continue
@@ -698,7 +698,7 @@ num_kv_heads num_layers num_decoder_layers num_encoder_layers num_micro_batches 
 num_test num_texts num_train overlap power r rank replica replicas router_loss rows share sigma
 size sizes stages steps test_share trial_steps type_vocab_size until_step vocab_size
 vocabulary_chunk warmup_steps weight_decay whole_every worth max_texts
-num_monolingual stride beta outages max_question
+at_most at_least num_monolingual stride beta outages max_question
 """
 
 
@@ -706,7 +706,7 @@ def test_every_number_of_a_constructor_is_bounded_or_costs_what_training_costs()
     """A new setting that is a number has bounds in its annotation or in MAX_SETTINGS, or stands in
     this list once somebody has seen what a huge one costs the machine itself."""
     unbounded = set[str]()
-    for target in CONSTRUCTORS:
+    for target in constructors():
         made = get_object(target)
         if not dataclasses.is_dataclass(made):
             continue

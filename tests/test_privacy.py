@@ -19,6 +19,13 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.privacy.account import account
+from xcloud.features.privacy.noise import (
+    gaussian_epsilon,
+    max_squared_uses,
+    private_contribution,
+    sampled_epsilon,
+)
+from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
@@ -26,13 +33,6 @@ from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.settings import Optimizer, Training
-from xcloud.security.defences import (
-    Privacy,
-    gaussian_epsilon,
-    max_squared_uses,
-    private_contribution,
-    sampled_epsilon,
-)
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")

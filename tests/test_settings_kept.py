@@ -18,7 +18,7 @@ from xcloud.layout import Cloud, ClusterLayout, Price
 from xcloud.net.link_profile import LinkProfile, Liveness
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
-from xcloud.security.policy import CONSTRUCTORS
+from xcloud.security.policy import constructors
 
 OF_A_CLOUD: dict[str, list[dict[str, Any]]] = {
     "num_ranks": [{"num_ranks": 2}],
@@ -125,7 +125,7 @@ def test_a_whole_number_that_nothing_can_hold_is_refused_by_its_key() -> None:
 
 
 def test_a_time_that_no_clock_can_wait_for_is_refused_by_its_key() -> None:
-    known = (resolve_name(name) for name in CONSTRUCTORS)
+    known = (resolve_name(name) for name in constructors())
     times = [
         (one, field.name)
         for one in known

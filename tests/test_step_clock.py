@@ -336,7 +336,7 @@ def test_what_never_belongs_to_a_step_is_not_noted() -> None:
     log = MessageLog(from_step=1)
     log.is_open = True
     of_one_way_jobs = {Kind.BATCH, Kind.READY, Kind.ORDER, Kind.STOP}  # they keep no such log
-    in_objects = {Kind.WEIGHTS}  # and in no message
+    in_objects = {Kind.STORED}  # and in no message
     for kind in set(Kind) - of_one_way_jobs - in_objects:
         outside = (Kind.REPORT, Kind.CHOICE, Kind.CLOSE, Kind.START)
         step = 0 if kind in outside else 7

@@ -111,7 +111,7 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
     assert set(others) == {(GPipe(m), name) for m in (1, 8) for name in names}
 
     job: Any = trial.trial_settings.job
-    tour = job.autopilot
+    tour = job.hooks["tour"]
     assert isinstance(tour, Tour) and job.schedules == trial.shapes
     assert job.compression.names[0] == NO_COMPRESSION and len(job.compression.choices) == 5
     for step, (shape, name) in enumerate(trial.legs, 1):

@@ -7,7 +7,8 @@ import pytest
 from tests.runs import in_threads, losses, start
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.pipeline.settings import Training, Until
+from xcloud.features.until.settings import Until
+from xcloud.pipeline.settings import Training
 from xcloud.record.summary import steady_step_s
 from xcloud.show import tables
 from xcloud.tracking.mlflow_store import final_metrics

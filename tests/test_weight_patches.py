@@ -618,7 +618,7 @@ def test_what_leaves_is_counted_for_the_audit_and_the_summary(
     own = [file for file in files(tmp_path) if "-0000-0000-" in file.name]
     sizes = {"whole" in file.name: file.stat().st_size for file in own}
     assert carries == {"all weights in BF16": sizes[True], "changed weights in BF16": sizes[False]}
-    assert {(one["to"], one["kind"]) for one in described} == {("followers", "weights")}
+    assert {(one["to"], one["kind"]) for one in described} == {("followers", "stored")}
 
     summary = WEIGHTS.in_summary([e for e in trainer.log.events if "num_bytes" in e])
     found = summary["weight_patches"]

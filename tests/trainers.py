@@ -18,6 +18,7 @@ from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.features.privacy.feature import guard_of
 from xcloud.features.privacy.gradients import PrivateGradients
+from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.links import averager_of_ends, replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.features.tied.gradients import tied_gradients
@@ -37,7 +38,6 @@ from xcloud.pipeline.trainer import LossReport, Trainer
 from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import Privacy
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

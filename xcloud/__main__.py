@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.terminal import prepare_process, say
+from xcloud.features import COMMANDS as OF_FEATURES
 
 
 class Command(NamedTuple):
@@ -37,8 +38,6 @@ use.generate | generate outputs/DATE/TIME "The doctor" \
 evaluate.command.evaluate | evaluate outputs/DATE/TIME --texts FILE \
     | score a trained causal language model on other texts, or by tasks of lm-evaluation-harness
 use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
-features.weight_patches.command.follow | follow outputs/DATE/TIME --as served \
-    | keep a folder of transformers current with a run that is training elsewhere
 launch.torchrun.torchrun \
     | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
     | start this cloud's ranks of a run over several machines
@@ -61,10 +60,10 @@ tasks.multilingual_text.train_tokenizer \
     | make the tokenizer that the clouds of a one-way job share
 show.wire_audit.main | wire-audit outputs/DATE/TIME \
     | join the clouds' records of what left them; of two folders, whether they agree
-features.leak_meter.meter.main | leak-meter outputs/DATE/TIME \
-    | measure what other clouds could recover, from the notes of a run
 """
-ROWS = (Command(*map(str.strip, row.split("|"))) for row in TABLE.strip().splitlines())
+ROWS = (
+    Command(*map(str.strip, row.split("|"))) for row in (TABLE + OF_FEATURES).strip().splitlines()
+)
 COMMANDS = {row.example.split()[0]: row for row in ROWS}
 
 

@@ -67,10 +67,9 @@ class Experiment(PipelineJob):
 
     @property
     def features(self) -> list[Feature]:
-        """The features that this job uses. A setting that is a feature itself (planner/tour.py)
-        stands in no list."""
+        """The features that this job uses, also those given as hooks (planner/tour.py)."""
         listed = [feature for feature in all_features() if feature.is_used(self)]
-        return listed + [given for given in vars(self).values() if isinstance(given, Feature)]
+        return listed + [given for given in self.hooks.values() if isinstance(given, Feature)]
 
     @property
     def labels(self) -> Labels:

@@ -37,10 +37,10 @@ from experiments.gradient_leaks.gradient_matching import (
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.experiment import Experiment
+from xcloud.features.privacy.noise import clip_factor
 from xcloud.job.config import Settings
 from xcloud.models.causal_network import run as run_network
 from xcloud.rank.task_data import load
-from xcloud.security.defences import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"
 BASE = (

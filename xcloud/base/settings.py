@@ -72,6 +72,9 @@ MAX_WHOLE = 2**63 - 1
 MAX_SECONDS = 1e9
 """Some thirty years; no clock of the system waits for ten times as long."""
 
+MOVED: dict[str, str] = {}
+"""Names of classes in files of earlier releases, with those that they have now."""
+
 UNIONS = (Union, types.UnionType)
 
 T = TypeVar("T")
@@ -82,13 +85,14 @@ _CONFIG = ConfigDict(
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(
-    path: str = "", *, kw_only: bool = False, frozen: bool = True
+    path: str = "", *, kw_only: bool = False, frozen: bool = True, formerly: str = ""
 ) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass whose fields are held to their annotations, without
     conversions: "8" is no int, True no number; an int is a float.
 
     path: the key of these settings in a config, such as "training.checkpoint"; named in messages.
     frozen: false for what also keeps a state of its own, such as a warm start.
+    formerly: the name of the class in files of earlier releases, which keep working.
     Bounds are given as Annotated[int, Field(ge=1, le=8)]. Building one raises ConfigError that
     names the key, what came and what is allowed, and the `advice` of a class that is expected.
     """
@@ -109,6 +113,8 @@ def settings(
                 _check_time(value, path=path, name=field.name)
 
         made.__init__ = init
+        if formerly:
+            MOVED[formerly] = f"{made.__module__}.{made.__qualname__}"
         return cast(type[T], made)
 
     return make
@@ -214,6 +220,8 @@ def _class_of(target: Callable[..., Any], name: str) -> tuple[str | None, str | 
         annotation = get_type_hints(target, include_extras=True).get(name)
     except (NameError, TypeError):  # names that only a type checker imports
         return None, None
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     members = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
     of_each = [get_args(m)[-1] for m in members if get_origin(m) in (Mapping, dict)]
     return _only(members), _only(of_each)

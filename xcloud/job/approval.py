@@ -28,9 +28,9 @@ from xcloud.line.mailbox import Mailbox, local_folder
 from xcloud.record.files import replace_text
 from xcloud.security.places import leads_of
 from xcloud.security.policy import (
-    CONSTRUCTORS,
     Meter,
     Policy,
+    constructors,
     plain_text,
     targets_of,
     value_at,
@@ -139,19 +139,19 @@ def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     targets = targets_of(plain)
 
     def may_import(target: object) -> bool:
-        return target in CONSTRUCTORS or target in known
+        return target in constructors() or target in known
 
     for use, names in places_of(plain, may_import=may_import).items():
         if use == "line":
             yield from _lines(plain, me)
         elif use != "command" or names:
             yield f"{_USES[use]:<10}{_names(names - PACKAGED.keys()) or 'nothing'}"
-    yield f"{'calls':<10}{_names(targets - CONSTRUCTORS) or 'nothing but xcloud'}"
+    yield f"{'calls':<10}{_names(targets - constructors()) or 'nothing but xcloud'}"
 
 
 def _lines(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     """Yield where clouds listen on sealed lines, and are dialled by the others."""
-    for lead in leads_of(plain, may_import=lambda target: target in CONSTRUCTORS):
+    for lead in leads_of(plain, may_import=lambda target: target in constructors()):
         if lead.to == "line":
             cloud = lead.where.removeprefix("cluster.clouds.").rpartition(".")[0]
             is_own = cloud == me

@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
-from xcloud.base.settings import with_defaults
+from xcloud.base.settings import MOVED, with_defaults
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.base.yaml_text import from_yaml, to_yaml
 from xcloud.job.compared import compared_settings
@@ -175,10 +175,20 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
             ) from error
         except OmegaConfBaseException as error:
             raise ConfigError(_lines(error)[0]) from error
+    renamed(settings)
     for key, value in dotted(settings, path=""):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     return settings
+
+
+def renamed(node: Any) -> None:
+    """Replace the names of classes of earlier releases in plain containers."""
+    if isinstance(node, dict) and isinstance(target := node.get("_target_"), str):
+        node["_target_"] = MOVED.get(target, target)
+    for entry in node.values() if isinstance(node, dict) else node:
+        if isinstance(entry, dict | list):
+            renamed(entry)
 
 
 def check_values(settings: Mapping[str, Any]) -> None:

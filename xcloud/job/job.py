@@ -23,7 +23,9 @@ from xcloud.base.settings import CommandLine, NotNegative, WritePath, settings
 from xcloud.base.wording import check_label, check_name
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
+from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
+from xcloud.feature_settings import OfJob
 from xcloud.job.leaving import Leaving, leaving
 from xcloud.job.strategy import ModelPlacement, Strategy
 from xcloud.layout import ClusterLayout, Layout
@@ -113,16 +115,8 @@ class PlanSettings(Protocol):
         """The names of the dimensions in which a plan may differ from the job."""
 
 
-@runtime_checkable
-class AutopilotSettings(Protocol):
-    """The settings of `autopilot`, which define what may change during a run."""
-
-    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
-        """Return the schedules that the run may use, its own first."""
-
-
 @settings(kw_only=True)
-class Job(ABC):
+class Job(OfJob, ABC):
     """A frozen object that describes a run. Experiment is one; features/one_way/ has another.
 
     name: the name of the run, used in its folder, its tables and the tracker.
@@ -141,8 +135,6 @@ class Job(ABC):
     cache_dir: the folder for files that later runs reuse, relative to the project's folder.
     plan: the question to answer before the run (planner/planning.py); null in every job that is
         run.
-    autopilot: the settings of what may change during the run; null: nothing changes. In a
-        planner's trial it is a feature by itself.
     """
 
     name: Annotated[str, AfterValidator(partial(check_label, "name"))]
@@ -156,7 +148,6 @@ class Job(ABC):
     cache_dir: WritePath = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: PlanSettings | None = None
-    autopilot: AutopilotSettings | None = None
 
     @classmethod
     def of(cls, made: object) -> Job:
@@ -277,7 +268,8 @@ class PipelineJob(Job):
     compression: the compressors of messages between clouds.
     security: the clouds that may hold each text, and the protection of texts from the others.
     strategy: the way in which replicas of the pipeline learn from each other.
-    hooks: hooks around an update that every rank calls, besides those that the settings ask for.
+    hooks: hooks around an update that every rank calls, besides those that the settings ask for,
+        and features that no list has.
     """
 
     task: SkipValidation[Task]
@@ -300,7 +292,7 @@ class PipelineJob(Job):
         stages = range(self.cluster.num_stages)
         files = [run_dir / MODEL_DIR / f"stage{stage}.safetensors" for stage in stages]
         command = getattr(self.task, "next_command", None)
-        if command is None or self.autopilot is not None:
+        if command is None or isinstance(self.compression, Selectable):
             return None
         if not all(file.exists() for file in files):
             return None
@@ -347,15 +339,15 @@ class PipelineJob(Job):
         leaves = self.cluster.leaves_cloud
         return [s for s, boundary in self.boundaries.items() if boundary.is_constant and leaves(s)]
 
-    @property
+    @cached_property
     def schedules(self) -> Sequence[Schedule]:
-        """All schedules that the run may use, its own first."""
-        if self.autopilot is None:
-            return [self.schedule]
-        layout = self.cluster
-        return self.autopilot.schedules(
-            self.schedule, layout.num_stages, num_lanes=layout.num_lanes
-        )
+        """All schedules that the run may use, its own first. A feature may add some."""
+        return [self.schedule]
+
+    @property
+    def features(self) -> Sequence[Any]:
+        """The features (rank/feature.py) that the job uses."""
+        return ()
 
     @property
     def max_micro_batch(self) -> int:

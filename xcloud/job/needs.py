@@ -108,11 +108,6 @@ all_clouds_stay = plain(
     setting="strategy={job.strategy.name} lets clouds be late, leave and come back",
     remedy="choose strategy/averaging/late=wait",
 )
-no_privacy = plain(
-    lambda job: job.security.privacy is not None,
-    setting="security.privacy noises them apart and bounds gradients of whole stages",
-    remedy="set security/privacy=none",
-)
 untied_ends = plain(
     ties_ends,
     setting="model.embeddings=tie exchanges whole ones between both ends",
@@ -150,6 +145,16 @@ def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
                         "let its ranks hold the last stage too (one_stage_per_rank: false)",
                     )
     return None
+
+
+def no_noise(job: PipelineJob) -> Lack | None:
+    """Return the lack that a feature is which noises what leaves a rank."""
+    return next((feature.noises for feature in job.features if feature.noises), None)
+
+
+def known_last_step(job: PipelineJob) -> Lack | None:
+    """Return the lack that a feature is which may end the run before training.max_steps."""
+    return next((feature.ends_early for feature in job.features if feature.ends_early), None)
 
 
 def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:

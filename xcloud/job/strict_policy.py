@@ -17,9 +17,9 @@ from xcloud.base.terminal import say
 from xcloud.job.given import read_settings
 from xcloud.security.places import is_named, is_place, leads_of
 from xcloud.security.policy import (
-    CONSTRUCTORS,
     Policy,
     bounded_settings,
+    constructors,
     targets_of,
     value_at,
 )
@@ -47,7 +47,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(found[0]).hexdigest()],
-        "constructors": sorted(targets_of(settings.plain) - CONSTRUCTORS),
+        "constructors": sorted(targets_of(settings.plain) - constructors()),
         "read": sorted(allowed["read"]),
         "write": sorted(allowed["write"]),
         "hub": sorted(allowed["hub"] - PACKAGED.keys()),

@@ -108,7 +108,7 @@ class Kind(IntEnum):
     STOP = 19
     CHECKPOINT = 24  # how far a rank is with its part of a checkpoint
     WORD = 25  # a text between a rank and rank 0, before the first step (net/words.py)
-    WEIGHTS = 26  # weights for followers; they lie in a folder or bucket, and are never a frame
+    STORED = 26  # what is written to a folder or bucket, and is never a frame
 
     @property
     def traffic(self) -> str | None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from inspect import unwrap
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.base.errors import ConfigError
 from xcloud.base.settings import (
-    Address,
     NotNegative,
     NotNegativeFloat,
     Positive,
     PositiveFloat,
     settings,
 )
+from xcloud.feature_settings import OfTraining
 
 OnDivergence = Literal["stop", "skip"]
 
@@ -122,25 +121,6 @@ class Checkpoints:
         return bool(self.every_steps or self.every_minutes)
 
 
-@settings("training.patches")
-class Patches:
-    """When a run writes its weights for workers elsewhere (docs/follow-weights.md).
-
-    every: updates between two patches. A patch has the values that changed in BF16. The last
-        update has a patch, too. 0 = no patches.
-    whole_every: patches between two snapshots. A snapshot has all values.
-    url: folder or bucket that fsspec knows. Each run needs one of its own. None: the run folder,
-        if one machine plays all clouds.
-    reader: cloud to whose certificate (`peers` of the policy) the weights are sealed. None: they
-        are not sealed.
-    """
-
-    every: NotNegative = 0
-    whole_every: Positive = 20
-    url: Address | None = None
-    reader: str | None = None
-
-
 @settings("training")
 class Updates:
     """How many updates are made, and of what.
@@ -165,57 +145,11 @@ class Updates:
     max_skips_in_a_row: Positive = 10
 
 
-@settings("training.until")
-class Until:
-    """A target that ends a run at the first evaluation on the dev split that reaches it.
-
-    metric: the name of a score of the task, such as accuracy; "loss" is the logarithm of a
-        perplexity, too.
-    at_most: the score that is low enough; None where high scores are good.
-    at_least: the score that is high enough; None where low scores are good.
-    every: updates between two evaluations.
-    """
-
-    metric: Annotated[str, Field(min_length=1)]
-    at_most: float | None = None
-    at_least: float | None = None
-    every: Positive = 25
-
-    def __post_init__(self) -> None:
-        if (self.at_most is None) == (self.at_least is None):
-            raise ConfigError(
-                f"training.until of {self.metric}: give either at_most or at_least, got at_most "
-                f"{self.at_most} and at_least {self.at_least}"
-            )
-
-    @property
-    def in_words(self) -> str:
-        if self.at_most is not None:
-            return f"{self.metric} <= {self.at_most:g}"
-        return f"{self.metric} >= {self.at_least:g}"
-
-    def is_reached(self, scores: Mapping[str, float]) -> bool:
-        """Return whether the scores of the dev split reach the target. Raises ConfigError if the
-        metric is none of them."""
-        value = scores.get(self.metric)
-        if value is None and self.metric == "loss" and scores.get("perplexity", 0) > 0:
-            value = math.log(scores["perplexity"])
-        if value is None:
-            raise ConfigError(
-                f"training.until.metric is {self.metric!r}, which this task does not score: take "
-                f"one of {', '.join(scores)}"
-            )
-        if self.at_most is not None:
-            return value <= self.at_most
-        return value >= cast(float, self.at_least)
-
-
 @settings("training")
-class Training(Updates):
+class Training(OfTraining, Updates):
     """Updates, with evaluations and checkpoints between them.
 
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
-    until: a target at which the run ends before max_steps. None: the run makes all updates.
     eval_batch_size: number of samples that are scored at a time.
     eval_samples: maximum number of samples of a split that are scored, its first ones. None = all.
     activation_cache_mb: megabytes (10**6 bytes), at each boundary, of a cache of the rows that
@@ -223,17 +157,14 @@ class Training(Updates):
         the boundary is frozen. The rows then cross in the first epoch only. 0 = no cache.
     optimizer: the learning rate, decay and bounds of the optimizer.
     checkpoint: when the run saves a checkpoint to resume from.
-    patches: when the run writes its weights for workers elsewhere.
     """
 
     evaluate_every: NotNegative = 0
-    until: Until | None = None
     eval_batch_size: Positive = 64
     eval_samples: Positive | None = None
     activation_cache_mb: NotNegative = 0
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
-    patches: Patches = field(default_factory=Patches)
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether the dev split is scored after this update."""

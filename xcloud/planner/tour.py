@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from xcloud.contracts.model import Stage
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.one_forward_one_backward import can_wait
-from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -40,8 +40,8 @@ FACTS_FILE = "trial-rank{}.json"
 
 @settings("tour")
 class Tour(Feature):
-    """The choices that a trial goes through in turn, whatever it measures. It is the trial's
-    setting `autopilot`, and the feature that acts on it.
+    """The choices that a trial goes through in turn, whatever it measures: a feature that is given
+    as a hook.
 
     choices: the compressions by name, the run's own first.
     schedules_tried: the schedules, as their settings, the run's own first.
@@ -53,18 +53,16 @@ class Tour(Feature):
     schedules_tried: Sequence[Any] = ()
     legs: Sequence[NotNegative] = (0,)
 
-    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
-        return list(self.schedules_tried)
-
     def leg(self, step: int) -> int:
         """Return the choice of an update, from 1 on."""
         return self.legs[(step - 1) % len(self.legs)]
 
     def adjusted(self, job: PipelineJob) -> Mapping[str, Any]:
-        return {"compression": Selectable(choices=self.choices, chosen_by="trial")}
+        choices = Selectable(choices=self.choices, chosen_by="trial")
+        return {"compression": choices, "schedules": list(self.schedules_tried)}
 
     def check(self, job: PipelineJob) -> None:
-        check_choices(job)
+        check_choices(job, own=replace(job, hooks={}), by="the trial")
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return TourAtRank(self)
@@ -90,6 +88,8 @@ class TourPilot(Switching):
     The first turn warms caches up. The update after it, which is one with the job's own schedule
     and compression, tells how much memory is taken beside what is kept. Later ones are recorded.
     """
+
+    name = "tour"
 
     def __init__(
         self,

@@ -325,7 +325,7 @@ class TrialRun:
             "training.eval_samples": 1,
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
-            "autopilot": {
+            "hooks.tour": {
                 "_target_": "xcloud.planner.tour.Tour",
                 "choices": choices,
                 "schedules_tried": [as_settings(shape) for shape in self.shapes],

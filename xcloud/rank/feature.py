@@ -15,7 +15,7 @@ from torch import Tensor
 from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.job import PipelineJob
 from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Use
+from xcloud.job.needs import Lack, Use
 from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import BoundaryPorts, Pipeline
@@ -33,18 +33,22 @@ Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 Guard = Callable[..., Callable[[Sequence[Tensor]], Sequence[Tensor]]]
 """Makes the function that changes a contribution before it leaves its cloud. The arguments are the
 names of its tensors, num_parts (number of messages that together are one contribution) and silent
-(names of tensors that must not be sent). See security/defences.py: private_contribution."""
+(names of tensors that must not be sent)."""
 
 
 class Feature:
     """Something that a job may use beyond a plain pipeline. A feature overrides what it has.
 
     uses: the ways in which settings ask for it, with what it then needs of the job.
+    noises: what features that need exact gradients or weights lack beside it; None: nothing.
+    ends_early: what features that need to know the last update lack beside it; None: nothing.
     left_out_of_trials: settings, by dotted name, that run a job without it. A planner's trial has
         these where the feature is not among what it measures.
     """
 
     uses: Sequence[Use] = ()
+    noises: Lack | None = None
+    ends_early: Lack | None = None
     left_out_of_trials: Mapping[str, Any] = MappingProxyType({})
 
     def is_used(self, job: PipelineJob) -> bool:

@@ -1,5 +1,5 @@
-"""Switch a rank's compression and schedule between updates. The autopilot does so by what it
-measures, a planner's trial in turn; either is the setting `autopilot` of a job.
+"""Switch a rank's compression and schedule between updates: by what a rank measures, or each in
+turn.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
 
-MAX_CHOICES = 255  # the autopilot's rank 0 sends the number in a byte
+MAX_CHOICES = 255  # rank 0 sends the number in a byte
 
 
-def check_choices(job: PipelineJob) -> None:
-    """Raise ConfigError if the autopilot may choose what the run's own setting could not be."""
+def check_choices(job: PipelineJob, own: PipelineJob, by: str) -> None:
+    """Raise ConfigError if something may be chosen that the run's own setting could not be.
+
+    own: the job without what chooses.
+    by: the name of what chooses, for messages.
+    """
     schedules = job.schedules
     compression = job.compression
     assert isinstance(compression, Selectable)
     num_choices = len(schedules) * len(compression.choices)
     if not 2 <= num_choices <= MAX_CHOICES:
         raise ConfigError(
-            f"autopilot has {len(schedules)} schedules ({schedules[0].label}, ...) times "
+            f"{by} has {len(schedules)} schedules ({schedules[0].label}, ...) times "
             f"{len(compression.choices)} compressions ({compression.names[0]}, ...) to choose "
             f"from, the run's own included; there must be 2 to {MAX_CHOICES} together"
         )
@@ -33,16 +37,15 @@ def check_choices(job: PipelineJob) -> None:
     by_sample = compression.has_memory or job.training.activation_cache_mb
     if len(counts) > 1 and by_sample and job.cluster.min_micro_batches() > 1:
         raise ConfigError(
-            f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
+            f"{by}.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
             "would not stay with its ranks, between which a memory of the compression or "
             "training.activation_cache_mb is kept; give each stage one rank, or leave either out"
         )
     for schedule in schedules[1:]:
-        own = next(iter(compression.choices.values()))
         try:  # all checks of a run with that number throughout
-            replace(job, schedule=schedule, compression=own, autopilot=None)
+            replace(own, schedule=schedule)
         except ConfigError as error:
-            raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error
+            raise ConfigError(f"{by} may choose {schedule.label}, but {error}") from error
 
 
 class _InForce(StatefulTree):
@@ -55,8 +58,6 @@ class Switching(Hook):
 
     A choice is schedule x number of compressions + compression.
     """
-
-    name = "autopilot"
 
     def __init__(self, job: PipelineJob, wiring: Wiring, trainer: Trainer) -> None:
         assert isinstance(job.compression, Selectable)
@@ -86,7 +87,7 @@ class Switching(Hook):
         shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
         if shape >= len(self._schedules) or compression != self._selection.choice:
             number = self._in_force.choice
-            raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
+            raise ValueError(f"it was saved with choice {number}, which it has not now")
         self._trainer.schedule = self._schedules[shape]
 
     @property

@@ -33,6 +33,8 @@ class FeatureFigure:
     rows: make its rows of the closing table of a summary, which may lack the figure.
     metrics: the same for a tracker, as (name, value).
     notice: make the line that a user sees at one of its events, as it comes.
+    notified: fields of one of its events that the user's own command is given (launch.on_event);
+        none: it is not called.
     mark: make the word at the event's step in the picture of step times.
     is_of_steps: its events have a step, and count no longer once the run has resumed from an
         earlier one.
@@ -46,6 +48,7 @@ class FeatureFigure:
     rows: Callable[[Mapping[str, Any]], Iterator[Row]] = _nothing
     metrics: Callable[[Mapping[str, Any]], Iterator[tuple[str, float]]] = _nothing
     notice: Callable[[Event], str] | None = None
+    notified: Sequence[str] = ()
     mark: Callable[[Event], str] | None = None
     is_of_steps: bool = False
     reported: Mapping[str, str] = field(default_factory=dict)

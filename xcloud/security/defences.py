@@ -1,30 +1,22 @@
-"""Noise that a cloud adds to what it sends, before memory and compressor: defences of text and
-labels at stage boundaries (the leak meter tells how much they help), and differential privacy of
-gradients and weight changes. Pure tensor code: no links, no compressors, no trainer.
+"""Noise that a cloud adds to what it sends at stage boundaries, before memory and compressor:
+defences of text and labels (the leak meter tells how much they help). Pure tensor code: no links,
+no compressors, no trainer.
 
 Noise is drawn from a `chance` that is secret to the sender: anyone who can reproduce the noise can
 subtract it.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
-
-(epsilon, delta): whoever sees everything that was noised cannot tell, beyond a factor of
-e^epsilon and with probability delta to fail, whether one sample (one cloud's data) was used or
-left out.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
@@ -294,146 +286,3 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
     precise = {"xatol": 1e-9 * (high - low)}
     inside = minimize_scalar(function, bounds=(low, high), method="bounded", options=precise).x
     return float(min((low, inside, high), key=function))
-
-
-@settings("security.privacy")
-class Privacy:
-    """Clips what one unit can contribute to what leaves a cloud, and adds noise.
-
-    unit: "sample": DP-SGD (Abadi et al., arXiv:1607.00133). Every sample's gradient is clipped,
-        each replica adds noise to the sum of its own before any of it leaves the cloud:
-        g = 1/B (sum_i g_i min(1, clip / |g_i|) + noise * clip * N(0, I)), B the update's samples,
-        g_i the gradient of sample i, times B over the weight of the whole update.
-        Differences: each stage is clipped by itself, to clip / sqrt(stages), which bounds the
-        whole by clip; lengths of texts, on which the weight depends, count as public.
-        "cloud": DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud. What a replica
-        gives to a merge, gradient or weight change, is clipped as a whole and noised; hides
-        whether a cloud took part with all its data. It takes many clouds, or few values (LoRA), to
-        learn despite it. Difference: each part of a message that is sent apart (fragments, shares
-        of ranks) is clipped by itself, to clip / sqrt(parts).
-    clip: the largest norm of one contribution.
-    noise: the standard deviation of the noise on every value, in units of clip.
-    delta: the delta of the guarantee; choose less than 1 / number of samples.
-    """
-
-    unit: Literal["sample", "cloud"]
-    clip: PositiveFloat
-    noise: NotNegativeFloat
-    delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
-
-    @property
-    def label(self) -> str:
-        return f"private by {self.unit} (clip {self.clip:g}, noise {self.noise:g})"
-
-
-def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
-    """Return what brings the common norm of the tensors to at most `limit`.
-
-    It is nan if they are not finite, so that the update is seen to be.
-    """
-    squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors]
-    norm = math.sqrt(sum(squares))
-    if not math.isfinite(norm):
-        return math.nan
-    return min(1.0, limit / norm) if norm else 1.0
-
-
-def private_contribution(
-    names: Collection[str], privacy: Privacy, num_parts: int, silent: Collection[str] = ()
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Return a function that clips what this replica contributes, and adds noise.
-
-    names: the names of the tensors.
-    num_parts: the number of messages that together are one contribution of a cloud.
-    silent: the names of tensors for which zero is sent (or nan, where they are not finite).
-    """
-    are_silent = [name in silent for name in names]
-    limit = privacy.clip / math.sqrt(num_parts)
-    deviation = privacy.clip * privacy.noise
-    chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
-
-    def noised(tensor: Tensor) -> Tensor:
-        if deviation:
-            return tensor + deviation * normal(tensor, chance=chance)
-        return tensor
-
-    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = list(zip(tensors, are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit=limit)
-        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
-
-    return protect
-
-
-def max_squared_uses(batches: Iterable[Tensor]) -> int:
-    """Return the squared uses of the sample that counts most, for gaussian_epsilon.
-
-    batches: the sample ids of each update.
-    """
-    totals = Counter[int]()
-    for ids in batches:
-        totals.update({sample: count**2 for sample, count in Counter(ids.tolist()).items()})
-    return max(totals.values(), default=0)
-
-
-_MAX_MU = 1e4
-"""Beyond it epsilon is tens of millions, and its logarithms differ by less than their rounding."""
-_MAX_EXACT = 100.0
-"""Beyond it epsilon promises nothing and a bound will do: Opacus would take minutes and gigabytes
-to find it."""
-
-
-def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
-    """Return the smallest epsilon of Gaussian releases.
-
-    It is exact: they are one release with mu = sqrt(squared_uses) / noise (Dong et al.,
-    arXiv:1905.02383, corollaries 1 and 3.3):
-        delta = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu)
-    Assumes nothing of how batches are drawn; whoever knows the seed knows the batches.
-
-    squared_uses: the sum over all releases of the square of how often one unit (sample, cloud) is
-        in it.
-    """
-    if not squared_uses:
-        return 0.0
-    if not noise:
-        return math.inf
-    from scipy.optimize import brentq
-    from scipy.special import log_ndtr
-
-    mu = math.sqrt(squared_uses) / noise
-    if mu > _MAX_MU:
-        return math.inf
-
-    def failure(epsilon: float) -> float:
-        # e^epsilon Phi(-x) by its logarithm: the factors overflow and vanish.
-        beyond = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
-        return math.exp(log_ndtr(mu / 2 - epsilon / mu)) - math.exp(beyond)
-
-    if failure(0.0) <= delta:
-        return 0.0
-    high = 1.0
-    while failure(high) > delta:
-        high *= 2
-    return float(brentq(lambda epsilon: failure(epsilon) - delta, 0.0, high, xtol=1e-12))
-
-
-def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -> float:
-    """Return epsilon as is usually reported of DP-SGD.
-
-    Every sample is in each update's batch with probability `rate`, independently and in secret. By
-    Opacus (PRV, arXiv:2106.02848); raises ImportError if it is not installed.
-    """
-    from opacus.accountants import PRVAccountant, RDPAccountant
-
-    if not noise:
-        return math.inf
-    exact = PRVAccountant()
-    bound = RDPAccountant()
-    exact.history = bound.history = [(noise, rate, num_updates)]
-    with warnings.catch_warnings():  # of the grids on which they begin their search
-        warnings.simplefilter("ignore")
-        epsilon = float(bound.get_epsilon(delta))
-        if epsilon > _MAX_EXACT:
-            return epsilon
-        return float(exact.get_epsilon(delta))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.base.settings import PACKAGED, Leads, with_defaults
+from xcloud.base.settings import MOVED, PACKAGED, Leads, with_defaults
 
 MAX_ENTRIES = 1_000_000
 """Files and folders below one that is named, which are all looked at for links."""
@@ -104,7 +104,7 @@ def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
 
 def _made_by(target: str) -> Any:
     """Return a constructor; None where it cannot be had, and building it says what is wrong."""
-    module, _, name = target.rpartition(".")
+    module, _, name = MOVED.get(target, target).rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except Exception:

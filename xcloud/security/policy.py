@@ -14,8 +14,10 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -24,60 +26,29 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import POLICY_FILE, project_root
-from xcloud.base.settings import PACKAGED, Positive, settings
+from xcloud.base.project import POLICY_FILE, conf_dir, project_root
+from xcloud.base.settings import MOVED, PACKAGED, Positive, settings
 from xcloud.base.yaml_text import events
-from xcloud.security.defences import Defence, Privacy
+from xcloud.feature_settings import IN_NO_FILE, OfSecurity
+from xcloud.security.defences import Defence
 from xcloud.security.places import Lead, covers, is_place, leads_of, lies_below, link_out
 
-CONSTRUCTORS = frozenset(
-    f"xcloud.{name}"
-    for name in """
-base.settings.nothing layout.Cloud layout.ClusterLayout layout.Price line.mailbox.Mailbox
-net.link_profile.LinkProfile
-net.link_profile.Liveness features.one_way.layout.OneWayCloud features.one_way.layout.OneWayLayout
-comm.compression.Compression comm.compression_plans.PerBoundary comm.compression_plans.PerTensor
-comm.compression_plans.Phase comm.compression_plans.Phased comm.compressor.Chain
-comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
-comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK
-comm.sparsify.TopK comm.sparsify.TopRows comm.transform.Transform
-comm.rotation.Eden models.electra.model.MultilingualElectra
-models.electra.parts.DiscriminatorSettings models.electra.parts.Generator experiment.Experiment
-job.job.Launch features.one_way.job.OneWayExperiment features.one_way.job.OneWayTraining
-models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
-models.backbone.PublicBackbone models.backbone.SeededBackbone models.causal.CausalLM
-models.causal_stage.NextTokenPretraining models.causal_stage.OwnCausal models.causal_network.Lora
-models.transformer.Beam models.transformer.Greedy models.low_rank_split.LowRankSplit
-models.split_point.Split models.pretraining.MaskedLanguageModelling models.transformer.Transformer
-comm.memory.NoMemory features.replicas.gradient_averaging.GradientAveraging
-features.replicas.late.GoOn features.replicas.late.Skip features.replicas.late.Wait
-features.replicas.local_updates.LocalUpdates features.replicas.merging.Median
-features.replicas.merging.NormBound features.replicas.merging.TrimmedMean
-pipeline.one_forward_one_backward.OneForwardOneBackward
-pipeline.one_forward_one_backward.ZeroBubble features.one_way.feed.Feed
-features.replicas.outer_optimizer.OuterOptimizer pipeline.schedule.GPipe job.strategy.Strategy
-features.autopilot.settings.Autopilot planner.settings.Planning tracking.tracker.MlflowTracker
-tracking.tracker.NullTracker security.defences.GaussianNoise
-security.defences.Marvell security.defences.MaxNorm
-security.defences.Privacy features.leak_meter.meter.LeakMeter
-security.policy.Visibility tasks.classification.DemoClassification
-tasks.classification.DemoCrossLingual tasks.classification.FolderClassification
-tasks.classification.FolderCrossLingual tasks.classification.HubClassification
-tasks.classification.HubCrossLingual tasks.language_modelling.DemoLanguageModelling
-tasks.language_modelling.FolderLanguageModelling tasks.language_modelling.HubLanguageModelling
-tasks.multilingual_text.MultilingualText tasks.preferences.DemoPreferences
-tasks.preferences.FolderPreferences tasks.preferences.HubPreferences
-tasks.question_answering.DemoQuestionAnswering
-tasks.question_answering.FolderQuestionAnswering tasks.question_answering.HubQuestionAnswering
-tasks.text_sources.DemoText tasks.text_sources.FolderText tasks.text_sources.HubText
-tasks.text_sources.PublicText tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
-tasks.tokenizer.TrainedTokenizer tasks.translation.DemoTranslation
-tasks.translation.FolderTranslation tasks.translation.HubTranslation tasks.wit3.Wit3Translation
-features.two_buffered.schedule.TwoBuffered pipeline.muon.Muon pipeline.settings.Checkpoints
-pipeline.settings.Optimizer
-pipeline.settings.Patches pipeline.settings.Training
-""".split()
-)
+ONLY_GIVEN = """
+comm.memory.NoMemory features.one_way.feed.Feed features.replicas.outer_optimizer.OuterOptimizer
+job.job.Launch layout.Price net.link_profile.Liveness pipeline.settings.Checkpoints
+"""
+"""Classes of settings that no file of conf/ names, since they are what a setting is by default."""
+
+
+@cache
+def constructors() -> frozenset[str]:
+    """Return xcloud's own constructors, which any file may call: all that conf/ names, and what
+    their settings are by default."""
+    named = r"_target_: *(xcloud\.[\w.]+)"
+    files = conf_dir().rglob("*.yaml")
+    found = {name for file in files for name in re.findall(named, file.read_text("utf-8"))}
+    found |= {f"xcloud.{name}" for name in ONLY_GIVEN.split()}
+    return frozenset(found | {f"{kind.__module__}.{kind.__qualname__}" for kind in IN_NO_FILE})
 
 
 HeldBy = Callable[[str, str], frozenset[str] | None]
@@ -116,9 +87,6 @@ def bound_of(key: str) -> float | None:
     return MAX_SETTINGS.get(key.rpartition("_")[2] if "_" in key else "", MAX_NUMBER)
 
 
-OnDeparture = Literal["alarm", "stop", "ignore"]
-
-
 @runtime_checkable
 class Meter(Protocol):
     """A measurement of what other clouds could recover (features/leak_meter/meter.py)."""
@@ -136,7 +104,7 @@ class Meter(Protocol):
 
 
 @settings("security")
-class Visibility:
+class Visibility(OfSecurity):
     """The settings of `security`.
 
     holders: the clouds that may hold each field, by field name. Unnamed fields may be held
@@ -146,12 +114,6 @@ class Visibility:
         (training.activation_cache_mb).
     defences: the noise on what crosses a boundary, by direction.
     meter: the measurement, after training, of what others could recover.
-    privacy: the clipping and noise of gradients or weight changes, and the account of the privacy
-        loss.
-    on_departure: the reaction when activations or gradients from another cloud suddenly change in
-        norm, spread or direction (features/sentinel/): raise an alarm, stop the run, or ignore it.
-        None: raise an alarm, but ignore it where one machine plays all clouds, which then have one
-        owner.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -159,8 +121,6 @@ class Visibility:
     may_keep_rows: bool = True
     defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
     meter: Meter | None = None
-    privacy: Privacy | None = None
-    on_departure: OnDeparture | None = None
 
     @property
     def defences_label(self) -> str:
@@ -350,7 +310,9 @@ class Policy:
         return [_in_yaml(key, value) for key, value in keys.items()]
 
     def _is_known(self, target: object) -> bool:
-        return isinstance(target, str) and (target in self.constructors or target in CONSTRUCTORS)
+        if not isinstance(target, str):
+            return False
+        return MOVED.get(target, target) in constructors().union(self.constructors)
 
     def _refused_to_build(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
         num_ranks = 0

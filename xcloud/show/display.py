@@ -44,6 +44,7 @@ from xcloud.show.tables import markdown_of, print_report
 from xcloud.tracking.tracker import Recording
 
 TRACE_FILE = "timeline.json"
+NOTIFIED = {kind: f.notified for f in FIGURES if f.notified for kind in f.kinds}
 NOTICES = {kind: f.notice for f in FIGURES if f.notice is not None for kind in f.kinds}
 REDRAWS_PER_S = 10
 PRINT_S = 30.0

@@ -23,7 +23,7 @@ from xcloud.record.events import (
 )
 from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.show.display import ProgressLine, write_record
+from xcloud.show.display import NOTIFIED, ProgressLine, write_record
 from xcloud.show.notices import Notices
 from xcloud.tracking.tracker import Recording, TrackedRun
 
@@ -183,9 +183,8 @@ class Monitor:
             self._notices.tell("cloud_lost", cloud=event["absent"], step=event["step"])
         elif kind == "producer" and event["state"] == "dead":
             self._notices.tell("cloud_lost", cloud=event["producer"], step=event["step"])
-        elif kind == "departure":
-            facts = ("peer", "sender", "stream", "statistic", "step")
-            self._notices.tell("departure", **{name: event[name] for name in facts})
+        elif names := NOTIFIED.get(kind):
+            self._notices.tell(kind, **{name: event[name] for name in names})
         elif kind == "resume":
             self._has_told_of_divergence = False
             self._notices.tell("resumed", step=event["step"])

@@ -29,7 +29,7 @@ from xcloud.pipeline.trainer import LossReport, Trainer
 from xcloud.pipeline.wiring import Wiring, wire
 from xcloud.rank.agreement import agree_on, agree_where_shared
 from xcloud.rank.channel_memories import ChannelMemories
-from xcloud.rank.feature import BuiltRank, FeatureAtRank
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.reports import (
     GpuClock,
     MemoryMeter,
@@ -143,7 +143,8 @@ def build_training(
         context=context, pipeline=pipeline, groups=wiring.groups, data=data, barrier=barrier
     )
     facts = {"data": data.own_digests(), "base": bases}
-    own = {name: hook.join(context) for name, hook in job.hooks.items()}
+    given = {name: hook for name, hook in job.hooks.items() if not isinstance(hook, Feature)}
+    own = {name: hook.join(context) for name, hook in given.items()}
     changing = _changing(built, features, trainer=trainer, meter=meter)
     states = joined(
         {"trainer": trainer, "channels": wiring},

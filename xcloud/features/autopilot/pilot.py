@@ -21,7 +21,6 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.state import Stateful
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
-from xcloud.features.autopilot.settings import Autopilot
 from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.net.link import Tensors
@@ -63,6 +62,8 @@ class RunPilot(Switching):
     delay is the latency of a message; of a real line, plus what both clocks differ by.
     """
 
+    name = "autopilot"
+
     def __init__(
         self,
         job: PipelineJob,
@@ -72,7 +73,7 @@ class RunPilot(Switching):
         forecast: Forecast | None,
     ) -> None:
         super().__init__(job, wiring, trainer)
-        assert isinstance(job.autopilot, Autopilot)
+        assert job.autopilot is not None
         self._settings = job.autopilot
         self._rule = Rule(job.autopilot)
         self._reporter = reporter

@@ -18,7 +18,9 @@ from torch import Tensor
 from xcloud import __version__
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.outcome import EQUAL, GOES_ON, Outcome
 from xcloud.comm.state import MEMORY, OUTER, State
+from xcloud.feature_settings import OUTCOMES
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
@@ -31,31 +33,6 @@ _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The consequence of a change between two attempts at a run.
-
-    lost: the things that are lost by resuming.
-    refused: the reason why the run cannot resume; "" if it can.
-    is_equal: the result equals that of a run that was not interrupted, to the bit.
-    needs_merge: the run resumes only from a step after which all replicas were equal.
-    """
-
-    lost: tuple[str, ...] = ()
-    refused: str = ""
-    is_equal: bool = False
-    needs_merge: bool = False
-
-    def __str__(self) -> str:
-        if self.refused:
-            return f"refused: {self.refused}"
-        words = "equal bits" if self.is_equal else "goes on"
-        words += f", losing {'; '.join(self.lost)}" if self.lost else ""
-        return words + (", from a merge of all parameters only" if self.needs_merge else "")
-
-
-EQUAL = Outcome(is_equal=True)
-GOES_ON = Outcome()
 FORGETS = Outcome((_REMEMBERED,))
 OTHER_RUN = Outcome(refused="that would be another run")
 COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
@@ -84,19 +61,27 @@ NOTHING = "link, liveness, slowdown, evaluation, checkpoints"
 CUT = "number of stages"
 LANES = "cluster: which ranks hold a stage"
 SHARD = "cluster: parts of a sharded stage"
+_DECLARED = {
+    name: Row(
+        rf"{re.escape(name)}(\.|$)", outcome,
+        others={} if outcome.refused else {"elastic": _elastic()},
+    )
+    for name, outcome in OUTCOMES.items()
+}  # fmt: skip
 TABLE: Mapping[str, Row] = {
+    **_DECLARED,  # features say it of their settings
     NOTHING: Row(
         r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
-        r"training\.(evaluate_every|until|eval_|checkpoint|patches)|launch|feed\.(slow_after_s|min_producers)",
+        r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
         EQUAL, others={"elastic": _elastic()},
     ),
-    "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
+    "steps, optimizer, precision, divergence, decoding, security": Row(
         r"training\.(max_steps|optimizer\.(?!_target_)|on_divergence|max_skips_in_a_row|precision)|"
-        r"security(?!\.privacy)|model\.(decoding|max_answer_tokens)|feed\.on_(slow|dead)",
+        r"security|model\.(decoding|max_answer_tokens)|feed\.on_(slow|dead)",
         GOES_ON, others={"elastic": _elastic()},
     ),
-    "memory and speed of stages, autopilot": Row(
-        r"model\.(activation_checkpointing|vocabulary_chunk)$|training\.activation_cache_mb$|autopilot",
+    "memory and speed of stages": Row(
+        r"model\.(activation_checkpointing|vocabulary_chunk)$|training\.activation_cache_mb$",
         GOES_ON, others={"elastic": _elastic(), "one-way": None},
     ),
     "compression": Row("compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE}),
@@ -115,9 +100,6 @@ TABLE: Mapping[str, Row] = {
         "", Outcome(refused="each rank has a part, and parts are not joined"), others=_NONE
     ),
     CUT: Row("", Outcome(refused="stages hold other layers then"), others=_NONE),
-    "security.privacy": Row(
-        r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), others=_NONE
-    ),
     "model, task, data, seed, batch size, strategy, release": Row(
         r"_target_|model|task|seed|strategy|hooks|feed\.(_target_|order|run_ahead)|"
         r"training\.(_target_|batch_size|batches_per_step|optimizer\._target_)", OTHER_RUN,

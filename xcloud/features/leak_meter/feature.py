@@ -14,7 +14,7 @@ from xcloud.features.leak_meter.observers import (
     observed,
 )
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Use, one_update_at_a_time
+from xcloud.job.needs import Use, known_last_step, one_update_at_a_time
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -28,7 +28,10 @@ class LeakMeasurement(Feature):
         Use(
             setting="security.meter",
             asked=lambda job: job.security.meter is not None,
-            why={one_update_at_a_time: "observes whole updates"},
+            why={
+                one_update_at_a_time: "observes whole updates",
+                known_last_step: "observes the last updates of a run, which it must know",
+            },
             without="set security/meter=none",
         ),
     )

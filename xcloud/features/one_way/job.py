@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pydantic import SkipValidation
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.one_way import OneWayModel
+from xcloud.feature_settings import OfJob
 from xcloud.features.one_way.feed import Feed
 from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.one_way.layout import OneWayLayout
@@ -73,11 +74,12 @@ class OneWayExperiment(Job):
     follow_up: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.autopilot is not None:
-            raise ConfigError(
-                "autopilot chooses the compression of a pipeline's boundaries, and a one-way "
-                "job has none; set autopilot=off"
-            )
+        for feature in fields(OfJob):
+            if getattr(self, feature.name) is not None:
+                raise ConfigError(
+                    f"{feature.name} is for a model cut into stages, and a one-way job has none; "
+                    f"set {feature.name}=off"
+                )
         if not hasattr(self.model, "max_payload_bytes"):
             raise ConfigError(
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "

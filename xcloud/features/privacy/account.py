@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.pipeline.batch_plan import BatchPlan
-from xcloud.pipeline.hook import Hook
-from xcloud.pipeline.trainer import Trainer
-from xcloud.record.reporter import Reporter
-from xcloud.security.defences import (
-    Privacy,
+from xcloud.features.privacy.noise import (
     gaussian_epsilon,
     max_squared_uses,
     sampled_epsilon,
 )
+from xcloud.features.privacy.settings import Privacy
+from xcloud.pipeline.batch_plan import BatchPlan
+from xcloud.pipeline.hook import Hook
+from xcloud.pipeline.trainer import Trainer
+from xcloud.record.reporter import Reporter
 
 
 @dataclass

@@ -7,13 +7,14 @@ from types import MappingProxyType
 
 from xcloud.features.privacy.account import PrivacyAccount
 from xcloud.features.privacy.gradients import PrivateGradients
+from xcloud.features.privacy.noise import private_contribution
+from xcloud.features.privacy.settings import Privacy
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import split_backwards
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard
 from xcloud.rank.role import RankContext
-from xcloud.security.defences import Privacy, private_contribution
 
 several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
@@ -82,6 +83,10 @@ class DifferentialPrivacy(Feature):
         ),
     )
 
+    noises = Lack(
+        "security.privacy noises them apart and bounds gradients of whole stages",
+        "set security/privacy=none",
+    )
     left_out_of_trials = MappingProxyType({"security.privacy": None})
 
     def describe(self, job: PipelineJob) -> str:

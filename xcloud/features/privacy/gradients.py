@@ -1,4 +1,4 @@
-"""DP-SGD: gradients of single samples, clipped and noised (security/defences.py has the
+"""DP-SGD: gradients of single samples, clipped and noised (noise.py has the
 mathematics)."""
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ import math
 import numpy as np
 import torch
 
+from xcloud.features.privacy.noise import clip_factor
+from xcloud.features.privacy.settings import Privacy
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.trainer import Trainer
-from xcloud.security.defences import Privacy, clip_factor, normal
+from xcloud.security.defences import normal
 
 
 class PrivateGradients(Hook):

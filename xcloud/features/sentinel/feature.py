@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from xcloud.features.sentinel.settings import OnDeparture
 from xcloud.features.sentinel.watch import Sentinel, WatchedEnd, watched
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
-from xcloud.security.policy import OnDeparture
 
 
 class DepartureWatch(Feature):

@@ -41,6 +41,7 @@ DEPARTURES = FeatureFigure(
     rows=_rows,
     metrics=_metrics,
     notice=_notice,
+    notified=("peer", "sender", "stream", "statistic", "step"),
     is_of_steps=True,
     reported={
         "departure": "step:whole sender:whole peer:text stream:text statistic:text value:figure "

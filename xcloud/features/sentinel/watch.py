@@ -14,12 +14,12 @@ from xcloud.comm.channel import NOTHING_KNOWN, Message, ReceiveChannel, Samples
 from xcloud.comm.state import MEMORY, StatefulTree, StateTree
 from xcloud.features.sentinel.baseline import Baseline, Departure
 from xcloud.features.sentinel.measures import measure
+from xcloud.features.sentinel.settings import OnDeparture
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
-from xcloud.security.policy import OnDeparture
 
 
 @dataclass

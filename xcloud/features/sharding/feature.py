@@ -13,7 +13,7 @@ from xcloud.job.needs import (
     Lack,
     Use,
     every_update_together,
-    no_privacy,
+    no_noise,
     plain,
     sharding_clouds,
     unpacked_weights,
@@ -111,7 +111,7 @@ class Sharding(Feature):
                 every_update_together: "shards parameters and gradients over ranks",
                 equal_shards_in_step: "averages what each rank holds with ranks that hold the "
                 "same",
-                no_privacy: "shards gradients over ranks",
+                no_noise: "shards gradients over ranks",
                 matrices_in_parts: "leaves each rank a part of every matrix",
             },
             without="leave shard out",

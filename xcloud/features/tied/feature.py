@@ -11,7 +11,7 @@ import torch
 from xcloud.features.tied.gradients import Join, TiedGradients, tied_gradients
 from xcloud.job.job import PipelineJob
 from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use, every_update_together, no_privacy, ties_ends
+from xcloud.job.needs import Lack, Use, every_update_together, no_noise, ties_ends
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
@@ -59,7 +59,7 @@ class TiedEnds(Feature):
             setting="model.embeddings=tie",
             asked=ties_ends,
             why={
-                no_privacy: "hands the other end gradients as they are",
+                no_noise: "hands the other end gradients as they are",
                 every_update_together: "needs both ends in every update",
                 words_may_be_at_both_ends: "sends gradients to the other end",
             },

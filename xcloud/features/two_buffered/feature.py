@@ -9,7 +9,7 @@ from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBuffere
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
     Use,
-    no_privacy,
+    no_noise,
     one_pipeline,
     plain,
     untied_ends,
@@ -42,7 +42,7 @@ class OverlappedUpdates(Feature):
             why={
                 one_pass: "lets two updates overlap, each of one pass",
                 one_pipeline: "lets the updates of one pipeline overlap",
-                no_privacy: "computes two updates at a time",
+                no_noise: "computes two updates at a time",
                 untied_ends: "computes two updates at a time",
                 whole_stages: "keeps two copies of whole stages",
                 nothing_taken_back: "has messages of two updates under way",

@@ -5,23 +5,13 @@ what it needs of a job. The evaluator (rank/task_data.py) compares and all ranks
 from __future__ import annotations
 
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Use, every_update_together, plain
+from xcloud.job.needs import Lack, Use, every_update_together, plain
 from xcloud.rank.feature import Feature
 
-no_last_patch = plain(
-    lambda job: job.training.patches.every > 0,
-    setting="training.patches writes the weights of update training.max_steps",
-    remedy="set training.patches.every=0",
-)
 no_plan = plain(
     lambda job: job.plan is not None,
     setting="plan= prices all updates of a run",
     remedy="leave plan= out",
-)
-no_leak_meter = plain(
-    lambda job: job.security.meter is not None,
-    setting="security.meter observes the last of training.max_steps updates",
-    remedy="leave it out",
 )
 
 
@@ -34,13 +24,13 @@ class RunUntil(Feature):
             asked=lambda job: job.training.until is not None,
             why={
                 every_update_together: "ends a run at the same update everywhere",
-                no_last_patch: "does not know the last update beforehand",
-                no_leak_meter: "does not know the last update beforehand",
                 no_plan: "does not know the last update beforehand",
             },
             without="leave training.until out",
         ),
     )
+
+    ends_early = Lack("training.until ends it at any evaluation", "leave training.until out")
 
     def describe(self, job: PipelineJob) -> str:
         assert job.training.until is not None

@@ -11,7 +11,7 @@ from xcloud.features.weight_patches.writer import PatchWriter, WriteTiming, Writ
 from xcloud.job.config import this_clouds_keys
 from xcloud.job.job import PipelineJob
 from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use, no_privacy, one_pipeline, whole_stages
+from xcloud.job.needs import Lack, Use, known_last_step, no_noise, one_pipeline, whole_stages
 from xcloud.job.needs import plain as need
 from xcloud.line.mailbox import ObjectStore
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
@@ -59,7 +59,8 @@ class WeightPatches(Feature):
                 one_pipeline: "writes the weights of one pipeline",
                 whole_stages: "compares whole weights",
                 weights_may_leave: "lets whoever follows have all weights",
-                no_privacy: "gives whole weights away again and again",
+                no_noise: "gives whole weights away again and again",
+                known_last_step: "writes weights after the last update, which it must know",
                 one_place: "writes all stages to one place",
             },
             without="set it to 0",

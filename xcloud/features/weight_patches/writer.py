@@ -163,7 +163,7 @@ class PatchWriter(Hook):
         made = WeightObject(self._about["attempt"], step, base, stage=one.stage)
         stored = self._store.put(made, data)
         one.kept.append((made, stored))
-        self._record.note(Kind.WEIGHTS, (_BYTES,), CARRIES[is_whole], stored.num_bytes)
+        self._record.note(Kind.STORED, (_BYTES,), CARRIES[is_whole], stored.num_bytes)
         written = {
             "step": step,
             "stage": one.stage,

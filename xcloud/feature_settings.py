@@ -1,0 +1,44 @@
+"""The one list of the settings that features add to those of a job. Each stands in the feature's
+folder, in a settings.py that imports no room above this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_type_hints
+
+from xcloud.base.outcome import Outcome
+from xcloud.base.settings import settings
+from xcloud.features.autopilot.settings import AutopilotSetting
+from xcloud.features.privacy.settings import PrivacySetting
+from xcloud.features.sentinel.settings import DepartureSetting
+from xcloud.features.until.settings import Until, UntilSetting
+from xcloud.features.weight_patches.settings import Patches, PatchesSetting
+
+IN_NO_FILE = (Patches, Until)
+"""Those of their classes that no file of conf/ names."""
+
+
+@settings(kw_only=True)
+class OfTraining(UntilSetting, PatchesSetting):
+    """What features add to `training`."""
+
+
+@settings(kw_only=True)
+class OfSecurity(PrivacySetting, DepartureSetting):
+    """What features add to `security`."""
+
+
+@settings(kw_only=True)
+class OfJob(AutopilotSetting):
+    """What features add to a job."""
+
+
+OUTCOMES: Mapping[str, Outcome] = {
+    place + name: mark
+    for place, kind in {"training.": OfTraining, "security.": OfSecurity, "": OfJob}.items()
+    for name, hint in get_type_hints(kind, include_extras=True).items()
+    for mark in getattr(hint, "__metadata__", ())
+    if isinstance(mark, Outcome)
+}
+"""What becomes of a run that resumes with another value, by setting."""
