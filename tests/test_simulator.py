@@ -19,8 +19,10 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
-from xcloud.net.link import LinkClock
-from xcloud.net.link_profile import LinkProfile, line_bytes
+from xcloud.net.link import CONTROL, LinkClock
+from xcloud.net.link_profile import InboundWire, LinkProfile, line_bytes
+from xcloud.net.memory_transport import MemoryWorld
+from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import Action, GPipe, Schedule
 from xcloud.planner.settings import Planning
@@ -65,6 +67,38 @@ def test_jitter_is_that_of_the_emulated_link_and_no_message_overtakes_another(
     assert arrived == sorted(arrived)
     assert arrived == pytest.approx(expected, abs=1e-6)
     assert arrived[-1] - arrived[0] > 0.1, "each has a jitter of its own"
+
+
+def test_the_inbound_wire_gives_the_steps_that_protocol_nanogpt_has_measured() -> None:
+    """Dense: 2,048 bytes a token, 8 samples a micro-batch, 100.5 s; subspace: 322, 16, 19.889."""
+    wire = InboundWire(200e6, latency_s=0.05)
+    layout = ClusterLayout({f"c{i}": Cloud() for i in range(8)}, wire)
+    for num_bytes, size, law_s, measured_s in ((2048, 8, 101.0, 100.5), (322, 16, 19.8, 19.889)):
+        message = Direction(num_bytes * size * 1024)
+        costs = Costs([0.0] * 8, [0.0] * 8, [message] * 7, [message] * 7)
+        m = 512 // size
+        exact_s = (2 * m + 2 * (8 - 2)) * (message.num_bytes * 8 / 200e6 + 0.05)
+        assert exact_s == pytest.approx(law_s, abs=0.05)
+        assert Simulator(GPipe(m), layout).run(costs).step_s == pytest.approx(exact_s)
+        found_s = Simulator(OneForwardOneBackward(m), layout).run(costs).step_s
+        assert found_s == pytest.approx(measured_s, rel=0.016)
+
+
+def test_messages_from_both_sides_take_turns_on_a_ranks_inbound_wire(tmp_path: Path) -> None:
+    wire = InboundWire(8e6, latency_s=0.05)
+    layout = ClusterLayout({f"c{i}": Cloud() for i in range(3)}, wire)
+    world = MemoryWorld()
+    ends = [Ends(world.transport(rank), layout, tmp_path) for rank in range(3)]
+    boundaries = {sender: ends[sender]._clock_to(1, boundary=0) for sender in (0, 2)}
+    first, second = (boundaries[sender] for sender in (0, 2))
+    assert first is not None and second is not None
+    begin_s = first.started_at_s
+    assert first.reserve(100_000, begin_s).deliver_at_s - begin_s == pytest.approx(0.15)
+    assert second.reserve(100_000, begin_s).deliver_at_s - begin_s == pytest.approx(0.30)
+    control = ends[0]._clock_to(1, boundary=CONTROL)
+    assert control is not None and control.reserve(100, begin_s).deliver_at_s == begin_s
+    with pytest.raises(ConfigError, match="own steady wire"):
+        InboundWire(8e6, jitter_s=0.1)
 
 
 def test_of_messages_that_nothing_answers_those_of_all_passes_may_wait() -> None:

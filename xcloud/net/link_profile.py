@@ -103,6 +103,9 @@ class LinkProfile(Wan, UnsteadyLine):
     emulated = True
     is_metered = False
     has_numbers = True
+    is_inbound: ClassVar[bool] = False
+    """Whether all messages between stages that come to a rank share one line, whoever sends
+    them."""
 
     def __post_init__(self) -> None:
         for name in ("trace", "outages"):
@@ -130,6 +133,12 @@ class LinkProfile(Wan, UnsteadyLine):
     def line_s(self, num_bytes: int) -> float:
         """Return the seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
         return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
+
+    @property
+    def beyond_s(self) -> float:
+        """The seconds from when a message has left the line until it arrives, at nominal
+        latency."""
+        return self.latency_s
 
     def allowance_s(self, num_bytes: int) -> float:
         return _ALLOWED_TRANSFERS * self.transfer_s(num_bytes)
@@ -159,6 +168,59 @@ class LinkProfile(Wan, UnsteadyLine):
         the start)."""
         entry = self.entry_from(now_s)[0] if self.trace else self.nominal
         return entry[2] if len(entry) == 3 else self.latency_s
+
+
+_UNBILLED_BYTES = 1024
+"""Norms, reports and heartbeats, of which the benchmark's clock knows nothing."""
+
+
+@settings("wan")
+class InboundWire(LinkProfile):
+    """The clock of Protocol NanoGPT: a message takes the receiving rank's one inbound wire for its
+    bits and then for its latency, before the next one begins, whichever neighbour it comes from.
+
+    With all stages faster than the wire, a step of p stages and m micro-batches under 1F1B takes
+    (2m + 2(p - 2)) * (bits of a message / bandwidth + latency).
+    Source: PluralisResearch/ProtocolNanoGPT at 0551bc3b, SimPipelineStage.add_delay. Differences:
+    packet headers do not count there, nor here; messages of at most 1,024 bytes take no time here,
+    and there is none of them there.
+
+    bandwidth_bits_per_s: of the inbound wire of each rank.
+    latency_s: the seconds that each message keeps the wire busy beside its bits.
+    """
+
+    is_inbound = True
+
+    def __post_init__(self) -> None:
+        if self._is_unsteady or self.jitter_s:
+            raise ConfigError(
+                "cluster/wan=protocol_nanogpt is the benchmark's own steady wire: leave out "
+                "wan.trace, wan.outages, wan.outage_every_s, wan.outage_lasting_s and wan.jitter_s"
+            )
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return self.line_s(num_bytes)
+
+    def line_s(self, num_bytes: int) -> float:
+        if num_bytes <= _UNBILLED_BYTES:
+            return 0.0
+        return 8.0 * num_bytes / self.bandwidth_bits_per_s + self.latency_s
+
+    @property
+    def beyond_s(self) -> float:
+        return 0.0
+
+    def sent_at(self, start_s: float, num_bytes: int) -> float:
+        return start_s + self.line_s(num_bytes)
+
+    def latency_at(self, now_s: float) -> float:
+        return 0.0
+
+    def describe(self) -> str:
+        return (
+            f"emulated inbound wire of each rank, {self.bandwidth_bits_per_s / 1e6:g} Mbit/s and "
+            f"{1e3 * self.latency_s:g} ms a message, one after the other"
+        )
 
 
 BUDGET_BYTES = 64_000_000

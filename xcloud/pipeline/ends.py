@@ -68,7 +68,7 @@ class Ends:
         )
         self._messages = messages
         self._run_dir = run_dir
-        self._clocks: dict[str, LinkClock] = {}  # by cloud
+        self._clocks: dict[str, LinkClock] = {}  # by way
         self._progress = Progress()
         self.queued = QueuedBytes()
         pairs = combinations(layout.clouds, 2)
@@ -128,7 +128,7 @@ class Ends:
             peer=self.detector.peers[peer],
             progress=None if may_be_late else self._progress,
             queued=self.queued,
-            clock=self._clock_to(peer),
+            clock=self._clock_to(peer, boundary),
             overdue_s=self.layout.overdue_s(self.rank, peer=peer, num_bytes=capacity_bytes),
             blocked=blocked,
         )
@@ -228,15 +228,19 @@ class Ends:
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
-    def _clock_to(self, peer: int) -> LinkClock | None:
+    def _clock_to(self, peer: int, boundary: int) -> LinkClock | None:
         """Return the clock of messages from this rank to `peer`, shared by all ranks of the two
-        clouds; None where nothing is emulated."""
+        clouds, or of those between stages by all that send to `peer`; None where nothing is
+        emulated. boundary: see `out`."""
         wan = self.layout.wan_between(self.rank, peer=peer)
         if wan is None or not wan.emulated or wan.profile is None:
             return None
         here = self.layout.cloud_of(self.rank)
         there = self.layout.cloud_of(peer)
-        if there not in self._clocks:
-            name = f"link-{here}-to-{there}.{self._run_number}.clock"
-            self._clocks[there] = LinkClock(profile=wan.profile, path=self._run_dir / name)
-        return self._clocks[there]
+        way = f"{here}-to-{there}"
+        if wan.profile.is_inbound and boundary != CONTROL:
+            way = f"to-rank-{peer}"
+        if way not in self._clocks:
+            name = f"link-{way}.{self._run_number}.clock"
+            self._clocks[way] = LinkClock(profile=wan.profile, path=self._run_dir / name)
+        return self._clocks[way]

@@ -358,7 +358,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                 if a != b:
                     line = pricer.line(plan.strategy, here=a, there=b)
                     sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
-                    latency_s = max(latency_s, line.latency_s)
+                    latency_s = max(latency_s, line.beyond_s)
         tt = sum(sent_s) / max(1, len(sent_s))
         whole_s = formulas.step_of_overlapped_transfers(
             p, m=own_m, tf=tf, tb=tb, tt=tt, latency_s=latency_s

@@ -149,8 +149,13 @@ class Lines:
         self, program: Program, num_bytes: Sequence[int], lines: Sequence[LinkProfile | None]
     ) -> None:
         self.lines = [FREE if line is None else line for line in lines]
-        self.latency_s = [line.latency_s for line in self.lines]
-        self.free_s = [0.0] * len(lines)
+        self.beyond_s = [line.beyond_s for line in self.lines]
+        # Lines of routes, then the inbound wires of ranks.
+        self._line_of = [
+            len(lines) + p.receiver if self.lines[p.route].is_inbound else p.route
+            for p in program.parcels
+        ]
+        self.free_s = [0.0] * (1 + max(self._line_of, default=0))
         self._last_s = [0.0] * len(lines)
         self._num_carried = [0] * len(lines)
         self._num_bytes = num_bytes
@@ -162,18 +167,19 @@ class Lines:
 
     def carry(self, number: int, route: int, now_s: float) -> Passage:
         """Take the route's line for this parcel from now on, or when it is free."""
-        free_s = self.free_s[route]
+        at = self._line_of[number]
+        free_s = self.free_s[at]
         start_s = now_s if now_s > free_s else free_s
         if not self._odd[route]:
-            until_s = self.free_s[route] = start_s + self._line_s[number]
+            until_s = self.free_s[at] = start_s + self._line_s[number]
             return Passage(
                 queued_s=now_s,
                 from_s=start_s,
                 until_s=until_s,
-                arrived_s=until_s + self.latency_s[route],
+                arrived_s=until_s + self.beyond_s[route],
             )
         line = self.lines[route]
-        until_s = self.free_s[route] = line.sent_at(start_s, num_bytes=self._num_bytes[number])
+        until_s = self.free_s[at] = line.sent_at(start_s, num_bytes=self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
         if line.jitter_s:
             # The draws of the emulated link (net/link.py).

@@ -153,7 +153,7 @@ class Pricer:
                     up, down = ways
                     out, back = self.directions_at(plan.compression, end, b)
                     busy = up.line_s(out.num_bytes), down.line_s(back.num_bytes)
-                    through_s += sum(busy) + up.latency_s + down.latency_s
+                    through_s += sum(busy) + up.beyond_s + down.beyond_s
                     busiest_s = max(busiest_s, m * max(busy) - sum(busy))
                 own_s += out.compress_s + back.decompress_s
                 through_s += own_s
