@@ -56,7 +56,9 @@ class Shape(NamedTuple):
 LATE = Strategy("data_parallel", None, GradientAveraging(delay=1, check_every=2))
 
 
-APART = Strategy("local_updates", 2, LocalUpdates(every=4, fragments=2, overlap=1, mix=0.2))
+APART = Strategy(
+    "local_updates", 2, LocalUpdates(every=4, fragments=2, overlap=1, mix=0.2, feedback=0.9)
+)
 
 
 SHAPES = {

@@ -43,6 +43,7 @@ ERRORS: list[tuple[Compressor, float]] = [
     (PowerSgd(40), 1e-6),
     (Chain(svd=Svd(0.6), fp16=Cast("float16")), 0.48),
     (Chain(topk=TopK(0.3), int8=BlockInt(8)), 0.5),
+    (Chain(topk=TopK(1 / 64), int1=BlockInt(1)), 0.95),
     (Chain(rows=TopRows(0.5), int8=BlockInt(8)), 0.75),
     (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
     (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),

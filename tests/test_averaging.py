@@ -53,7 +53,7 @@ def drawn(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
-def codec(compressor: Compressor, feedback: bool = True, replica: int = 0) -> TensorCodec:
+def codec(compressor: Compressor, feedback: float = True, replica: int = 0) -> TensorCodec:
     return TensorCodec(SHAPES, lambda name, shape: compressor, 7, feedback, replica=replica)
 
 
@@ -287,6 +287,21 @@ def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> 
         assert "(memory).0.residual" not in codec(compressor).state_dict()
     unbiased = Chain(randomk=RandomK(0.1, unbiased=True), fp16=Cast())
     assert "(memory).0.residual" not in codec(unbiased).state_dict()
+
+
+def test_feedback_of_a_share_lets_old_errors_fade_and_gives_back_what_was_not_used() -> None:
+    sender = codec(TopK(0.1), feedback=0.5)
+    lost = [torch.zeros(shape) for shape in SHAPES.values()]
+    for number in range(1, 5):
+        meant = [0.5 * kept + new for kept, new in zip(lost, drawn(number), strict=True)]
+        sender.encode(drawn(9), is_final=False)
+        sender.settle(was_used=False)  # as if it had never been
+        _, seen = sender.encode(drawn(number))
+        lost = [tensor - sent for tensor, sent in zip(meant, seen, strict=True)]
+        kept = sender.state_dict()
+        for place, tensor in enumerate(lost):
+            found = torch.as_tensor(kept[f"(memory).{place}.residual"])
+            assert torch.allclose(found.view_as(tensor), tensor, atol=1e-6), (number, place)
 
 
 def test_replicas_draw_the_same_positions_and_round_independently() -> None:

@@ -39,6 +39,7 @@ LABELS = {
     "powersgd": "fp16+fp16, averaging fp16(powersgd(4)), vectors: fp16",
     "sign": "fp16+fp16, averaging int1, vectors: fp16",
     "cocktail": "fp16+fp16, averaging int4(topk(0.1 of random 0.1)), vectors: fp16",
+    "sparseloco": "fp16+fp16, averaging int1(topk(0.015625)), vectors: fp16",
     "eden2": "eden2+eden2",
     "transform": "transform(2.2)+transform(3.2), averaging int4",
     "phased_example": "int8+int8 to step 200, int4+int8",

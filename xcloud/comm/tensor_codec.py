@@ -50,7 +50,7 @@ class _Coded(StatefulTree):
 
     def __init__(
         self, name: str, shape: torch.Size, spec: TensorSpec, compressor: Compressor,
-        has_feedback: bool, device: torch.device,
+        feedback: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.name = name
         self.shape = shape
@@ -58,9 +58,10 @@ class _Coded(StatefulTree):
         self.compressor = compressor
         self.residual: Tensor | None = None
         self._device = device
-        self._has_feedback = has_feedback
+        self._feedback = feedback
+        self._has_feedback = feedback > 0
         self._sent: deque[_Sent] = deque()  # not settled, the oldest first
-        if has_feedback:
+        if self._has_feedback:
             self.residual = self._zeros()
 
     def encode(self, tensor: Tensor) -> tuple[Tensors, Tensor]:
@@ -80,7 +81,7 @@ class _Coded(StatefulTree):
         self.residual = None
         meant = matrix.to(wide(self.spec.dtype), copy=before is None)
         if before is not None:
-            meant = before + meant
+            meant = torch.add(meant, before, alpha=self._feedback)
         narrow = _narrowed(meant, dtype=self.spec.dtype)
         parts = tuple(_apart(part, source=meant) for part in self.compressor.compress(narrow))
         seen = _apart(self.compressor.decompress(parts, spec=self.spec), source=meant)
@@ -143,8 +144,9 @@ class TensorCodec(StatefulTree):
     identity: random stream of the messages, the same in all replicas. They draw the same
         positions, so that what one sends of a sum of others is what these have sent, and round
         independently, so that errors average out.
-    feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
-        Without it, ConfigError for a compressor that needs it.
+    feedback: the share of what a message lost that is added to the next one, where that does good
+        (Compressor.feedback); False is 0, True is 1. Without it, ConfigError for a compressor that
+        needs it. Below 1 old errors fade.
 
     If it is not known yet whether a message will be used, it is encoded with is_final=False, and
     `settle` is called later. Until then no other message carries what this one left out. So a
@@ -152,7 +154,7 @@ class TensorCodec(StatefulTree):
     """
 
     def __init__(
-        self, shapes: Mapping[str, torch.Size], choose: Choose, identity: int, feedback: bool,
+        self, shapes: Mapping[str, torch.Size], choose: Choose, identity: int, feedback: float,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", replica: int = 0,
     ) -> None:  # fmt: skip
         self.device = torch.device(device)
@@ -173,14 +175,14 @@ class TensorCodec(StatefulTree):
                     "which averages cannot carry: give compression.averaging another compressor, "
                     "such as xcloud.comm.precision.BlockInt"
                 )
-            is_kept = feedback and compressor.feedback in ("useful", "needed")
+            is_kept = compressor.feedback in ("useful", "needed")
             self._coded.append(
                 _Coded(
                     name=name,
                     shape=shape,
                     spec=spec,
                     compressor=compressor,
-                    has_feedback=is_kept,
+                    feedback=float(feedback) if is_kept else 0.0,
                     device=self.device,
                 )
             )

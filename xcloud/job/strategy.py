@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import Positive, Rate, settings
 from xcloud.layout import Cloud, ClusterLayout
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Averaging(ABC):
     merge: a Byzantine-robust aggregator.
     """
 
-    feedback: bool = True
+    feedback: bool | Rate = True
     merge: RobustMerge | None = None
 
     @property

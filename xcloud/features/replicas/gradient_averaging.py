@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import NotNegative, Rate, settings
 from xcloud.comm.compressor import TensorChoice, seed_from
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
@@ -53,7 +53,8 @@ class GradientAveraging(Averaging):
     delay: the number of updates by which gradients are late. 1 = an update uses the gradient of
         the one before, which crosses while the next is computed. The trajectory then differs from
         that of 0, which waits for the gradient.
-    feedback: the error of a lossy compressor is added to the next gradient.
+    feedback: the error of a lossy compressor is added to the next gradient; a number below 1: this
+        share of it.
     check_every: the number of updates after which replicas compare digests of their parameters, as
         they do before the first and after the last; 0 = only then.
     merge: a Byzantine-robust aggregator (merging.py) of the mean gradients of the replicas'
@@ -62,7 +63,7 @@ class GradientAveraging(Averaging):
     """
 
     delay: Literal[0, 1] = 0
-    feedback: bool = True
+    feedback: bool | Rate = True
     check_every: NotNegative = 100
     merge: Robust | None = None
 
@@ -71,6 +72,7 @@ class GradientAveraging(Averaging):
         parts = {
             "one update late": self.delay,
             "without feedback": not self.feedback,
+            f"feedback {self.feedback:g}": 0 < self.feedback < 1,
             repr(self.merge): self.merge is not None,
         }
         return ", ".join(part for part, is_said in parts.items() if is_said)

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import NotNegative, Positive, Rate, settings
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import SERVER, AveragingServer, Member
@@ -57,7 +57,8 @@ class LocalUpdates(Averaging):
         before the next merge.
     merge: a Byzantine-robust aggregator (merging.py), made by every replica from the changes of
         all; null = the weighted mean.
-    feedback: the error of a lossy compressor is added to the next change.
+    feedback: the error of a lossy compressor is added to the next change; a number below 1: this
+        share of it, so that old errors fade (SparseLoCo: 0.95).
     late: the policy where a cloud is late or lost: wait, skip or go_on (late.py). With skip and
         go_on the first cloud merges for all, so no merge is robust, each replica is in one cloud,
         and merges are of all parameters at once.
@@ -71,7 +72,7 @@ class LocalUpdates(Averaging):
     mix: Annotated[float, Field(ge=0, le=0.999999)] = 0.0
     max_s: Annotated[float, Field(gt=0)] | None = None
     max_tokens: Positive | None = None
-    feedback: bool = True
+    feedback: bool | Rate = True
     merge: Robust | None = None
     late: LatePolicy = field(default_factory=Wait)
 
@@ -98,6 +99,7 @@ class LocalUpdates(Averaging):
             f"{self.fragments} fragments": self.fragments > 1,
             f"overlap {self.overlap}": self.overlap,
             f"mix {self.mix:g}": self.mix,
+            f"feedback {self.feedback:g}": 0 < self.feedback < 1,
             repr(self.merge): self.merge is not None,
             self.late.label: self.late.label,
         }

@@ -79,13 +79,13 @@ class Replicas:
     def codec(
         self,
         shapes: Shapes,
-        feedback: bool,
+        feedback: float,
         stream: Sequence[str | int],
         plain: Collection[str] = (),
     ) -> TensorCodec:
         """Return a codec of tensors with these shapes.
 
-        feedback: the error of a lossy compressor is added to the next message.
+        feedback: the share of a lossy compressor's error that is added to the next message.
         stream: a key that makes its random numbers differ from those of others.
         plain: the names of tensors that are sent uncompressed.
         """
@@ -107,7 +107,7 @@ class Replicas:
         self,
         shapes: Shapes,
         terms: Terms,
-        feedback: bool,
+        feedback: float,
         *stream: str | int,
         plain: Collection[str] = (),
         num_fragments: int = 1,
