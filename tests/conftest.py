@@ -15,7 +15,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -194,6 +195,33 @@ def alternate_slow_and_fast(items: list[Any]) -> None:
     for place, item in enumerate(fast):
         places[item.nodeid] = place / len(fast)
     items.sort(key=lambda item: places[item.nodeid])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a test fail in a few words where pytest cannot report it. An exception that comes from
+    an instruction without a line ends pytest's process, and the run, and nobody learns of it."""
+    try:
+        return (yield)
+    except Exception:
+        if call.excinfo is None:
+            raise
+        words = [repr(call.excinfo.value)]
+        for frame, line in traceback.walk_tb(call.excinfo.tb):
+            words.append(f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name}")
+        return pytest.TestReport(
+            item.nodeid,
+            item.location,
+            keywords={},
+            outcome="failed",
+            longrepr="\n".join(words),
+            when=call.when,
+            start=call.start,
+            stop=call.stop,
+            duration=call.duration,
+        )
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has begun to count
