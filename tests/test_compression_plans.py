@@ -46,7 +46,10 @@ LABELS = {
 }
 
 
-COMPOSED = {"low_rank_few_bits_u_shape"}  # has defaults: built by tests/test_conf.py
+COMPOSED = {
+    "low_rank_few_bits_u_shape",
+    "transform_tokens",
+}  # has defaults: built by tests/test_conf.py
 
 
 def test_label_joins_forward_and_backward_with_their_memories() -> None:

@@ -9,11 +9,19 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tests.codecs import COMPRESSORS
+from tests.configs import build
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased, Selectable
 from xcloud.comm.compressor import Chain, Compressor
-from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
+from xcloud.comm.memory import (
+    DeltaCache,
+    ErrorFeedback,
+    Memory,
+    NoMemory,
+    SampleRows,
+    TokenMeans,
+)
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.net.frame import TensorSpec
@@ -284,3 +292,54 @@ def test_no_memory_adds_up_errors_that_exceed_what_was_meant(
                     make()
             for make in places(direction, one, NoMemory()):
                 make()
+
+
+def test_both_ends_keep_the_same_means_of_tokens_and_a_skipped_update_leaves_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    of_token_TD = torch.randn(7, 4, generator=generator) * 10
+    sender, receiver = TokenMeans(), TokenMeans()
+    sizes = []
+    for step in range(6):
+        tokens_R = torch.randint(0, 7, (40,), generator=generator)
+        rows = SampleRows(ids=(1, 2), counts=(25, 15), tokens=tokens_R)
+        tensor = of_token_TD[tokens_R] + 0.1 * torch.randn(40, 4, generator=generator)
+        sent = sender.before_send(tensor, rows)
+        seen = sent.round()
+        sender.after_send(sent, seen=seen, rows=rows)
+        arrived = receiver.after_receive(seen, rows=rows)
+        assert float((arrived - tensor).abs().max()) <= 0.51  # what is meant, but for rounding
+        sizes.append(float(sent.norm() / tensor.norm()))
+        for memory in (sender, receiver):
+            memory.settle(was_used=step != 3)
+            if step == 2:
+                kept = memory.state_dict()
+            if step == 3:  # skipped
+                assert all(
+                    torch.equal(kept[n], memory.state_dict()[n]) for n in ("tokens", "sums")
+                )
+    assert sizes[0] == 1 and sizes[-1] < 0.1
+    again = TokenMeans()
+    again.load_state_dict(sender.state_dict())
+    assert torch.equal(again.before_send(tensor, rows), sender.before_send(tensor, rows))
+    assert torch.equal(sender.before_send(tensor, rows), receiver.before_send(tensor, rows))
+    # An evaluation uses the means and changes none; without any, rows are as they were.
+    assert torch.equal(
+        sender.before_evaluation(tensor, lambda: rows), again.before_send(tensor, rows)
+    )
+    assert TokenMeans().before_evaluation(tensor, lambda: rows) is tensor
+    bad = torch.full((40, 4), torch.nan)
+    sender.after_send(bad, seen=bad, rows=rows)
+    assert torch.equal(again.before_send(tensor, rows), sender.before_send(tensor, rows))
+
+
+def test_rows_are_compared_by_tokens_only_where_every_cloud_may_read_the_text() -> None:
+    words = ["+exp=lora_clm", "compression=transform_tokens"]
+    with pytest.raises(ConfigError, match="stage 1 reads no text"):
+        build(*words)
+    words.append("model.text_everywhere=true")
+    assert build(*words).fields_of(1) >= {"text", "types", "label"}
+    with pytest.raises(ConfigError, match=r"'cloud_b' reads 'text', but security.holders"):
+        build(*words, "+security.holders={text: [cloud_a]}")
+    backward = "+compression.backward_memory._target_=xcloud.comm.memory.TokenMeans"
+    with pytest.raises(ConfigError, match="is for activations"):
+        build(*words, backward)

@@ -54,6 +54,7 @@ class Experiment(PipelineJob):
             _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
         if self.compression.boundaries:
             needs.check_boundaries(self)
+        needs.check_text_is_read(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
         for use in (needs.SEALED, needs.MAILBOX, *needs.DEFENCES):

@@ -105,8 +105,18 @@ class BoundaryField:
             return SampleRows(ids=(0,), counts=(self.rows,))
         ids = samples["ids"].tolist()
         own = self.counts(counts)
+        tokens = None
+        if own is not None and TEXT in samples:
+            tokens = samples[TEXT][samples[TEXT] != NO_TOKEN].cpu()
+            if len(tokens) != int(own.sum()):
+                raise FrameError(
+                    f"{int(own.sum())} rows for {len(tokens)} tokens of this cloud's own text; do "
+                    "all clouds read the same files?"
+                )
         return SampleRows(
-            ids=tuple(ids), counts=tuple([1] * len(ids) if own is None else own.tolist())
+            ids=tuple(ids),
+            counts=tuple([1] * len(ids) if own is None else own.tolist()),
+            tokens=tokens,
         )
 
     @property
@@ -141,6 +151,9 @@ class Boundary:
 
 
 NOTHING_KNOWN: Message = {}
+
+TEXT = "text"
+NO_TOKEN = -1  # of places behind a text (contracts/model.py)
 
 
 @dataclass
@@ -298,7 +311,8 @@ class SendChannel(_Channel):
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
-            return codec.compress_apart(tensor, stream=stream)
+            meant = codec.memory.before_evaluation(tensor, rows=rows)
+            return codec.compress_apart(meant, stream=stream)
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows_of=rows)
 
@@ -352,10 +366,11 @@ class ReceiveChannel(_Channel):
                 if key.kind is Kind.EVALUATION:  # leaves no trace, as at the sender
                     compressor = copy.deepcopy(compressor)
                 value = compressor.decompress(on_device, spec=spec)
-                if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
-                    value = codec.memory.after_receive(
-                        value, rows=field.sample_rows(samples, counts=counts)
-                    )
+                rows = partial(field.sample_rows, samples, counts)
+                if key.kind is Kind.EVALUATION:
+                    value = codec.memory.after_evaluation(value, rows=rows)
+                elif not isinstance(codec.memory, NoMemory):
+                    value = codec.memory.after_receive(value, rows=rows())
                 message[field.name] = value
             if parts:
                 raise FrameError(f"it carries {len(parts)} tensors too many")

@@ -202,6 +202,29 @@ def check_boundaries(job: PipelineJob) -> None:
         )
 
 
+def check_text_is_read(job: PipelineJob) -> None:
+    """Raise ConfigError where rows are to be compared by their tokens at a boundary, and a stage
+    beside it does not read the text."""
+    num_stages = job.cluster.num_stages
+    for stage in range(num_stages - 1):
+        if not job.cluster.leaves_cloud(stage):
+            continue
+        for _, one in job.compression.at_boundary(stage).by_step:
+            if one.backward_memory.reads_text:
+                raise ConfigError(
+                    f"compression.backward_memory={one.backward_memory!r} is for activations: "
+                    "gradients would stay what they were; leave it out"
+                )
+            for side in (stage, stage + 1) if one.forward_memory.reads_text else ():
+                if "text" not in job.model.fields(side, num_stages=num_stages):
+                    raise ConfigError(
+                        f"compression.forward_memory={one.forward_memory!r} compares rows by "
+                        f"their tokens, which both ends must read, and stage {side} reads no "
+                        "text. If text may be in every cloud, set model.text_everywhere=true "
+                        "(causal models); otherwise leave the memory out"
+                    )
+
+
 def nobody_waits_in_a_step(job: PipelineJob) -> Lack | None:
     """Return a lack where a rank waits for another cloud within a step."""
     layout = job.cluster

@@ -56,7 +56,7 @@ from xcloud.models.experts import RouterLoss
 from xcloud.models.frozen_weights import DTYPES, Kind
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.split_point import Split, projection_at
-from xcloud.models.stages import TEXT, TextModel, rows_boundary
+from xcloud.models.stages import TEXT, TYPES, TextModel, rows_boundary
 from xcloud.pretrained import INDEX, WEIGHTS, WeightFiles
 
 DROPOUTS = (  # and other chance
@@ -97,6 +97,9 @@ class CausalLM(TextModel):
         over the cluster's stages.
     vocabulary_chunk: the number of tokens whose logits exist at once while the loss is computed.
         Fewer take less memory.
+    text_everywhere: every stage reads the text, each from its own cloud's files, and not the first
+        alone; a compression that compares rows by their tokens needs it
+        (xcloud.comm.memory.TokenMeans).
     activation_checkpointing: keep only the input of each block and compute the rest again in the
         backward pass, which takes less memory and more time.
     """
@@ -114,6 +117,7 @@ class CausalLM(TextModel):
     public_text: PublicTexts | None = None
     vocabulary_chunk: Positive = 8192
     activation_checkpointing: bool = False
+    text_everywhere: bool = False
 
     def __post_init__(self) -> None:
         split = self.split
@@ -182,6 +186,10 @@ class CausalLM(TextModel):
         if self.public_text is None and self.own:
             return self.own.text
         return self.public_text
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        read = super().fields(stage, num_stages)
+        return read | {TEXT, TYPES} if self.text_everywhere else read
 
     def ties_ends(self, num_stages: int) -> bool:
         return self.embeddings == "tie" and num_stages > 1
