@@ -309,7 +309,8 @@ def test_a_real_trial_of_processes_is_as_it_is_simulated_and_leaves_nothing(
 
     ranks = trial.recorded()
 
-    assert not list((tmp_path / "temporary").iterdir()) and capfd.readouterr().out == ""
+    assert not list((tmp_path / "temporary").iterdir())
+    assert all(line.startswith("trial: ") for line in capfd.readouterr().out.splitlines())
     assert all(piece.backward_s.at(2.0) > 0 for piece in trial.read(ranks, []).pieces)
     seen = set()
     for leg, step in trial.timelines(ranks):
