@@ -20,6 +20,7 @@ from tests.replicas import Post
 from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import MOVED
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.feature_settings import OUTCOMES
 from xcloud.features.autopilot.settings import Autopilot
@@ -40,6 +41,7 @@ from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.weight_patches.settings import Patches
+from xcloud.job.compared import as_text
 from xcloud.job.config import Settings
 from xcloud.job.given import resumed
 from xcloud.job.strategy import ModelPlacement, RankStages, Strategy
@@ -177,8 +179,8 @@ OTHER_RUN = frozenset(
     model.blocks_per_stage model.checkpoint model.coding model.cross_attention_heads model.decoder
     model.discriminator model.dropout model.embeddings model.encoder model.generators
     model.label_smoothing model.lora model.output model.own model.pooling
-    model.public_text model.router_loss model.split model.text model.train_head model.weights
-    model.word_adapters
+    model.public_text model.router_loss model.split model.text model.text_everywhere
+    model.train_head model.weights model.word_adapters
     """.split()
 )
 
@@ -414,6 +416,15 @@ def test_one_setting_of_a_compression_is_named_by_itself() -> None:
     saved = {"compression.backward.bits": "8", other: "1"}
     found = changes(saved, {"compression.backward.bits": "4", other: "2"}, before, after)
     assert found.said == ["compression.backward.bits 8 -> 4", f"{other} 1 -> 2"]
+
+
+def test_a_class_that_has_moved_is_no_change() -> None:
+    """A checkpoint of an earlier release has the earlier name."""
+    assert MOVED
+    both = ModelPlacement("pipeline", ALONE)
+    for earlier, name in MOVED.items():
+        saved = {"key._target_": as_text(earlier)}
+        assert changes(saved, {"key._target_": as_text(name)}, both, both).said == []
 
 
 def test_a_compression_is_named_by_its_label() -> None:

@@ -19,9 +19,11 @@ from xcloud import __version__
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.outcome import EQUAL, GOES_ON, Outcome
+from xcloud.base.settings import MOVED
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.feature_settings import OUTCOMES
 from xcloud.features.checkpoints.common_step import newest_common
+from xcloud.job.compared import as_text
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.job.strategy import ModelPlacement
@@ -158,6 +160,8 @@ def changes(
     before, after: the records of who holds what.
     """
     found = Changes()
+    names = {as_text(earlier): as_text(name) for earlier, name in MOVED.items()}
+    saved = {key: names.get(value, value) for key, value in saved.items()}
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved=saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)
