@@ -468,7 +468,8 @@ def run(
 
         def next_attempt(self) -> None: ...
 
-        def finish(self, cause: str | None, is_stopped: bool) -> dict[str, Any]:
+        def finish(self, cause: str | None, is_stopped: bool, is_raised: bool) -> dict[str, Any]:
+            assert is_raised == (cause is not None)
             for _ in range(num_signals):
                 signal.raise_signal(signal.SIGTERM)
             (tmp_path / "written").touch()

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
 import sys
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -23,6 +24,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
 from xcloud.tracking.mlflow_store import (
     KIND_TAG,
+    LOAD,
+    PROCESS_TAG,
     VIEW_TAG,
     CurvePoint,
     Store,
@@ -34,6 +37,7 @@ from xcloud.tracking.mlflow_store import (
     quality_metrics,
     show_first,
     step_metrics,
+    this_process,
     view_of,
 )
 from xcloud.tracking.tracker import (
@@ -440,3 +444,28 @@ def test_a_server_that_would_refuse_everything_is_said_too(answer: str | int) ->
             tracker.check()
         thread.join()
     tracker.check()  # a server that is down may come back
+
+
+def test_a_run_whose_process_was_killed_is_ended_by_the_next_one(tmp_path: Path) -> None:
+    store = Store(root=tmp_path)
+    client, key = store.open()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    machine, number, since_s = this_process().rsplit(" ", 2)
+    recorded_by = {
+        "gone": f"{machine} {gone.pid} {since_s}",
+        "its number is another process's now": f"{machine} {number} 1000",
+        "living": this_process(),
+        "of another machine": f"elsewhere pid:[1] {gone.pid} {since_s}",
+    }
+    runs = {
+        name: client.create_run(key, 1000, {PROCESS_TAG: process}).info.run_id
+        for name, process in recorded_by.items()
+    }
+    client.log_metric(runs["gone"], LOAD, 1.0, timestamp=5000)
+    store.end_lost_runs(client, experiment_id=key)
+    found = {name: client.get_run(run_id) for name, run_id in runs.items()}
+    status = {name: run.info.status for name, run in found.items()}
+    assert [*status.values()] == ["FAILED", "FAILED", "RUNNING", "RUNNING"]
+    assert found["gone"].info.end_time == 5000  # the last that was heard of it, not now
+    assert "killed" in found["gone"].data.tags["cause"]

@@ -57,6 +57,14 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
     assert "cause: no column es" in said and "compare at" not in said
 
 
+def test_a_table_leaves_the_cause_to_whoever_raises_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = monitor_after([("start", 0)], tmp_path).finish("no column es", is_raised=True)
+    assert summary["cause"] == "no column es"
+    assert "no column es" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("allowed", "wanted"),
     [

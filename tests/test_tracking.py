@@ -54,6 +54,12 @@ class FakeClient:
     def create_run(self, *args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(info=SimpleNamespace(run_id="id-of-the-run"))
 
+    def search_runs(self, experiment_ids: list[str], chosen: str) -> list[Any]:
+        return []
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self.tags[key] = value
+
     def update_run(self, run_id: str, status: str) -> None:
         assert run_id == "id-of-the-run", "there is no other"
         self._take("reopened", status)

@@ -136,7 +136,8 @@ def run_in_owned(
             ranks.end()
             if asked != file:
                 asked.unlink(missing_ok=True)
-            summary = monitor.finish(cause, isinstance(sys.exception(), RunStopped))
+            is_stopped = isinstance(sys.exception(), RunStopped)
+            summary = monitor.finish(cause, is_stopped, is_raised=cause is not None)
             forget_launcher(run_dir)
             if signals.came_late and more_follows:
                 raise RunStopped(cause or "The run finished; the runs after it were cancelled.")

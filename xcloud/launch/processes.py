@@ -79,7 +79,7 @@ def start_process(
             command,
             stdin=subprocess.DEVNULL,
             stdout=None if speaks else file,
-            stderr=subprocess.STDOUT,
+            stderr=file,
             env=environment,
             start_new_session=True,  # Ctrl+C reaches the parent alone
         )

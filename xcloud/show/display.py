@@ -221,8 +221,12 @@ def _describe_quality(event: Event) -> str:
 def write_record(
     job: Job, run_dir: Path, run: RunStatistics, recording: Recording, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the summary. facts: status, cause and commit, lost_event_lines; has_step: this
-    attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
+    """Write the record of a run, print its closing table and return the summary.
+
+    facts: status, cause and commit, lost_event_lines; is_raised: see Monitor.finish; has_step:
+        this attempt made one. Else, unless it has finished, its tables would be those of earlier
+        ones.
+    """
     cause = facts["cause"]
     labels = job.labels
     known = {name: facts[name] for name in ("status", "cause", "commit")}
@@ -267,6 +271,8 @@ def write_record(
     shown = summary
     if cause is not None and not facts["has_step"]:
         shown = {**summary, "num_steps": 0, "num_resumes": 0, "wall_s": None}
+    if facts["is_raised"]:
+        shown = {**shown, "cause": None}
     if shown["num_steps"]:  # else there is nothing to compare
         places |= recording.places()
     print_report(shown, places=places)

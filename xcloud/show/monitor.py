@@ -213,13 +213,16 @@ class Monitor:
         self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
         return int(lost.get("lines", 0))
 
-    def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
+    def finish(
+        self, cause: str | None, is_stopped: bool = False, is_raised: bool = False
+    ) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table and call the user's command;
         return the summary.
 
         An attempt that never came to train leaves a finished run's record, and returns that.
         cause: the reason why the run ended early; None if it did not.
         is_stopped: True if the run was asked to end.
+        is_raised: True if the caller raises the cause, so that the table need not say it, too.
         """
         self.poll()
         if self._progress is not None:
@@ -234,7 +237,7 @@ class Monitor:
             return read_summary(self.run_dir)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed,
-                 "has_step": self.attempt.has_step}  # fmt: skip
+                 "has_step": self.attempt.has_step, "is_raised": is_raised}  # fmt: skip
         summary = write_record(
             self.experiment,
             run_dir=self.run_dir,

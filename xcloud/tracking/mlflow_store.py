@@ -37,6 +37,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.locks import locked
@@ -53,6 +55,9 @@ UI_PORT = 5000
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 VIEW_TAG = "mlflow.sharedViewState."
+PROCESS_TAG = "xcloud_process"  # which process of which machine records a run
+CLOCK_SET_S = 60.0  # by which the start of a process may seem to change while it runs
+LOAD = "system/cpu_utilization_percentage"
 KIND_TAG = "mlflow.experimentKind"  # without it MLflow shows an experiment as a chat application
 
 # Of summary.json, what has the same name in a table of runs.
@@ -361,6 +366,26 @@ class Store:
                 kept.unlink()
             shutil.copyfile(path, kept)
 
+    def end_lost_runs(self, client: Any, experiment_id: str) -> None:
+        """End the runs that MLflow still shows as running although the process of this machine
+        that recorded them is gone, as after a SIGKILL."""
+        runs = client.search_runs(
+            [experiment_id], f"attributes.status = 'RUNNING' AND tags.{PROCESS_TAG} LIKE '%'"
+        )
+        for run in runs:
+            if not _is_gone(run.data.tags.get(PROCESS_TAG, "")):
+                continue
+            key = run.info.run_id
+            loads = client.get_metric_history(key, LOAD)
+            at_ms = max([run.info.start_time, *(load.timestamp for load in loads)])
+            client.set_tag(key, "status", "lost")
+            client.set_tag(
+                key, "cause",
+                "its process is gone and did not write how it ended: it was killed, or the "
+                "machine went down. python -m xcloud status RUN says how to go on",
+            )  # fmt: skip
+            client.set_terminated(key, "FAILED", at_ms)
+
     def show_sweep(
         self, sweep: str, metrics: Sequence[str], params: Sequence[str], files: Sequence[Path]
     ) -> Iterator[str]:
@@ -413,6 +438,37 @@ class Store:
 
     def charts(self, experiment_id: str, sweep: str | None = None) -> str:
         return self.runs(experiment_id, sweep=sweep) + "&compareRunsMode=CHART"
+
+
+def this_process() -> str:
+    """Return the value of PROCESS_TAG for this process: its machine, its number and since when it
+    runs."""
+    return f"{_machine()} {os.getpid()} {psutil.Process().create_time():.0f}"
+
+
+def _is_gone(process: str) -> bool:
+    """Return whether a process of this machine has ended. None of another machine has, as it
+    cannot be asked, and nobody knows of a text that is not this_process()'s."""
+    machine, *found = process.rsplit(" ", 2)
+    if machine != _machine():
+        return False
+    try:
+        number, since_s = found
+        started_s = psutil.Process(int(number)).create_time()
+        return bool(abs(started_s - float(since_s)) > CLOCK_SET_S)
+    except psutil.NoSuchProcess:
+        return True
+    except (ValueError, psutil.AccessDenied):
+        return False
+
+
+def _machine() -> str:
+    """Name what tells apart processes of equal numbers: the host, and of a container its own
+    numbering."""
+    numbering = ""
+    with contextlib.suppress(OSError):
+        numbering = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {numbering}"
 
 
 def _of_sweep(sweep: str | None, tag: str = "sweep") -> str:
@@ -516,6 +572,7 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
     client = store.client()
     for experiment in client.search_experiments(order_by=["creation_time ASC"]):
         key = experiment.experiment_id
+        store.end_lost_runs(client, experiment_id=key)
         chosen = _of_sweep(sweep)
         runs = client.search_runs([key], chosen, max_results=1000)  # the latest first
         if runs and not sweep:

@@ -37,6 +37,8 @@ from xcloud.record.files import read_json, replace_text
 from xcloud.record.summary import read_summary
 from xcloud.tracking.mlflow_store import (
     COSTS,
+    LOAD,
+    PROCESS_TAG,
     CurvePoint,
     Store,
     Thinner,
@@ -47,6 +49,7 @@ from xcloud.tracking.mlflow_store import (
     prepare_environment,
     quality_metrics,
     step_metrics,
+    this_process,
     ui_command,
     without_password,
 )
@@ -278,6 +281,7 @@ class MlflowSender(threading.Thread, Recording):
 
     def _create_run(self) -> None:
         self._client, self.experiment_id = self._store.open()
+        self._store.end_lost_runs(self._client, experiment_id=self.experiment_id)
         earlier = run_named_by(
             self._run.run_dir / TRACKED_FILE, store=self._store, client=self._client
         )
@@ -289,6 +293,7 @@ class MlflowSender(threading.Thread, Recording):
             "mlflow.user": psutil.Process().username(),
             "mlflow.source.name": Path(sys.argv[0]).name,
             "mlflow.source.type": "LOCAL",
+            PROCESS_TAG: this_process(),
         }
         self.run_id = self._client.create_run(
             self.experiment_id, int(1000 * self._started_at_s), origin, run_name=self._run.name
@@ -338,6 +343,7 @@ class MlflowSender(threading.Thread, Recording):
     def _reopen(self, client: Any, run_id: str) -> bool:
         """Resume an earlier record, after its last step; False if the store has it no more."""
         try:
+            client.set_tag(run_id, PROCESS_TAG, this_process())  # before another one asks for it
             client.update_run(run_id, status="RUNNING")
             data = client.get_run(run_id).data
             for tag in {"status", "cause"} & data.tags.keys():  # of how it ended before
@@ -362,12 +368,10 @@ class MlflowSender(threading.Thread, Recording):
             return
         self._load_due_s = second + SYSTEM_EVERY_S
         memory = psutil.virtual_memory()
-        load = {"cpu_utilization_percentage": psutil.cpu_percent(),
-                "system_memory_usage_megabytes": memory.used / 1e6,
-                "system_memory_usage_percentage": memory.percent}  # fmt: skip
-        points = points_of(
-            {f"system/{k}": v for k, v in load.items()}, at_s=time.time(), step=second
-        )
+        load = {LOAD: psutil.cpu_percent(),
+                "system/system_memory_usage_megabytes": memory.used / 1e6,
+                "system/system_memory_usage_percentage": memory.percent}  # fmt: skip
+        points = points_of(load, at_s=time.time(), step=second)
         self._waiting.append(("the machine's load", partial(self._log, points)))
 
     def _read(self, last: bool) -> bool:
