@@ -15,7 +15,7 @@ from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.features.replicas.late import GoOn
 from xcloud.job import config as configs
 from xcloud.layout import Cloud, ClusterLayout, Price
-from xcloud.net.link_profile import LinkProfile, Liveness
+from xcloud.net.link_profile import InboundWire, LinkProfile, Liveness
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.security.policy import constructors
@@ -137,6 +137,7 @@ def test_a_time_that_no_clock_can_wait_for_is_refused_by_its_key() -> None:
     producer = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}
     needed: dict[Any, dict[str, Any]] = {
         LinkProfile: {"bandwidth_bits_per_s": 1e12},
+        InboundWire: {"bandwidth_bits_per_s": 1e12},
         ClusterLayout: {"clouds": {"a": Cloud(1, [0, 1])}},
         OneWayLayout: {"clouds": producer},
     }
