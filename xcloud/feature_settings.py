@@ -16,22 +16,22 @@ from xcloud.features.until.settings import Until, UntilSetting
 from xcloud.features.weight_patches.settings import Patches, PatchesSetting
 
 IN_NO_FILE = (Patches, Until)
-"""Those of their classes that no file of conf/ names."""
+"""These classes are named by no file of conf/."""
 
 
 @settings(kw_only=True)
 class OfTraining(UntilSetting, PatchesSetting):
-    """What features add to `training`."""
+    """Adds the settings of all features to `training`."""
 
 
 @settings(kw_only=True)
 class OfSecurity(PrivacySetting, DepartureSetting):
-    """What features add to `security`."""
+    """Adds the settings of all features to `security`."""
 
 
 @settings(kw_only=True)
 class OfJob(AutopilotSetting):
-    """What features add to a job."""
+    """Adds the settings of all features to a job."""
 
 
 OUTCOMES: Mapping[str, Outcome] = {
@@ -41,4 +41,4 @@ OUTCOMES: Mapping[str, Outcome] = {
     for mark in getattr(hint, "__metadata__", ())
     if isinstance(mark, Outcome)
 }
-"""What becomes of a run that resumes with another value, by setting."""
+"""Each setting has here what happens to a run that resumes with another value of it."""

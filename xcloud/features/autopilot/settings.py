@@ -44,7 +44,7 @@ class Autopilot:
 
 @settings(kw_only=True)
 class AutopilotSetting:
-    """What a job has of it.
+    """Adds the setting of this feature to a job.
 
     autopilot: the settings of what may change during the run; null: nothing changes.
     """

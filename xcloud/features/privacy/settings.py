@@ -42,7 +42,7 @@ class Privacy:
 
 @settings(kw_only=True)
 class PrivacySetting:
-    """What `security` has of it.
+    """Adds the setting of this feature to `security`.
 
     privacy: the clipping and noise of gradients or weight changes, and the account of the privacy
         loss.

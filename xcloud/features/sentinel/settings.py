@@ -11,7 +11,7 @@ OnDeparture = Literal["alarm", "stop", "ignore"]
 
 @settings(kw_only=True)
 class DepartureSetting:
-    """What `security` has of it.
+    """Adds the setting of this feature to `security`.
 
     on_departure: the reaction when activations or gradients from another cloud suddenly change in
         norm, spread or direction (features/sentinel/): raise an alarm, stop the run, or ignore it.

@@ -60,7 +60,7 @@ class Until:
 
 @settings(kw_only=True)
 class UntilSetting:
-    """What `training` has of it.
+    """Adds the setting of this feature to `training`.
 
     until: a target at which the run ends before max_steps. None: the run makes all updates.
     """

@@ -30,7 +30,7 @@ class Patches:
 
 @settings(kw_only=True)
 class PatchesSetting:
-    """What `training` has of it.
+    """Adds the setting of this feature to `training`.
 
     patches: when the run writes its weights for workers elsewhere.
     """
