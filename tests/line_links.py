@@ -107,11 +107,15 @@ class Proxy:
                 continue
             with self._lock:
                 self._pairs.append((near, far))
-            ways = ((near, far, "port", self._change), (far, near, "dialler", None))
-            for source, target, to, change in ways:
-                threading.Thread(
-                    target=self._pass, args=(source, target, to, change), daemon=True
-                ).start()
+            threading.Thread(target=self._carry, args=(near, far), daemon=True).start()
+
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        """Pass on what comes from both ends until both have ended, and close both."""
+        back = threading.Thread(target=self._pass, args=(far, near, "dialler", None), daemon=True)
+        with near, far:
+            back.start()
+            self._pass(near, target=far, to="port", change=self._change)
+            back.join()
 
     def _pass(
         self,
