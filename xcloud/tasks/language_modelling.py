@@ -578,6 +578,10 @@ class LanguageModelling(TextTask):
         texts = [cell for cell, *_ in rows if cell and cell.strip()]
         return Rows(num_rows=len(texts), texts={TEXT: texts}, num_empty=len(rows) - len(texts))
 
+    def useless_of(self, rows: Rows) -> Mapping[int, str]:
+        """Return the numbers of the rows of which nothing can be learned, with the reason."""
+        return {}
+
     def check_tables(self, tables: SplitTables) -> None:
         every = [table for parts in tables.tables.values() for table in parts[""]]
         kinds = set[bool]()
@@ -596,7 +600,9 @@ class LanguageModelling(TextTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.find()
         self.check_tables(tables)
-        corpus = self.arrange(tables, rows_of=self.rows_of, used=self.used_keys)
+        corpus = self.arrange(
+            tables, rows_of=self.rows_of, used=self.used_keys, useless_of=self.useless_of
+        )
         every = [table for parts in tables.tables.values() for table in parts[""]]
         if self.column is None and any({TEXT, MESSAGES} <= table.seen.keys() for table in every):
             said = "messages are learned, and texts beside them are not (task.column chooses)"
@@ -671,6 +677,8 @@ class LanguageData(View[LanguageModelling]):
                     by_split = cuts.setdefault(f"{name} left out: {why}", {})
                     by_split[split] = Cut(num=num, of=found.num, setting="they teach nothing")
                 remarks += found.remarks
+            for why, of_splits in corpus.useless.items():
+                cuts[f"{task.unit(corpus.splits['train'])} left out: {why}"] = {**of_splits}
             if self._tokenizer.writes_date:
                 remarks.append(f"the chat template writes the date {task.date} (task.date)")
         sizes = {split: len(samples) for split, samples in self._documents.items()}

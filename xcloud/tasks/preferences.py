@@ -56,6 +56,8 @@ BEGINNING = 3  # words of a review that make a prompt
 
 EMPTY = "an answer is empty"
 EQUAL = "both answers are equal"
+SAME_TOKENS = "both answers are the same tokens"
+UNANSWERED = "an answer has no message of the role 'assistant'"
 MIRRORED = "the same pair stands there the other way round, too"
 
 
@@ -103,6 +105,12 @@ class Preferences(LanguageModelling):
         texts = {name: list(column) for name, column in zip(COLUMNS, columns, strict=True)}
         return Rows(num_rows=len(pairs), texts=texts)
 
+    def useless_of(self, rows: Rows) -> dict[int, str]:
+        pairs = _pairs(rows)
+        said = {_words(pair, swapped=False) for pair in pairs}
+        reasons = ((number, _useless(pair, said=said)) for number, pair in enumerate(pairs))
+        return {number: reason for number, reason in reasons if reason is not None}
+
     def check_tables(self, tables: SplitTables) -> None:
         for parts in tables.tables.values():
             for table in parts[""]:
@@ -117,18 +125,13 @@ class Preferences(LanguageModelling):
     ) -> tuple[list[list[Document]], Fitted]:
         """Return the two documents of each pair that fits whole; a part of an answer says nothing
         of which is better."""
-        pairs = [Pair(*of) for of in zip(*(rows.texts[name] for name in COLUMNS), strict=True)]
+        pairs = _pairs(rows)
         chats = [chat for pair in pairs if isinstance(pair.prompt, list) for chat in _chats(pair)]
         remarks = tokenizer.check_is_written(chats, where=where)
-        said = {_words(pair, swapped=False) for pair in pairs}
         useless = Counter[str]()
         num_long = 0
         samples = []
         for number, pair in enumerate(pairs):
-            reason = _useless(pair, said=said)
-            if reason is not None:
-                useless[reason] += 1
-                continue
             place = f"{where}, pair {number + 1}"
             both = [
                 _document(tokenizer, pair=pair, answer=answer, where=place)
@@ -138,7 +141,7 @@ class Preferences(LanguageModelling):
             if not (fits and all(any(document.learned[1:]) for document in both)):
                 num_long += 1
             elif both[0].ids == both[1].ids:
-                useless[EQUAL] += 1
+                useless[SAME_TOKENS] += 1
             else:
                 samples.append([document._replace(number=number) for document in both])
         if not samples:
@@ -161,12 +164,15 @@ class Preferences(LanguageModelling):
 
     def test_chats(self, num: int) -> list[Chat]:
         """Return the first chats of the test set, each with the chosen answer."""
-        texts = self.read(frozenset({"text"})).splits["test"].texts
-        every = zip(*(texts[name][:num] for name in COLUMNS), strict=True)
-        return [_chats(Pair(*of))[0] for of in every]
+        pairs = _pairs(self.read(frozenset({"text"})).splits["test"])
+        return [_chats(pair)[0] for pair in pairs[:num]]
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> PreferenceData:
         return PreferenceData(task=self, corpus=corpus, fields=fields)
+
+
+def _pairs(rows: Rows) -> list[Pair]:
+    return [Pair(*of) for of in zip(*(rows.texts[name] for name in COLUMNS), strict=True)]
 
 
 def _cells(table: RowTable) -> Iterator[dict[str, Any]]:
@@ -269,6 +275,8 @@ def _useless(pair: Pair, said: Collection[str]) -> str | None:
     if answers[0] == answers[1]:
         return EQUAL
     for answer in answers:
+        if not isinstance(answer, str) and all(one["role"] != "assistant" for one in answer):
+            return UNANSWERED
         texts = (
             [answer]
             if isinstance(answer, str)

@@ -22,7 +22,7 @@ from pydantic import Field
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Leads, Positive, settings
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import SPLITS, Split
+from xcloud.contracts.model import SPLITS, Cut, Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
 Text = Annotated[str, Field(min_length=1)]
@@ -80,8 +80,10 @@ class Corpus:
     agreed: the facts that must be equal in all clouds besides row counts. They contain no private
         text.
     further: texts that belong to no row, by column.
-    train_set: all rows of the training set, before some were held out of it or a sample was
-        drawn.
+    train_set: all rows of the training set that teach something, before some were held out of it
+        or a sample was drawn.
+    useless: the rows that were left out because they teach nothing, by reason and split. They are
+        left out first: chance would else fill a small dev set with them.
     """
 
     splits: Mapping[Split, Rows]
@@ -89,6 +91,7 @@ class Corpus:
     agreed: Mapping[str, object] = field(default_factory=dict)
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
     train_set: Rows = Rows(num_rows=0, texts={})
+    useless: Mapping[str, Mapping[Split, Cut]] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[Split, int]:
@@ -375,6 +378,7 @@ class Source(ABC):
         rows_of: Callable[[RowTable], Rows],
         used: Callable[[RowTable], Collection[str]],
         dev_as_test: bool = False,
+        useless_of: Callable[[Rows], Mapping[int, str]] = lambda _: {},
     ) -> Corpus:
         """Read all three splits, with a remark for each one held out of train or sampled, and
         for its rows that are not used. Parts are sampled equally and interleaved, so that a prefix
@@ -384,6 +388,8 @@ class Source(ABC):
             this rank does not see.
         dev_as_test: if there is no test set, the dev set becomes the test set, and dev is held out
             of train, so that nothing is tuned on the reported scores.
+        useless_of: a function that returns the numbers of the rows of which nothing can be
+            learned, each with the reason.
 
         Rows with the same cell in a column "group" are held out together.
         """
@@ -397,10 +403,16 @@ class Source(ABC):
         remarks = list(tables.remarks)
         every = (table for of in tables.tables.values() for table in chain(*of.values()))
         remarks += unread_keys(every, used=used)
-        train = splits["train"][""]
         for split in (split for split in SPLITS if split in splits):
             if num := sum(rows.num_empty for rows in splits[split].values()):
                 remarks.append(f"{split}: {num:,} empty texts left out")
+        useless: dict[str, dict[Split, Cut]] = {}
+        for split, parts in splits.items():
+            splits[split] = {
+                part: self._useful(rows, split, useless_of(rows), useless)
+                for part, rows in parts.items()
+            }
+        train = splits["train"][""]
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
             remarks.append("test: the dev set, as there is no labelled test set")
@@ -436,8 +448,30 @@ class Source(ABC):
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn
         return Corpus(
-            splits=result, remarks=remarks, agreed=agreed, further=tables.further, train_set=train
-        )
+            splits=result, remarks=remarks, agreed=agreed, further=tables.further, train_set=train,
+            useless=useless,
+        )  # fmt: skip
+
+    def _useful(
+        self,
+        rows: Rows,
+        split: Split,
+        reasons: Mapping[int, str],
+        useless: dict[str, dict[Split, Cut]],
+    ) -> Rows:
+        """Return the rows without those that have a reason to be left out, which are counted in
+        `useless`. Raises DataError if none is left."""
+        if not reasons:
+            return rows
+        for reason, num in Counter(reasons.values()).items():
+            cut = Cut(num=num, of=rows.num_rows, setting="they teach nothing")
+            useless.setdefault(reason, {})[split] = cut
+        if len(reasons) == rows.num_rows:
+            said = "; ".join(f"{num:,}: {why}" for why, num in Counter(reasons.values()).items())
+            raise DataError(
+                f"{self.where}: none of {rows.num_rows:,} rows of {split} can be learned: {said}"
+            )
+        return rows.take([i for i in range(rows.num_rows) if i not in reasons])
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
         """Return row numbers of train for each missing split and, last, for what remains of it."""
