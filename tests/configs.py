@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import hashlib
+import marshal
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,40 +13,52 @@ from unittest import mock
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from xcloud.base.overrides import for_hydra, groups_of
+from xcloud.base.overrides import for_hydra, groups_of, read, sets_value
 from xcloud.experiment import Experiment
 from xcloud.job import config as configs
 
+SHARED_FOLDER = "XCLOUD_TESTS_COMPOSED"  # the environment variable that conftest.py sets
 CONF = Path(__file__).parent.parent / "conf"
-
-
-PLAIN_VALUE = re.compile(r"([a-z][\w.]*)=[\w.-]+")
 
 
 def composed(*overrides: str) -> DictConfig:
     """A copy of its own. Composing takes a quarter of a second, so Hydra does it once for equal
-    choices of groups; plain values are set afterwards, as Hydra would (tests/test_conf.py)."""
-    values = [one for one in overrides if is_plain_value(one)]
+    choices of groups; values are set afterwards, as Hydra would (tests/test_conf.py)."""
+    values = [one for one in overrides if is_value(one)]
     config = by_hydra(*(one for one in overrides if one not in values)).copy()
-    for key, value in (one.split("=", 1) for one in values):
-        OmegaConf.update(config, key, OmegaConf.from_dotlist([f"value={value}"]).value)
+    for found in map(read, values):
+        OmegaConf.update(config, found.key_or_group, found.value(), merge=True, force_add=True)
     return config
 
 
-def is_plain_value(override: str) -> bool:
-    match = PLAIN_VALUE.fullmatch(override)
-    return match is not None and not (CONF / match[1]).is_dir()
+def is_value(word: str) -> bool:
+    """Return whether a word sets a value that is no mapping, and chooses and deletes nothing."""
+    found = read(word)
+    if found is None or found.is_delete() or found.is_sweep_override():
+        return False
+    is_plain = not isinstance(found.value(), dict) and not found.key_or_group.endswith("_target_")
+    return is_plain and sets_value(found, is_group=groups_of(CONF))
 
 
 @cache
 def by_hydra(*overrides: str) -> DictConfig:
-    """With the defaults of classes, as a run has them. Reads each file once."""
+    """With the defaults of classes, as a run has them. Reads each file once. What one process of
+    xdist has composed the others read from its file."""
+    shared = os.environ.get(SHARED_FOLDER)
+    file = Path(shared, hashlib.sha256(repr(overrides).encode()).hexdigest()) if shared else None
+    if file is not None and file.exists():
+        return OmegaConf.create(marshal.loads(file.read_bytes()))
     with (
         initialize_config_dir(str(CONF), version_base="1.3"),
         mock.patch.object(OmegaConf, "load", lambda file: read_once(file.name).copy()),
     ):
         found = compose("config", overrides=for_hydra(overrides, groups_of(CONF)))
-    return OmegaConf.create(configs.fill_in(OmegaConf.to_container(found)))
+    config = configs.fill_in(OmegaConf.to_container(found))
+    if file is not None:
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(marshal.dumps(config))
+        part.replace(file)
+    return OmegaConf.create(config)
 
 
 @cache

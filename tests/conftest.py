@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -46,6 +48,12 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 MAX_PROCESSES = 8
+
+
+@functools.cache
+def composed_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make the folder of configs that all processes of xdist share (`configs.by_hydra`)."""
+    return tempfile.TemporaryDirectory(prefix="xcloud-composed-")
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +146,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["dist"] = node.config.option.dist
+    node.workerinput["composed"] = composed_folder().name
     node.workerinput["whole"] = node.config.args_source is not pytest.Config.ArgsSource.ARGS
     if sys.platform == "linux":
         node.workerinput["warm_ranks"] = warm_ranks.address()
@@ -155,6 +164,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     a share of what a fresh installation has not compiled yet, and finds the shares of others."""
     gc.disable()
     about = getattr(session.config, "workerinput", {})
+    if about:
+        os.environ["XCLOUD_TESTS_COMPOSED"] = about["composed"]
     if about.get("whole"):
         number = int(about["workerid"].removeprefix("gw"))
         importlib.import_module(LARGEST_LIBRARIES[number % len(LARGEST_LIBRARIES)])
