@@ -1,7 +1,8 @@
-"""What the line between two owners carries, beside bare TLS and gloo in the same sitting.
+"""What the line between two owners carries, beside bare TLS and gloo in the same sitting, and
+through a relay on the receiver's host.
 
     python -m benchmarks.bench_line [--mbit 0 100] [--rtt-ms 0 100] [--frame-bytes 1000000]
-        [--carriers line tls gloo] [--seconds 6] [--rounds 1] [--json FILE]
+        [--carriers line relay tls gloo] [--seconds 6] [--rounds 1] [--json FILE]
 
 One process sends frames as fast as it may for so many seconds, another takes them. --mbit 0: no
 limit, on this machine's loopback; else in two network namespaces over a delaying line
@@ -40,9 +41,10 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside,
 from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.line.connection import Stream
 from xcloud.line.hello import RUN_BYTES, StreamName
-from xcloud.line.keys import make_key, read_line_keys
+from xcloud.line.keys import LineKeys, make_key, read_line_keys
 from xcloud.line.line_state import LineState
 from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
@@ -52,8 +54,10 @@ from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEn
 from xcloud.net.link_profile import LinkWindow, line_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRIERS = ("line", "tls", "gloo")
+CARRIERS = ("line", "relay", "tls", "gloo")
 PORT = 29590
+RELAY_PORT = 29591
+LABEL = "bench"
 RUN = bytes(RUN_BYTES)
 NAME = StreamName("bulk", "cloud_a", sender=0, receiver_cloud="cloud_b", receiver=1)
 KEYS = {"sender": ("cloud_a", "cloud_b"), "receiver": ("cloud_b", "cloud_a")}
@@ -131,8 +135,12 @@ def measure(job: dict[str, Any], hosts: Sequence[str] | None, mbit: float) -> di
         )
         for prefix, side in zip(prefixes, KEYS, strict=True)
     ]  # fmt: skip
+    if job["carrier"] == "relay":
+        listen = ("--listen", f"{address}:{RELAY_PORT}")
+        command = [*prefixes[1], sys.executable, "-m", "xcloud", "relay", *listen]
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
     try:
-        for process, side in zip(processes, KEYS, strict=True):
+        for process, side in zip(processes, KEYS, strict=False):
             if process.wait(timeout=600):
                 sys.exit(f"the {side} ended with {process.returncode}: {job}")
         answers = [json.loads(answer_file(job, side).read_text()) for side in KEYS]
@@ -166,7 +174,7 @@ def answer_file(job: dict[str, Any], side: str) -> Path:
 
 def run_end(job: dict[str, Any]) -> None:
     """Be the sender or the receiver, and leave what this end has seen in a file."""
-    carry = {"line": over_line, "tls": over_tls, "gloo": over_gloo}[job["carrier"]]
+    carry = {"tls": over_tls, "gloo": over_gloo}.get(job["carrier"], over_line)
     arrived_s: list[float] = []
     before_s = [0.0]
 
@@ -186,7 +194,11 @@ def cpu_s() -> float:
 
 def over_line(job: dict[str, Any], start: Callable[[], None], arrived_s: list[float]) -> None:
     tls = pinned(job)
-    address = (job["address"], PORT)
+    address: tuple[str, int] | Meeting = (job["address"], PORT)
+    if job["carrier"] == "relay":
+        keys, peer = keys_of(job)
+        relay = (job["address"], RELAY_PORT)
+        address = Meeting(relay, rooms=rooms_of(keys, cloud=peer, label=LABEL))
     way: Way
     if job["side"] == "receiver":
         way = Listener(address, tls, "cloud_b", rank=1, run=RUN, attempt=1)
@@ -257,9 +269,15 @@ def dialled(address: tuple[str, int]) -> socket.socket:
 
 
 def pinned(job: dict[str, Any]) -> PinnedTls:
+    keys, _ = keys_of(job)
+    return PinnedTls(keys, LABEL)
+
+
+def keys_of(job: dict[str, Any]) -> tuple[LineKeys, str]:
+    """Return the keys of an end's cloud, and the name of the other cloud."""
     me, peer = KEYS[job["side"]]
     policy = Path(job["folder"]) / "policy.yaml"
-    return PinnedTls(read_line_keys(me, {peer: [f"{peer}.pem"]}, policy_file=policy), "bench")
+    return read_line_keys(me, {peer: [f"{peer}.pem"]}, policy_file=policy), peer
 
 
 def window(job: dict[str, Any]) -> LinkWindow:

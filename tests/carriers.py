@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from tests.line_links import RUN, Proxy, dialler, listener, stream
+from tests.line_links import LABEL, RUN, Proxy, dialler, listener, relay_running, stream
 from tests.nightly import NIGHTLY
 from tests.owners import folder_of_keys, keys_of
 from tests.s3_server import BUCKET, needs_s3, s3_server
@@ -44,9 +44,11 @@ from xcloud.line.hello import StreamName
 from xcloud.line.line_state import LineState
 from xcloud.line.mailbox import ObjectStore
 from xcloud.line.mailbox_lines import MailboxLines
+from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.transport import SealedPlace
-from xcloud.line.ways import Listener, Way
+from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
 from xcloud.net.gloo_pair import Pair, Transfer
@@ -195,10 +197,9 @@ class Sealed(Carrier):
             )
         way: Way
         if (end == "out") is self.out_listens:
-            way = self._listener = listener(attempt=attempt)
-            self._proxy.target = way.port
+            way = self._listener = self.listens(attempt)
         else:
-            way = dialler(self._proxy.port)
+            way = self.dials()
         given = {
             "attempt": attempt, "reconnect_s": RECONNECT_S, "on_lost": self.lost.append,
             "first_within_s": MEETING_S, "num_connections": 2, "run": RUN,
@@ -209,6 +210,14 @@ class Sealed(Carrier):
         else:
             made = stream(way, name, state=self.incoming_state, **given)
             self.incoming = StreamInLink(made, self.settings(end))
+
+    def listens(self, attempt: int) -> Listener:
+        made = listener(attempt=attempt)
+        self._proxy.target = made.port
+        return made
+
+    def dials(self) -> Way:
+        return dialler(self._proxy.port)
 
     def kill(self, end: End) -> None:
         killed = self.out if end == "out" else self.incoming
@@ -260,6 +269,32 @@ class SealedFromDialler(Sealed):
 
     name = "sealed, the sender dials"
     out_listens = False
+
+
+class Relayed(Sealed):
+    """A sealed line through a relay that both dial, the dialling rank through the proxy."""
+
+    name = "sealed, through a relay"
+    marks = NIGHTLY
+
+    def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
+        super().__init__(folder, window=window)
+        self._held = ExitStack()
+        self._relay = self._held.enter_context(relay_running())
+        self._proxy.target = self._relay
+
+    def listens(self, attempt: int) -> Listener:
+        return listener(self._relay, attempt=attempt)
+
+    def dials(self) -> Way:
+        keys = keys_of("cloud_b", ["cloud_a"])
+        rooms = rooms_of(keys, cloud="cloud_a", label=LABEL)
+        meeting = Meeting(("127.0.0.1", self._proxy.port), rooms=rooms)
+        return Dialler(meeting, cloud="cloud_a", tls=PinnedTls(keys, label=LABEL))
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
 
 
 class _Paced:
@@ -513,6 +548,7 @@ CARRIERS: list[type[Carrier]] = [
     Gloo,
     Sealed,
     SealedFromDialler,
+    Relayed,
     MailboxFolder,
     MailboxInMemory,
     MailboxOverS3,

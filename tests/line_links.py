@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import threading
@@ -11,10 +12,12 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from tests.owners import keys_of
+from xcloud.launch.relay import Bounds, Relay
 from xcloud.line.connection import Stream
 from xcloud.line.hello import StreamName
 from xcloud.line.line_state import LineState
 from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.link_end import InSettings, OutSettings
@@ -171,10 +174,55 @@ def stream(
     return Stream(name, way=way, state=state, **settings)  # type: ignore[arg-type]
 
 
-def listener(**changed: object) -> Listener:
+def listener(relay: int | None = None, **changed: object) -> Listener:
+    """relay: the port of a relay on this machine at which it waits. None: at a port of its own."""
     settings = {"cloud": "cloud_a", "rank": 0, "run": RUN, "attempt": 1, **changed}
-    tls = PinnedTls(keys_of("cloud_a", ["cloud_b"]), LABEL)
-    return Listener(("127.0.0.1", 0), tls, **settings)  # type: ignore[arg-type]
+    keys = keys_of("cloud_a", ["cloud_b"])
+    at: tuple[str, int] | Meeting = ("127.0.0.1", 0)
+    if relay is not None:
+        at = Meeting(("127.0.0.1", relay), rooms=rooms_of(keys, cloud="cloud_b", label=LABEL))
+    return Listener(at, PinnedTls(keys, LABEL), **settings)  # type: ignore[arg-type]
+
+
+class _Relay(Relay):
+    """A relay that can be ended within its process."""
+
+    def __init__(self, bounds: Bounds | None) -> None:
+        super().__init__(bounds)
+        self.writers = set[asyncio.StreamWriter]()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        await super()._serve(reader, writer)
+        self.writers.discard(writer)
+
+
+@contextmanager
+def relay_running(bounds: Bounds | None = None, port: int = 0) -> Iterator[int]:
+    """Give the port of a relay that runs in a thread; its end resets all whom it serves."""
+    loop = asyncio.new_event_loop()
+    relay = _Relay(bounds)
+    server = loop.run_until_complete(relay.listen("127.0.0.1", port))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def end() -> None:
+        loop.remove_reader(server.sockets[0].fileno())
+        await asyncio.sleep(0.01)  # who is half accepted when a server closes is never closed
+        server.close()
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            for writer in relay.writers:
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # sockets are closed a turn later
+
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(10.0)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10.0)
+        loop.close()
 
 
 def dialler(port: int, me: str = "cloud_b", peer: str = "cloud_a") -> Dialler:

@@ -50,7 +50,10 @@ def layout(wan: Any = "sealed", **more: Any) -> ClusterLayout:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, r"'a' and 'b', so one of them must .* cluster\.clouds\.a\.address=HOST:PORT"),
+        ({}, r"'a' and 'b', so one .*\.a\.address=HOST:PORT; or both .* cluster\.relay=H"),
+        ({"relay": A, "wan": "real"}, r"cluster\.relay is for sealed lines: set cluster/wan=seal"),
+        ({"relay": A, "b": A}, r"every line here has a cloud with one: leave cluster\.relay out"),
+        ({"relay": "host"}, r"cluster\.relay is 'host', but must be HOST:PORT"),
         ({"a": A, "wan": "real"}, r"address is for sealed lines: set cluster/wan=sealed"),
         ({"a": "host"}, r"a\.address is 'host', but must be HOST:PORT"),
         ({"a": "::1:7000"}, "must be HOST:PORT"),

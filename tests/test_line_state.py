@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from xcloud.base import terminal
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.line import line_state
-from xcloud.line.line_state import Course, LineState, OnceAMinute
+from xcloud.line.line_state import Course, LineState
 from xcloud.net.peer import Peer
 
 
@@ -21,6 +22,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(line_state, "time", made)
+    monkeypatch.setattr(terminal, "time", made)
     return made
 
 
@@ -113,7 +115,7 @@ def test_once_what_matters_is_done_the_end_of_a_connection_is_no_cut(clock: Cloc
 
 def test_a_reason_is_said_once_a_minute_and_a_stranger_fills_no_memory(clock: Clock) -> None:
     said: list[str] = []
-    speaks = OnceAMinute(said.append)
+    speaks = terminal.OnceAMinute(said.append)
     speaks("a", reason="1")
     speaks("b", reason="1")
     clock.now_s += 61.0

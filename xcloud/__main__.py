@@ -47,6 +47,7 @@ launch.join.main | join experiment.yaml --cloud cloud_a \
     | start this cloud's ranks of a run with another owner's cloud
 job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
     | write a policy under which this cloud runs that file and no other
+launch.relay.main | relay | carry sealed lines between owners who both dial this machine
 line.keys.main | keys new cloud_a | make the key of this cloud, or show whose a key is
 job.approval.main | approve experiment.yaml \
     | show what an experiment file asks of this cloud and its number; approve it

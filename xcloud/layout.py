@@ -204,6 +204,16 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _checked_address(where: str, address: str) -> int:
+    """Return the port of an address. Raises ConfigError naming the setting `where`."""
+    try:
+        return host_and_port(address)[1]
+    except ValueError:
+        raise ConfigError(
+            f"{where} is {address!r}, but must be HOST:PORT, such as 192.0.2.7:7000"
+        ) from None
+
+
 def check_machines(num_ranks: int, num_machines: int, where: str) -> None:
     """Raise ConfigError unless each machine of a cloud gets as many of its ranks. where: the
     setting that says how many machines there are."""
@@ -285,9 +295,14 @@ class Placement:
 
 @settings("cluster")
 class ClusterLayout(Layout):
-    """The clouds that hold the stages of a pipeline, each stage once in every replica."""
+    """The clouds that hold the stages of a pipeline, each stage once in every replica.
+
+    relay: HOST:PORT of an `xcloud relay` that clouds of two owners dial, of which neither has an
+        address (cluster/wan=sealed).
+    """
 
     clouds: Mapping[str, Cloud]
+    relay: LineAddress | None = None
 
     def __post_init__(self) -> None:
         self._check_clouds()
@@ -340,18 +355,17 @@ class ClusterLayout(Layout):
         """Raise ConfigError for an address that cannot be, and for settings without meaning where
         clouds have several owners."""
         given = {name: cloud.addresses for name, cloud in self.clouds.items() if cloud.addresses}
+        if self.relay is not None:
+            if self.wan != "sealed":
+                raise ConfigError("cluster.relay is for sealed lines: set cluster/wan=sealed")
+            _checked_address("cluster.relay", address=self.relay)
         for name, addresses in given.items():
             where = f"cluster.clouds.{name}.address"
             if self.wan != "sealed":
                 raise ConfigError(f"{where} is for sealed lines: set cluster/wan=sealed")
             check_machines(self.clouds[name].num_ranks, num_machines=len(addresses), where=where)
             for address in addresses:
-                try:
-                    _, port = host_and_port(address)
-                except ValueError:
-                    raise ConfigError(
-                        f"{where} is {address!r}, but must be HOST:PORT, such as 192.0.2.7:7000"
-                    ) from None
+                port = _checked_address(where, address=address)
                 last = port + self.clouds[name].num_ranks // len(addresses) - 1
                 if last > _MAX_PORT:
                     raise ConfigError(
@@ -382,12 +396,23 @@ class ClusterLayout(Layout):
         each cloud has its replica and its stages."""
         if self.wan != "sealed":
             return
-        for here, there in self.lines:
-            if not (self.clouds[here].addresses or self.clouds[there].addresses):
-                raise ConfigError(
-                    f"there is a line between clouds {here!r} and {there!r}, so one of them must "
-                    f"say where the other reaches it: cluster.clouds.{here}.address=HOST:PORT"
-                )
+        relayed = [pair for pair in self.lines if self.is_relayed(*pair)]
+        if self.relay is None and relayed:
+            here, there = relayed[0]
+            raise ConfigError(
+                f"there is a line between clouds {here!r} and {there!r}, so one of them must "
+                f"say where the other reaches it: cluster.clouds.{here}.address=HOST:PORT; or "
+                "both dial a relay: cluster.relay=HOST:PORT"
+            )
+        if self.relay is not None and not relayed:
+            raise ConfigError(
+                "cluster.relay joins clouds without an address, and every line here has a cloud "
+                "with one: leave cluster.relay out"
+            )
+
+    def is_relayed(self, here: str, there: str) -> bool:
+        """Return whether the line between two clouds needs a relay: neither has an address."""
+        return not (self.clouds[here].addresses or self.clouds[there].addresses)
 
     @property
     def lines(self) -> list[tuple[str, str]]:

@@ -10,10 +10,17 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 # A newline and a tab are the only control characters that belong into a text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+_SAY_AGAIN_S = 60.0
+_MAX_REASONS = 100
+"""Strangers choose some of the reasons: they do not fill the memory."""
 
 
 def printable(text: object) -> str:
@@ -29,6 +36,27 @@ def say(text: object, error: bool = False, end: str = "\n") -> None:
     """Print a text that may hold what came from elsewhere, in one write."""
     stream = sys.stderr if error else sys.stdout
     print(printable(text) + end, end="", file=stream, flush=True)
+
+
+class OnceAMinute:
+    """Says a text, unless it has said one for the same reason less than a minute ago."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._said_at_s: dict[str, float] = {}  # by reason
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str, reason: str | None = None) -> None:
+        """reason: the text itself by default."""
+        reason = reason or text
+        now_s = time.monotonic()
+        with self._lock:
+            if now_s - self._said_at_s.get(reason, float("-inf")) < _SAY_AGAIN_S:
+                return
+            if len(self._said_at_s) >= _MAX_REASONS:
+                self._said_at_s.clear()
+            self._said_at_s[reason] = now_s
+        self._say(text)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

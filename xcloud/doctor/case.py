@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.join import ALONE, Machine
-from xcloud.layout import ClusterLayout
+from xcloud.layout import ClusterLayout, host_and_port
+from xcloud.line.keys import LineKeys
 from xcloud.line.mailbox import Mailbox
+from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.security.policy import Policy
 
 
@@ -61,12 +65,24 @@ class Case:
         others = [name for name in self.layout.clouds if name != self.cloud]
         return [other for other in others if {self.cloud, other} in joined]
 
-    @property
-    def own_address(self) -> tuple[str, int]:
-        """Return the host and port at which the first rank of this machine is dialled."""
+    def listens_at(self, keys: LineKeys, label: str) -> tuple[str, int] | Meeting:
+        """Return where the first rank of this machine waits for peers that dial."""
         address = self.layout.address_of(self.machine.ranks_of(self.layout, self.cloud)[0])
-        assert address is not None, "a cloud that is dialled has an address"
-        return address
+        if address is not None:
+            return address
+        return self._meeting(keys, [one for one in keys.peers if not self.dials(one)], label)
+
+    def dialled_at(self, keys: LineKeys, peer: str, label: str) -> list[tuple[str, int] | Meeting]:
+        """Return where this cloud dials the machines of a peer."""
+        addresses = self.layout.clouds[peer].addresses
+        if addresses:
+            return [host_and_port(address) for address in addresses]
+        return [self._meeting(keys, peers=[peer], label=label)]
+
+    def _meeting(self, keys: LineKeys, peers: Sequence[str], label: str) -> Meeting:
+        assert self.layout.relay is not None, "the layout has been checked"
+        rooms = [rooms_of(keys, cloud=peer, label=label) for peer in peers]
+        return Meeting(host_and_port(self.layout.relay), rooms=tuple(chain.from_iterable(rooms)))
 
     def dials(self, peer: str) -> bool:
         """Return whether this cloud dials a peer, which else dials this machine."""

@@ -23,10 +23,10 @@ from xcloud.doctor.case import Case
 from xcloud.doctor.finding import Finding, ok, red, warn
 from xcloud.doctor.talk import Facts, LineFigures, follow, lead
 from xcloud.job.compared import as_text, digest_of
-from xcloud.layout import host_and_port
 from xcloud.line.hello import RUN_BYTES, Hello, StreamName
 from xcloud.line.keys import LineKeys
 from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
+from xcloud.line.relayed import Meeting
 from xcloud.line.ways import FAST_LINE, Dialler, Listener, Way, num_connections, stream_bytes
 from xcloud.net.link_end import ignore
 
@@ -123,8 +123,8 @@ def check_lines(
         for peer in keys.peers:
             turn = threading.Lock()
             if case.dials(peer):
-                for number, address in enumerate(case.layout.clouds[peer].addresses):
-                    dialler = Dialler(address=host_and_port(address), cloud=peer, tls=tls)
+                for number, address in enumerate(case.dialled_at(keys, peer=peer, label=_LINE)):
+                    dialler = Dialler(address=address, cloud=peer, tls=tls)
                     trials.append(
                         LineTrial(
                             case=case,
@@ -136,7 +136,7 @@ def check_lines(
                         )
                     )
                 continue
-            at = listen or case.own_address
+            at = listen or case.listens_at(keys, label=_LINE)
             try:
                 listener = listener or Listener(
                     address=at,
@@ -181,11 +181,14 @@ def own_facts(digest: str) -> Facts:
 def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[Finding]:
     cloud = trial.peer
     addresses = case.layout.clouds[cloud if trial.dials else case.cloud].addresses
-    where = addresses[trial.machine if len(addresses) > 1 else 0]
+    relay = f"the relay {case.layout.relay}"
+    where = addresses[trial.machine if len(addresses) > 1 else 0] if addresses else relay
     peer = cloud  # as findings name it
     fact = f"{cloud} dials {where}"
     words = ""
-    if trial.dials:
+    if not addresses:
+        fact = f"both clouds dial {where}"
+    elif trial.dials:
         fact = f"this cloud dials {where}"
         if len(addresses) > 1:
             peer = f"{cloud} at {where}"
@@ -218,7 +221,9 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
     yield _bandwidth(peer, found=found)
     yield _connections(peer, found=found)
     yield _control(peer, used=trial.congestion_control)
-    out, back = (num_bytes // len(addresses) for num_bytes in bytes_per_step(case, peer=cloud))
+    out, back = (
+        num_bytes // max(1, len(addresses)) for num_bytes in bytes_per_step(case, peer=cloud)
+    )
     yield _step(peer, out=out, back=back, found=found)
 
 
@@ -347,7 +352,8 @@ def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
     return out, back
 
 
-def _cannot_listen(peer: str, at: tuple[str, int], error: OSError) -> Finding:
+def _cannot_listen(peer: str, at: tuple[str, int] | Meeting, error: OSError) -> Finding:
+    assert not isinstance(at, Meeting), "who meets at a relay opens no port"
     host, port = at
     reason = (error.strerror or str(error)).partition(" (while")[0]
     return red(

@@ -104,6 +104,8 @@ def _described(settings: Settings) -> Iterator[str]:
     yield f"{'keeps':<10}{'; '.join(_kept(settings))}"
     join_h = job.cluster.liveness.join_within_s / 3600
     waits = f"ports open for up to {join_h:g} h until all have joined"
+    if value_at(job, "cluster.relay") is not None:
+        waits = f"a relay that clouds dial, for up to {join_h:g} h until all have joined"
     if job.cluster.wan == "sealed":
         waits += f", then up to {job.cluster.reconnect_s:g} s after each cut"
     if isinstance(job.cluster.wan, Mailbox):
@@ -153,6 +155,9 @@ def _lines(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     """Yield where clouds listen on sealed lines, and are dialled by the others."""
     for lead in leads_of(plain, may_import=lambda target: target in constructors()):
         if lead.to == "line":
+            if lead.where == "cluster.relay":
+                yield f"{'dials':<10}{lead.value} (relay)"
+                continue
             cloud = lead.where.removeprefix("cluster.clouds.").rpartition(".")[0]
             is_own = cloud == me
             yield f"{'listens at' if is_own else 'dials':<10}{lead.value} ({cloud})"

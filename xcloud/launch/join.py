@@ -234,6 +234,10 @@ def join(
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     ranks = machine.ranks_of(layout, cloud)
     check_peers(layout, cloud=cloud)
+    if listen is not None and not layout.clouds[cloud].addresses:
+        raise ConfigError(
+            f"--listen is for a cloud that others dial, and cluster.clouds.{cloud} has no address"
+        )
     if isinstance(layout.wan, Mailbox) and local_folder(layout.wan.url):
         # Said here, it is said once, before anything is loaded. A bucket's library would start
         # threads in this process, and is left to the ranks.
@@ -302,7 +306,9 @@ def _lines_in_words(layout: ClusterLayout, cloud: str, ranks: Sequence[int]) -> 
         return f"cloud {cloud}: the mailbox {layout.wan.url}"
     texts = []
     for there in layout.lines_of(cloud):
-        if layout.listener_of(cloud, there=there) == cloud:
+        if layout.is_relayed(cloud, there):
+            texts.append(f"it meets {there} at the relay {layout.relay}")
+        elif layout.listener_of(cloud, there=there) == cloud:
             ports = [address[1] for r in ranks if (address := layout.address_of(r))]
             where = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             texts.append(f"{there} dials {where} here")

@@ -198,6 +198,7 @@ def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None)
         host, port = host_and_port(listen)
         listens_at = host, port + int(os.environ.get("LOCAL_RANK", "0"))
     clouds = {name: [cloud.num_ranks, cloud.address] for name, cloud in layout.clouds.items()}
+    relay = None if layout.relay is None else host_and_port(layout.relay)
     return SealedPlace(
         rank=rank,
         num_ranks=layout.num_ranks,
@@ -209,6 +210,7 @@ def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None)
         listens_at=listens_at,
         first_within_s=layout.liveness.join_within_s,
         reconnect_s=layout.reconnect_s,
+        relay=relay,
     )
 
 

@@ -65,6 +65,9 @@ class Door:
     is_known: returns whether a peer has come from an address before; others give way first.
     """
 
+    trouble: str | None = None
+    """Why nobody can come; a door of this machine's own is always there."""
+
     def __init__(
         self,
         listening: socket.socket,

@@ -8,35 +8,12 @@ import time
 from collections.abc import Callable
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
+from xcloud.base.terminal import OnceAMinute
 from xcloud.base.units import human_duration
 from xcloud.net.link_end import ignore
 from xcloud.net.peer import Peer
 
 _SPEAK_AFTER_S = 2.0
-_SPEAK_AGAIN_S = 60.0
-_MAX_REASONS = 100
-"""Strangers choose some of the reasons: they do not fill the memory."""
-
-
-class OnceAMinute:
-    """Says a text, unless it has said one for the same reason less than a minute ago."""
-
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._said_at_s: dict[str, float] = {}  # by reason
-        self._lock = threading.Lock()
-
-    def __call__(self, text: str, reason: str | None = None) -> None:
-        """reason: the text itself by default."""
-        reason = reason or text
-        now_s = time.monotonic()
-        with self._lock:
-            if now_s - self._said_at_s.get(reason, float("-inf")) < _SPEAK_AGAIN_S:
-                return
-            if len(self._said_at_s) >= _MAX_REASONS:
-                self._said_at_s.clear()
-            self._said_at_s[reason] = now_s
-        self._say(text)
 
 
 class LineState:

@@ -17,17 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from typing import Protocol
 
 import torch
 
 from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.terminal import OnceAMinute
 from xcloud.line.connection import Stream
 from xcloud.line.door import CROWDED
 from xcloud.line.hello import Hello, StreamName
 from xcloud.line.keys import LineKeys
-from xcloud.line.line_state import LineState, OnceAMinute
+from xcloud.line.line_state import LineState
 from xcloud.line.pinned_tls import PinnedTls
+from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.line.stream_link import LINGER_S, StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, KnownAttempts, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
@@ -70,6 +73,7 @@ class SealedPlace:
     listener_of: returns which of two clouds listens.
     first_within_s: seconds to wait for a rank that has not come.
     reconnect_s: seconds that a line may be down later.
+    relay: host and port at which ranks of two clouds meet that both have no address.
     """
 
     rank: int
@@ -82,6 +86,7 @@ class SealedPlace:
     listens_at: tuple[str, int] | None
     first_within_s: float
     reconnect_s: float
+    relay: tuple[str, int] | None = None
 
     @property
     def cloud(self) -> str:
@@ -262,21 +267,25 @@ class SealedLines:
         if place.listener_of(place.cloud, there) == place.cloud:
             assert self.listener is not None, "a cloud that listens has an address"
             return self.listener
-        address = place.address_of(peer)
-        assert address is not None, "the layout has been checked"
-        tls = PinnedTls(keys=self._keys, label=place.label_of(peer))
+        label = place.label_of(peer)
+        address: tuple[str, int] | Meeting | None = place.address_of(peer)
+        if address is None:
+            assert place.relay is not None, "the layout has been checked"
+            rooms = rooms_of(self._keys, cloud=there, label=label)
+            address = Meeting(place.relay, rooms=rooms)
+        tls = PinnedTls(keys=self._keys, label=label)
         return Dialler(address=address, cloud=there, tls=tls, attempts=self._attempts)
 
     def _listen(self) -> Listener | None:
         place = self.place
-        address = place.listens_at
+        label = place.label_of(place.rank)
         others = {place.cloud_of(peer) for peer in range(place.num_ranks)} - {place.cloud}
-        if address is None or all(place.listener_of(place.cloud, o) == o for o in others):
+        dial_here = {o for o in others if place.listener_of(place.cloud, o) == place.cloud}
+        if not dial_here or (place.listens_at is None and place.relay is None):
             return None
-        host, port = address
         listen = partial(
             Listener,
-            tls=PinnedTls(keys=self._keys, label=place.label_of(place.rank)),
+            tls=PinnedTls(keys=self._keys, label=label),
             cloud=place.cloud,
             rank=place.rank,
             run=place.run,
@@ -284,6 +293,12 @@ class SealedLines:
             on_refused=self._note_refused,
             attempts=self._attempts,
         )
+        if place.listens_at is None:
+            assert place.relay is not None, "it listens nowhere else"
+            known = [cloud for cloud in sorted(dial_here) if cloud in self._keys.peers]
+            rooms = [rooms_of(self._keys, cloud=cloud, label=label) for cloud in known]
+            return listen(Meeting(place.relay, rooms=tuple(chain.from_iterable(rooms))))
+        host, port = place.listens_at
         until_s = time.monotonic() + _PORT_FREE_WITHIN_S
         while True:
             try:

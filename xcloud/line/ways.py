@@ -1,4 +1,5 @@
-"""How a connection between two clouds comes about: one of the two ranks dials, the other listens.
+"""How a connection between two clouds comes about: one of the two ranks dials, the other listens;
+or both dial a relay (relayed.py), where one of them waits for the other.
 
 What is dialled in from outside is bounded (door.py): who has not said the name of this rank after
 a second is closed, 64 handshakes go on at once, 5 s each and 5 s for a greeting. Only a greeting
@@ -28,9 +29,9 @@ from xcloud.line.hello import (
     read_hello,
 )
 from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
+from xcloud.line.relayed import CONNECT_S, Meeting, RelayDoor
 from xcloud.net.link_end import ignore
 
-CONNECT_S = 2.0
 _BACKLOG = 128
 _MAX_KNOWN = 1000  # addresses
 _NOT_SENT_BYTES = 1 << 19
@@ -126,13 +127,13 @@ class KnownAttempts:
 class Dialler:
     """Dials one rank of another cloud.
 
-    address: host and port of that rank.
+    address: host and port of that rank, or where to meet it.
     attempts: the known attempt of each other cloud. This rank's other ways share it.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | Meeting,
         cloud: str,
         tls: PinnedTls,
         attempts: KnownAttempts | None = None,
@@ -151,11 +152,7 @@ class Dialler:
         is_fixed: bool = False,
     ) -> Connected:
         self._attempts.check(self._cloud)
-        try:
-            plain = socket.create_connection(self._address, timeout=CONNECT_S)
-        except OSError as error:
-            host, port = self._address
-            raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
+        plain = self._dialled()
         tune(plain, is_bulk=is_bulk)
         started_s = time.monotonic()
         tls = self._tls.dial(plain, cloud=self._cloud)
@@ -189,6 +186,18 @@ class Dialler:
     def leave(self, wanted: Hello) -> None:
         """A rank that dials waits for nobody."""
 
+    def _dialled(self) -> socket.socket:
+        try:
+            if isinstance(self._address, Meeting):
+                return self._address.dial()
+            return socket.create_connection(self._address, timeout=CONNECT_S)
+        except LineDown as error:
+            raise LineDown(f"{self._cloud}: {error}") from None
+        except OSError as error:
+            assert not isinstance(self._address, Meeting), "a meeting raises LineDown"
+            host, port = self._address
+            raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
+
     def _refused(self, reason: Refusal) -> None:
         if reason is Refusal.EARLIER_ATTEMPT:
             self._attempts.note_again(self._cloud)
@@ -199,6 +208,7 @@ class Dialler:
 class Listener:
     """Waits for ranks of other clouds to dial this one.
 
+    address: host and port at which it listens, or where it meets them.
     cloud, rank: the cloud and the number of this rank.
     run, attempt: the same values as in a greeting (Hello).
     on_refused: called with a line of text for each connection that was not used.
@@ -209,7 +219,7 @@ class Listener:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | Meeting,
         tls: PinnedTls,
         cloud: str,
         rank: int,
@@ -230,10 +240,14 @@ class Listener:
         self._attempts = attempts or KnownAttempts()
         self.told = set[str]()
         self._known = set[str]()  # addresses from which a peer has come
+        self._is_closed = False
+        self.door: Door | RelayDoor
+        if isinstance(address, Meeting):
+            self.door = RelayDoor(address, greet=self._greet)
+            return
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         listening = socket.create_server(address, family=family, backlog=_BACKLOG)
         self.port: int = listening.getsockname()[1]
-        self._is_closed = False
         self.door = Door(
             listening,
             label=tls.label,
@@ -270,7 +284,8 @@ class Listener:
             )
             self._attempts.check(peer)
             if key not in self._arrived:
-                raise LineDown(f"{peer} has not dialled")
+                trouble = "" if self.door.trouble is None else f"; {self.door.trouble}"
+                raise LineDown(f"{peer} has not dialled{trouble}")
             tls, hello = self._arrived.pop(key)
         try:
             if is_fixed and wanted.of != hello.of:
