@@ -13,10 +13,12 @@ NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
 def first_daily(values: Sequence[Any], count: int) -> list[ParameterSet]:
-    """For pytest.mark.parametrize, the first `count` values, and the others nightly."""
+    """For pytest.mark.parametrize, the first `count` values, and the others nightly. A tuple is a
+    row of several values."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
     return [
-        pytest.param(value, marks=() if place < count else NIGHTLY)
-        for place, value in enumerate(values)
+        pytest.param(*row, marks=() if place < count else NIGHTLY)
+        for place, row in enumerate(rows)
     ]
 
 

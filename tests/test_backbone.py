@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
+from tests.nightly import first_daily
 from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
@@ -154,7 +155,7 @@ def test_settings_are_checked_when_given(change: dict[str, Any], words: str) -> 
 # --- checkpoints of transformers ---
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", first_daily(KINDS, count=3))
 def test_our_output_equals_that_of_transformers(tmp_path: Path, model_type: str) -> None:
     model = saved(tmp_path, model_type)
     found = read_weights(str(tmp_path))

@@ -26,7 +26,7 @@ from tests.causal_models import (
     where,
     words,
 )
-from tests.nightly import first_daily
+from tests.nightly import each_once, first_daily
 from tests.translation_models import IDS
 from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError, DataError
@@ -82,8 +82,9 @@ def test_nothing_leaks_between_the_documents_of_a_sample(tmp_path: Path, kind: s
     assert float(loss_of(stages, batch_of(*joined)).detach()) != pytest.approx(alone, rel=1e-3)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "num_stages"), each_once([False, True], [1, 2, 3], count=3)
+)
 def test_gradients_of_all_weights_are_those_of_the_whole_model(
     tmp_path: Path, num_stages: int, checkpointing: bool
 ) -> None:
@@ -107,7 +108,7 @@ def test_gradients_of_all_weights_are_those_of_the_whole_model(
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", first_daily([*KINDS], count=3))
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=2))
 def test_activation_checkpointing_keeps_less_and_gives_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:
@@ -131,7 +132,7 @@ def test_activation_checkpointing_keeps_less_and_gives_the_same_bits(
     assert any(gradient.any() for gradient in gradients[0])
 
 
-@pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=2))
 def test_a_stage_holds_its_own_parts_only(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +207,7 @@ def test_one_stage_trains_and_exports_tied_words_as_one(tmp_path: Path) -> None:
     assert found == [False, True]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+@pytest.mark.parametrize("kind", first_daily(["llama", "gemma", "gpt2"], count=2))
 def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -306,7 +307,7 @@ def test_scores_are_the_nats_and_the_tokens_of_each_document(tmp_path: Path) -> 
     assert sum(sum(sample[::2]) for sample in found) / 1e6 == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("odd", first_daily([torch.nan, torch.inf], count=1))
 def test_a_loss_that_is_no_number_is_told_as_such(tmp_path: Path, odd: float) -> None:
     """Not as the best one, nor as a number of 305 digits."""
     saved("llama", tmp_path)
@@ -318,7 +319,7 @@ def test_a_loss_that_is_no_number_is_told_as_such(tmp_path: Path, odd: float) ->
     assert [sample[0] for sample in found] == [NOT_FINITE, NOT_FINITE, 0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", first_daily(["llama", "gpt2"], count=1))
 def test_adapters_start_alike_however_the_blocks_are_spread(tmp_path: Path, kind: str) -> None:
     saved(kind, tmp_path)
     model, other = trained(tmp_path), trained(tmp_path, blocks_per_stage=[3])
@@ -390,7 +391,7 @@ def test_a_cut_that_the_model_cannot_have_is_refused(
         trained(tmp_path).boundary(0, 2, 33)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_daily(KINDS, count=5))
 def test_adapters_are_held_against_one_block_of_the_model(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +434,7 @@ def test_rows_of_longrope_depend_on_no_longer_document_beside_them(tmp_path: Pat
         assert float(loss_of(stages, batch_of(documents))) == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("embeddings", [None, "freeze"])
+@pytest.mark.parametrize("embeddings", first_daily([None, "freeze"], count=1))
 def test_an_own_model_can_keep_its_embeddings_frozen(tmp_path: Path, embeddings: Any) -> None:
     model = CausalLM(own=own(steps=0), embeddings=embeddings)
     [stage, _] = build(model, 2, where(tmp_path))
@@ -458,7 +459,7 @@ def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: P
             trained(tmp_path).build_stage(stage, 2, where(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", first_daily(["llama", "gpt2"], count=1))
 def test_an_adapter_adds_alpha_over_r_times_b_a_x(tmp_path: Path, kind: str) -> None:
     """By hand, from the tensors alone (Hu et al., arXiv:2106.09685, section 4.1): injection,
     export and peft's own loading take their scale from one place."""
@@ -479,7 +480,9 @@ def test_an_adapter_adds_alpha_over_r_times_b_a_x(tmp_path: Path, kind: str) -> 
     torch.testing.assert_close(added, 3.5 * (rows @ down.T @ up.T), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"kind": "qwen2"}, {"kind": "mistral"}])
+@pytest.mark.parametrize(
+    "changes", first_daily([{}, {"tied": True}, {"kind": "qwen2"}, {"kind": "mistral"}], count=2)
+)
 def test_transformers_loads_what_was_made(tmp_path: Path, changes: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 

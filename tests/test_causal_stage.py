@@ -24,6 +24,7 @@ from tests.causal_models import (
     where,
     words,
 )
+from tests.nightly import first_daily
 from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Stage, TokenIds
@@ -156,7 +157,7 @@ def stages_of(model: CausalLM, folder: Path, num: int = 2) -> list[CausalStage]:
     return [stage for stage in stages if isinstance(stage, CausalStage)]
 
 
-@pytest.mark.parametrize("method", ["pca", "orthogonal", "identity"])
+@pytest.mark.parametrize("method", first_daily(["pca", "orthogonal", "identity"], count=2))
 def test_with_all_features_kept_it_is_the_uncut_model(tmp_path: Path, method: str) -> None:
     saved("llama", tmp_path)
     batch = batch_of(*LINES)

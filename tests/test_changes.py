@@ -240,7 +240,7 @@ def test_what_moves_nothing_leaves_the_same_bits(column: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("column", "change"),
-    each_once([*STRATEGIES], [("plain", "int4, delta"), ("int4, delta", "plain")], count=2),
+    each_once([*STRATEGIES], [("plain", "int4, delta"), ("int4, delta", "plain")], count=1),
 )
 def test_another_compression_forgets_what_the_old_one_remembers_and_nothing_else(
     column: str, change: tuple[str, str], tmp_path: Path

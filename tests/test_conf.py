@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import with_defaults
 from xcloud.contracts.model import Task
@@ -156,23 +156,22 @@ def test_every_cluster_builds() -> None:
 
 
 def test_every_option_of_the_other_groups_builds() -> None:
-    """One of each group at a time: composing takes longer than building."""
-    groups = ("cluster/wan", "compression", "schedule", "tracker")
+    """One of each group at a time: composing takes longer than building. Each compression is built
+    by tests/test_compression_plans.py, and one of those that needs another model here."""
+    groups = ("cluster/wan", "schedule", "tracker")
     for chosen in zip_longest(*map(options, groups)):
         pairs = zip(groups, chosen, strict=True)
         overrides = [f"{group}={option}" for group, option in pairs if option]
-        three = "compression=low_rank_few_bits_u_shape" in overrides
-        if "compression=transform_tokens" in overrides:  # of models whose text may be everywhere
-            overrides.remove("compression=transform_tokens")
         if "cluster/wan=sealed" in overrides:
             overrides.append("+cluster.clouds.cloud_b.address=192.0.2.7:7000")
         if "cluster/wan=mailbox" in overrides:
             overrides += ["cluster.wan.url=s3://bucket/first", "strategy=local_updates"]
-        build("+exp=abnet_iwslt", *overrides, *(["cluster=three_clouds"] if three else []))
+        build("+exp=abnet_iwslt", *overrides)
+    build("+exp=abnet_iwslt", "compression=low_rank_few_bits_u_shape", "cluster=three_clouds")
     build("+exp=lora_clm", "compression=transform_tokens", "model.text_everywhere=true")
 
 
-@pytest.mark.parametrize("cluster", ["one_way", "one_cloud", "local"])
+@pytest.mark.parametrize("cluster", first_daily(["one_way", "one_cloud", "local"], count=2))
 def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     """Its experiment lies beside the tests, for its parts are toys."""
     toys = f"hydra.searchpath=[file://{Path(__file__).parent / 'conf'}]"
@@ -183,7 +182,7 @@ def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     assert found.cluster.crosses_clouds == (cluster == "one_way")
 
 
-@pytest.mark.parametrize("task", ["glue", "squad"])
+@pytest.mark.parametrize("task", first_daily(["glue", "squad"], count=1))
 def test_the_small_encoder_takes_the_place_of_the_packaged_one(task: str) -> None:
     exp = {"glue": "bert_split_sst2", "squad": "bert_split_squad"}[task]
     found = build(f"+exp={exp}", f"data={task}_small", "recipe=lowrank_small")

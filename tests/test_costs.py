@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 
 from benchmarks.paper_step import simulate
+from tests.nightly import first_daily
 from tests.plan_pieces import EIGHT, piece
 from xcloud.base.errors import ConfigError
 from xcloud.job.strategy import Strategy
@@ -285,7 +286,7 @@ def test_a_split_backward_that_takes_less_than_a_whole_one_is_priced_as_it_was_s
     assert [call.at(4.0) for call in calls] == pytest.approx([0, 0], abs=1e-4)
 
 
-@pytest.mark.parametrize("share", [-0.1, 0.0, 0.1])
+@pytest.mark.parametrize("share", first_daily([-0.1, 0.0, 0.1], count=1))
 def test_steps_that_vary_tell_what_zero_bubble_takes_for_cuts_that_were_not_tried(
     share: float,
 ) -> None:

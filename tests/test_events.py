@@ -258,7 +258,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", first_daily([*LAYOUTS], count=3))
+@pytest.mark.parametrize("layout", first_daily([*LAYOUTS], count=2))
 def test_every_token_of_an_epoch_is_counted_once(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from tests.causal_models import (
     words,
 )
 from tests.channels import IDENTITY, InProcessLink
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from tests.runs import in_threads, losses, weights
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
@@ -82,7 +82,7 @@ def by_expert(kind: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", first_daily(MIXTURES, count=1))
 @pytest.mark.parametrize(("num_stages", "checkpointing"), [(1, False), (3, False), (2, True)])
 def test_loss_and_gradients_are_those_of_transformers_with_its_routers_loss(
     tmp_path: Path, kind: str, num_stages: int, checkpointing: bool
@@ -176,8 +176,7 @@ def adapted(stages: list[Stage]) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", MIXTURES)
-@pytest.mark.parametrize("layers", [None, [1, 3]])
+@pytest.mark.parametrize(("layers", "kind"), each_once([None, [1, 3]], MIXTURES, count=2))
 def test_adapters_of_experts_are_those_of_peft_and_merge_into_the_model(
     tmp_path: Path, kind: str, layers: list[int] | None
 ) -> None:
@@ -252,7 +251,9 @@ def test_a_whole_model_is_exported_for_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "weights"), each_once(MIXTURES, ["bfloat16", "int8", "nf4"]))
+@pytest.mark.parametrize(
+    ("kind", "weights"), each_once(MIXTURES, ["bfloat16", "int8", "nf4"], count=2)
+)
 def test_experts_are_kept_as_other_matrices_are(tmp_path: Path, kind: str, weights: str) -> None:
     """And compute as transformers does with their dense values."""
     network = folder_in(kind, tmp_path, torch.bfloat16)

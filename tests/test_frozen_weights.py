@@ -24,7 +24,7 @@ from tests.causal_models import (
     where,
     words,
 )
-from tests.nightly import first_daily
+from tests.nightly import each_once, first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.comm import devices
 from xcloud.comm.devices import scratch, scratch_bytes
@@ -197,7 +197,7 @@ def test_a_matrix_in_nf4_is_made_dense_a_few_blocks_at_once(
     assert held.peak < bytes_of(matrix.parameters()) + 1.2 * bytes_of([found])
 
 
-@pytest.mark.parametrize("kind", first_daily([*KINDS], count=4))
+@pytest.mark.parametrize("kind", first_daily([*KINDS], count=2))
 def test_weights_as_stored_give_the_bits_of_float32(tmp_path: Path, kind: str) -> None:
     """In FP32: what a checkpoint holds in 16 bits is made dense without loss."""
     folder_in(kind, tmp_path, torch.bfloat16)
@@ -218,8 +218,9 @@ def test_weights_as_stored_give_the_bits_of_float32(tmp_path: Path, kind: str) -
         assert torch.equal(one, expected) and torch.equal(other, expected)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("weights", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("weights", "kind"), each_once(["int8", "nf4"], ["llama", "gpt2"], count=2)
+)
 def test_blocks_are_packed_and_compute_as_their_dense_weights(
     tmp_path: Path, kind: str, weights: str
 ) -> None:

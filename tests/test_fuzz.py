@@ -486,7 +486,7 @@ PARSERS |= {
 ON_DISK = (reports, checkpoint_headers)
 
 
-FEW, MANY = 150, 100_000
+FEW, MANY = 60, 100_000
 LONGEST_S = 10.0  # of one input: a second, on a machine that does other things too
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16,
           torch.int32, torch.int64, torch.bool]  # fmt: skip

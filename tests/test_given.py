@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from tests.configs import composed
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.base.wording import WISHED
 from xcloud.base.yaml_text import to_yaml
@@ -96,29 +96,32 @@ def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("words", "key", "value"),
-    [
-        (["task.dev_share=3", "task.dev_share=4"], "task.dev_share", 4),
-        (["+task.dev_share=3", "task.dev_share=4", "+task.dev_share=5"], "task.dev_share", 5),
-        (["training.max_steps=3", "+training.max_steps=4"], "training.max_steps", 4),
-        (["training={max_steps: 7}", "training.batch_size=3"], "training.max_steps", 7),
-        (["compression=int4", "compression=int8"], "compression.forward.int8.bits", 8),
-        (["model.lora={r: 16}"], "model.lora.r", 16),
-        (["model.lora={r: 16}", "model.lora={alpha: 3}"], "model.lora.r", 16),
-        (["model.lora=null", "model.lora={r: 16}"], "model.lora.r", 16),
-        (["model.lora=null", "model.lora.r=16"], "model.lora.r", 16),
-        (["training.checkpoint={every_steps: 3}"], "training.checkpoint.every_steps", 3),
-        (["training.optimizer={learning_rate: 0.5}"], "training.optimizer.learning_rate", 0.5),
-        (
-            ["cluster.clouds=null", "cluster.clouds={a: {num_ranks: 1}, b: {num_ranks: 2}}"],
-            "cluster.clouds.b._target_",
-            "xcloud.layout.Cloud",
-        ),
-        (
-            ["schedule={_target_: xcloud.pipeline.schedule.GPipe}"],
-            "schedule._target_",
-            "xcloud.pipeline.schedule.GPipe",
-        ),
-    ],
+    first_daily(
+        [
+            (["task.dev_share=3", "task.dev_share=4"], "task.dev_share", 4),
+            (["+task.dev_share=3", "task.dev_share=4", "+task.dev_share=5"], "task.dev_share", 5),
+            (["training.max_steps=3", "+training.max_steps=4"], "training.max_steps", 4),
+            (["training={max_steps: 7}", "training.batch_size=3"], "training.max_steps", 7),
+            (["compression=int4", "compression=int8"], "compression.forward.int8.bits", 8),
+            (["model.lora={r: 16}"], "model.lora.r", 16),
+            (["model.lora={r: 16}", "model.lora={alpha: 3}"], "model.lora.r", 16),
+            (["model.lora=null", "model.lora={r: 16}"], "model.lora.r", 16),
+            (["model.lora=null", "model.lora.r=16"], "model.lora.r", 16),
+            (["training.checkpoint={every_steps: 3}"], "training.checkpoint.every_steps", 3),
+            (["training.optimizer={learning_rate: 0.5}"], "training.optimizer.learning_rate", 0.5),
+            (
+                ["cluster.clouds=null", "cluster.clouds={a: {num_ranks: 1}, b: {num_ranks: 2}}"],
+                "cluster.clouds.b._target_",
+                "xcloud.layout.Cloud",
+            ),
+            (
+                ["schedule={_target_: xcloud.pipeline.schedule.GPipe}"],
+                "schedule._target_",
+                "xcloud.pipeline.schedule.GPipe",
+            ),
+        ],
+        count=7,
+    ),
 )
 def test_the_last_value_counts_and_a_group_may_be_given_whole(
     tmp_path: Path, words: list[str], key: str, value: object

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.causal_models import saved, where
 from tests.combinations import FIRST, STEPS, experiment, run
+from tests.nightly import first_daily
 from tests.pipelines import in_threads
 from tests.understanding_models import backbone
 from xcloud.base.errors import ConfigError, DataError
@@ -437,7 +438,7 @@ def test_settings_may_be_nested(tmp_path: Path) -> None:
     assert found == inputs_of({"task.path": str(tmp_path / "corpus")}, tmp_path / "cache") != {}
 
 
-@pytest.mark.parametrize("holders", [{}, {"text": ["cloud_a"]}])
+@pytest.mark.parametrize("holders", first_daily([{}, {"text": ["cloud_a"]}], count=2))
 def test_a_record_knows_data_by_their_contents_unless_a_rule_keeps_them(
     holders: dict[str, list[str]], tmp_path: Path
 ) -> None:

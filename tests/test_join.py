@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.line_links import Proxy
+from tests.nightly import each_once
 from tests.owners import CLOUDS, TwoOwners, address
 from tests.runs import ROOT, free_port, losses, start, wait_for, weights
 from tests.toy import toy_config
@@ -67,8 +68,9 @@ def test_lines_that_cannot_come_about_are_refused(given: dict[str, Any], said: s
         layout(**given).check_lines()
 
 
-@pytest.mark.parametrize("wan", ["sealed", "mailbox"])
-@pytest.mark.parametrize("late", ["skip", "go_on"])
+@pytest.mark.parametrize(
+    ("late", "wan"), each_once(["skip", "go_on"], ["sealed", "mailbox"], count=2)
+)
 def test_clouds_of_several_owners_that_may_leave_are_refused(late: str, wan: str) -> None:
     more = address("cloud_a") if wan == "sealed" else "cluster.wan.url=box"
     elastic = ["strategy=local_updates", f"+strategy/averaging/late={late}"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import first_daily
 from xcloud import pretrained as hub_access
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.classification import (
@@ -291,34 +292,22 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
             corpus.check()
 
 
+REAL = {
+    "trec": (FolderClassification, (5_343, 109, 500)),
+    "sick": (partial(FolderClassification, kind="value"), (4_500, 500, 4_927)),
+    "mrpc": (partial(FolderClassification, name="mrpc"), (3_576, 500, 1_725)),
+    "squad_v1": (FolderQuestionAnswering, (6_731, 151, 1_774)),
+    "pawsx": (partial(FolderCrossLingual, name="pawsx"), (1_960, 40, 13_824)),
+    "sst2": (partial(FolderClassification, name="sst2"), (66_003, 1_346, 872)),
+    "qnli": (partial(FolderClassification, name="qnli"), (41_114, 839, 957)),
+    "cola": (partial(FolderClassification, name="cola"), (8_380, 171, 1_043)),
+    "stsb_multi": (partial(FolderClassification, name="stsb"), (5_749, 1_500, 1_379)),
+    "xnli": (partial(FolderCrossLingual, name="xnli"), (2_441, 49, 75_150)),
+}
+
+
 @needs_shared
-@pytest.mark.parametrize(
-    ("task", "rows"),
-    [
-        (partial(FolderClassification, name="sst2"), (66_003, 1_346, 872)),
-        (partial(FolderClassification, name="qnli"), (41_114, 839, 957)),
-        (partial(FolderClassification, name="cola"), (8_380, 171, 1_043)),
-        (partial(FolderClassification, name="mrpc"), (3_576, 500, 1_725)),
-        (partial(FolderClassification, name="stsb"), (5_749, 1_500, 1_379)),
-        (FolderClassification, (5_343, 109, 500)),
-        (partial(FolderClassification, kind="value"), (4_500, 500, 4_927)),
-        (partial(FolderCrossLingual, name="pawsx"), (1_960, 40, 13_824)),
-        (partial(FolderCrossLingual, name="xnli"), (2_441, 49, 75_150)),
-        (FolderQuestionAnswering, (6_731, 151, 1_774)),
-    ],
-    ids=[
-        "sst2",
-        "qnli",
-        "cola",
-        "mrpc",
-        "stsb_multi",
-        "trec",
-        "sick",
-        "pawsx",
-        "xnli",
-        "squad_v1",
-    ],
-)
+@pytest.mark.parametrize(("task", "rows"), first_daily([*REAL.values()], 4), ids=REAL)
 def test_real_corpora_are_read(
     task: Callable[..., Classification | QuestionAnswering],
     rows: tuple[int, int, int],

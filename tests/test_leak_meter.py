@@ -17,6 +17,7 @@ from experiments.gradient_leaks.meter import AveragesMeter, AveragesObserver
 from tests import gradient_texts
 from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients
+from tests.nightly import each_once
 from tests.pipelines import in_threads
 from tests.replicas import connected
 from tests.toy_text import text_config
@@ -380,8 +381,9 @@ def rows_of(noise: float, deep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return rows, tokens, torch.arange(ROWS) % 2 == 0
 
 
-@pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("inverter", [linear_inverter, network_inverter])
+@pytest.mark.parametrize(
+    ("inverter", "deep"), each_once([linear_inverter, network_inverter], [False, True], count=2)
+)
 def test_an_embedding_in_the_rows_is_read_back(inverter, deep: bool) -> None:
     rows, tokens, known = rows_of(0.05, deep)
 

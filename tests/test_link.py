@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.memory_group import MemoryGroup
+from tests.nightly import each_once
 from tests.pipelines import BORDER, D, wired
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError, LinkClosed
@@ -47,9 +48,10 @@ def test_what_nobody_needs_ahead_stays_within_the_budget() -> None:
     assert (window.max_queued_bytes, window.max_evaluation_bytes) == (15_000_000, 1_000_000)
 
 
-@pytest.mark.parametrize("kind", [Kind.EVALUATION, Kind.ACTIVATION])
-@pytest.mark.parametrize("returns", [True, False])
-@pytest.mark.parametrize("budget", [1, 1_000_000])
+@pytest.mark.parametrize(
+    ("budget", "returns", "kind"),
+    each_once([1, 1_000_000], [True, False], [Kind.EVALUATION, Kind.ACTIVATION], count=2),
+)
 def test_an_evaluation_and_a_boundary_without_gradient_fill_the_budget_and_no_more(
     kind: Kind, returns: bool, budget: int
 ) -> None:

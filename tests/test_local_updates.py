@@ -27,6 +27,7 @@ from tests.local_replicas import (
     replicas,
     run_together,
 )
+from tests.nightly import first_daily
 from tests.pipelines import in_threads
 from tests.replicas import Post
 from tests.trainers import Rank, clouds, ranks, spoil, update, values
@@ -60,7 +61,7 @@ def trained(
     return job[0].values
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", first_daily([2, 3], count=1))
 def test_three_rounds_of_diloco_are_those_of_the_paper(count: int) -> None:
     found = trained(LocalUpdates(4, DILOCO), 12, count)
     expected = reference(
@@ -182,7 +183,8 @@ def streaming_reference(
 
 
 @pytest.mark.parametrize(
-    ("fragments", "overlap", "mix"), [(1, 2, 0.3), (3, 0, 0.0), (3, 2, 0.3), (2, 3, 0.0)]
+    ("fragments", "overlap", "mix"),
+    first_daily([(1, 2, 0.3), (3, 0, 0.0), (3, 2, 0.3), (2, 3, 0.0)], count=2),
 )
 def test_streaming_with_overlap_is_that_of_the_paper(
     fragments: int, overlap: int, mix: float
@@ -376,7 +378,9 @@ def test_nesterov_without_momentum_is_refused() -> None:
         OuterOptimizer(1.0, 0.0)
 
 
-@pytest.mark.parametrize(("fragments", "overlap"), [(5, 0), (5, 1), (5, 4), (4, 4), (2, 5)])
+@pytest.mark.parametrize(
+    ("fragments", "overlap"), first_daily([(5, 0), (5, 1), (5, 4), (4, 4), (2, 5)], count=3)
+)
 def test_no_more_fragments_are_under_way_than_links_have_room_for(
     fragments: int, overlap: int
 ) -> None:
@@ -450,7 +454,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", first_daily(STRATEGIES, count=4))
 def test_replicas_train_alone_and_end_equal(name: str) -> None:
     strategy, layout = STRATEGIES[name]
     job = ranks(layout, TRAINING, INT4, GPipe(8), BatchPlan(16, 16, 1), strategy)

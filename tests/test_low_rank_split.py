@@ -13,7 +13,7 @@ import torch
 
 from tests.channels import InProcessLink
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, each_once, first_daily
 from tests.pipelines import in_threads, pipelines
 from tests.translation_models import IDS, context
 from tests.understanding_models import (
@@ -82,8 +82,7 @@ def test_fields_are_those_of_the_owner() -> None:
             model().fields(0, wrong)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "num_stages"), each_once(WAYS, [2, 3], count=9))
 def test_what_crosses_is_what_the_boundary_says(tmp_path: Path, way: str, num_stages: int) -> None:
     for output, head in (("sample", CLASSES), ("span", SPAN)):
         made = model(output, head_rank=3, **WAYS[way])
@@ -250,7 +249,7 @@ def test_clouds_are_bit_equal_to_one_process(
 # --- against transformers ---
 
 
-@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "electra"])
+@pytest.mark.parametrize("model_type", first_daily(["bert", "xlm-roberta", "electra"], count=2))
 def test_unsplit_rows_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
     whole = saved(tmp_path / "in", model_type)
     pad = whole.config.pad_token_id
@@ -323,8 +322,10 @@ def test_a_separate_head_names_the_checkpoint_only_where_it_has_its_pooler(tmp_p
 # --- export, and what is refused ---
 
 
-@pytest.mark.parametrize("way", ["svd", "svd in attention", "pca", "orthogonal", "unsplit"])
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    ("num_stages", "way"),
+    each_once([2, 3], ["svd", "svd in attention", "pca", "orthogonal", "unsplit"], count=5),
+)
 def test_an_exported_stage_comes_back(tmp_path: Path, way: str, num_stages: int) -> None:
     made = model(head_rank=5, **WAYS[way])
     stages = build(made, num_stages, where(tmp_path))
@@ -405,8 +406,9 @@ def test_the_counted_ratio_of_a_cut_is_against_the_rows_of_the_uncut_model(
     assert sender.raw_bytes / on_the_wire == pytest.approx(HIDDEN / per_row, rel=0.25)
 
 
-@pytest.mark.parametrize("head", [CLASSES, VALUE, SPAN], ids=["classes", "value", "span"])
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("odd", "head"), each_once([torch.nan, torch.inf], [CLASSES, VALUE, SPAN], count=3)
+)
 def test_a_model_that_has_diverged_is_said_to_have_when_it_is_scored(
     head: Head, odd: float, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.codecs import COMPRESSORS
 from tests.configs import build
+from tests.nightly import each_once
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased, Selectable
@@ -139,8 +140,10 @@ def test_a_sample_twice_in_a_message_loses_nothing_and_counts_nothing_twice() ->
     ]
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("tensor_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tensor_dtype", "dtype"),
+    each_once([torch.float32, torch.bfloat16, torch.float16], [None, "bfloat16"], count=3),
+)
 def test_both_delta_caches_stay_bit_equal(dtype: str | None, tensor_dtype: torch.dtype) -> None:
     sender, receiver = DeltaCache(dtype), DeltaCache(dtype)
     generator = torch.Generator().manual_seed(0)

@@ -260,7 +260,7 @@ STRATEGIES: dict[str, tuple[Callable[[Robust], Averaging], ClusterLayout, int | 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "merge"), each_once([*STRATEGIES], BOUNDED))
+@pytest.mark.parametrize(("name", "merge"), each_once([*STRATEGIES], BOUNDED, count=5))
 def test_nothing_that_one_cloud_sends_moves_a_merge_beyond_the_others(
     name: str, merge: Robust
 ) -> None:
@@ -337,7 +337,7 @@ class EqualRows(BatchPlan):
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "merge"), each_once([3, 4, 5, 8], [*BOUNDED, NormBound(1.0)])
+    ("num_micro_batches", "merge"), each_once([3, 4, 5, 8], [*BOUNDED, NormBound(1.0)], count=2)
 )
 def test_equal_samples_give_the_gradient_and_the_loss_of_the_sum(
     merge: Robust, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
@@ -382,7 +382,7 @@ def test_three_equal_clouds_make_one_update_with_the_median_as_with_the_mean(
 # --- a cloud that has nothing to give
 
 
-@pytest.mark.parametrize(("value", "merge"), each_once([math.nan, math.inf], BOUNDED))
+@pytest.mark.parametrize(("value", "merge"), each_once([math.nan, math.inf], BOUNDED, count=3))
 def test_a_gradient_that_is_not_finite_counts_for_nothing_in_all_of_the_merge(
     merge: Robust, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,8 +559,10 @@ def weighed(
     return found
 
 
-@pytest.mark.parametrize("is_restarted", [False, True], ids=["at first", "after a restart"])
-@pytest.mark.parametrize("name", [name for name in CLAIMS if name != "late"])
+@pytest.mark.parametrize(
+    ("name", "is_restarted"),
+    each_once([name for name in CLAIMS if name != "late"], [False, True], count=6),
+)
 def test_a_cloud_is_believed_to_weigh_what_follows_from_the_seed_and_no_more(
     name: str, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.nightly import first_daily
 from tests.runs import wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, TrainingDiverged
@@ -57,28 +58,31 @@ def follow(run_dir: Path, events: list[dict[str, Any]], cause: str | None = None
 
 @pytest.mark.parametrize(
     ("events", "told"),
-    [
-        ([], []),
-        ([{"event": "skipped_update", "step": 4}], [("diverged", 4)]),
-        ([{"event": "skipped_update", "step": step} for step in (4, 5)], [("diverged", 4)]),
-        ([ABSENT], [("cloud_lost", 3)]),
-        ([{**ABSENT, "what": "back"}], []),
-        (
-            [{"event": "producer", "producer": "es", "state": "dead", "step": 7}],
-            [("cloud_lost", 7)],
-        ),
-        ([{"event": "producer", "producer": "es", "state": "slow", "step": 7}], []),
-        ([{"event": "resume", "step": 2}], [("resumed", 2)]),
-        ([DEPARTURE], [("departure", 95)]),
-        (
-            [
-                {"event": "skipped_update", "step": 4},
-                {"event": "resume", "step": 2},
-                {"event": "skipped_update", "step": 4},
-            ],
-            [("diverged", 4), ("resumed", 2), ("diverged", 4)],
-        ),
-    ],
+    first_daily(
+        [
+            ([], []),
+            ([{"event": "skipped_update", "step": 4}], [("diverged", 4)]),
+            ([{"event": "skipped_update", "step": step} for step in (4, 5)], [("diverged", 4)]),
+            ([ABSENT], [("cloud_lost", 3)]),
+            ([{**ABSENT, "what": "back"}], []),
+            (
+                [{"event": "producer", "producer": "es", "state": "dead", "step": 7}],
+                [("cloud_lost", 7)],
+            ),
+            ([{"event": "producer", "producer": "es", "state": "slow", "step": 7}], []),
+            ([{"event": "resume", "step": 2}], [("resumed", 2)]),
+            ([DEPARTURE], [("departure", 95)]),
+            (
+                [
+                    {"event": "skipped_update", "step": 4},
+                    {"event": "resume", "step": 2},
+                    {"event": "skipped_update", "step": 4},
+                ],
+                [("diverged", 4), ("resumed", 2), ("diverged", 4)],
+            ),
+        ],
+        count=5,
+    ),
 )
 def test_the_command_is_called_for_what_concerns_the_whole_run(
     events: list[dict[str, Any]], told: list[tuple[str, int]], tmp_path: Path

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.channels import InProcessLink
+from tests.nightly import each_once
 from tests.pipelines import BORDER, CPU, ToyStage, in_threads, pipelines, samples
 from tests.runs import one_at_a_time
 from xcloud.base.errors import FrameError, LinkTimeout
@@ -66,8 +67,7 @@ def test_two_ranks_are_bit_equal_to_one_process(schedule: Schedule) -> None:
             assert torch.equal(one[stage][name], two[stage][name]), (stage, name)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize(("layout", "schedule"), each_once(LAYOUTS.values(), SCHEDULES, count=12))
 def test_any_number_of_ranks_gives_the_gradients_of_one_process(
     layout: ClusterLayout, schedule: Schedule
 ) -> None:

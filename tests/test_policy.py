@@ -240,7 +240,11 @@ def test_only_the_checked_readers_build_what_a_file_says() -> None:
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text("utf-8"))
+    """Return the names of a file that builds or looks up something, and none of any other one."""
+    text = path.read_text("utf-8")
+    if not re.search(r"\b(Settings|resolve_name|instantiate)\b", text):
+        return set()
+    tree = ast.parse(text)
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return found | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
@@ -347,7 +351,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("reader", "setting"), each_once(SHARING, PLACES))
+@pytest.mark.parametrize(("reader", "setting"), each_once(SHARING, PLACES, count=10))
 def test_attack_9_folders_addresses_and_ranks_are_bounded(
     reader: str, setting: tuple[str, object], tmp_path: Path, policy: object
 ) -> None:
@@ -637,7 +641,7 @@ def test_a_rule_that_a_one_way_job_cannot_keep_refuses_it(
 EXPERIMENTS = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("exp", first_daily(EXPERIMENTS, count=3))
+@pytest.mark.parametrize("exp", first_daily(EXPERIMENTS, count=2))
 def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
     exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.causal_models import batch_of, loss_of, saved, through, where, words
 from tests.causal_models import build as built_stages
 from tests.configs import build, composed
+from tests.nightly import first_daily
 from tests.runs import in_threads, losses, weights
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
@@ -638,19 +639,22 @@ def test_clouds_that_feed_one_other_have_no_task_and_so_no_preferences() -> None
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [
-        (["compression=delta_int4"], r"forward_memory \(delta.*changes rows.*leave it out"),
-        (["compression=phased_example"], r"compression changes during the run"),
-        (
-            ["autopilot=on"],
-            r"compression changes during the run \(autopilot.*take one compression",
-        ),
-        (["compression=svd_fp16_int8"], r"compression\.forward=.*svd.*take none, fp16"),
-        (
-            ["security/defences/forward=gaussian_noise"],
-            r"security\.defences\.forward=.*other noise to every message.*leave it out",
-        ),
-    ],
+    first_daily(
+        [
+            (["compression=delta_int4"], r"forward_memory \(delta.*changes rows.*leave it out"),
+            (["compression=phased_example"], r"compression changes during the run"),
+            (
+                ["autopilot=on"],
+                r"compression changes during the run \(autopilot.*take one compression",
+            ),
+            (["compression=svd_fp16_int8"], r"compression\.forward=.*svd.*take none, fp16"),
+            (
+                ["security/defences/forward=gaussian_noise"],
+                r"security\.defences\.forward=.*other noise to every message.*leave it out",
+            ),
+        ],
+        count=3,
+    ),
 )
 def test_a_boundary_that_would_change_rows_between_start_and_training_is_refused(
     overrides: list[str], said: str

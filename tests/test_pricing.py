@@ -50,7 +50,7 @@ from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Simulator
 from xcloud.simulator.pricing import OverEpochs, Pricer, alike
 
-SEEDS = first_daily(range(8), 4)
+SEEDS = first_daily(range(8), 2)
 
 
 def some_plans(pricer: Pricer, space: Space, seed: int, most: int = 12) -> list[Plan]:

@@ -82,7 +82,7 @@ def load(made: Sequence[Rank], saved: Sequence[State]) -> None:
         rank.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("shape", "codec"), each_once([*SHAPES], [*CODECS], count=4))
+@pytest.mark.parametrize(("shape", "codec"), each_once([*SHAPES], [*CODECS], count=3))
 def test_a_job_built_anew_goes_on_from_the_state_of_the_old_one_bit_for_bit(
     shape: str, codec: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_two_hooks_of_one_name_are_refused_since_a_checkpoint_would_keep_one() -
 
 @pytest.mark.parametrize(
     ("shape", "codec"),
-    each_once([*SHAPES], ["int4, delta", "svd with warm start, int4", "phases"], count=3),
+    each_once([*SHAPES], ["int4, delta", "svd with warm start, int4", "phases"], count=2),
 )
 def test_a_run_that_was_lost_goes_on_from_its_files_bit_for_bit(
     shape: str, codec: str, tmp_path: Path

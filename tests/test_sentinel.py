@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.nightly import first_daily
 from tests.pipelines import BORDER, D, in_threads, samples, wired
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
@@ -59,7 +60,7 @@ def test_a_usual_stream_is_never_left() -> None:
         assert baseline.judge(measure(message)) is None
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", first_daily(FAULTS, count=3))
 def test_a_fault_is_found_within_20_steps_told_once_and_then_usual(fault: str) -> None:
     chance = torch.Generator().manual_seed(2)
     baseline = Baseline(FEATURES)

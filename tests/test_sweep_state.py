@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import xcloud
+from tests.nightly import first_daily
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
@@ -244,7 +245,7 @@ def test_a_change_of_code_is_said_and_the_point_runs_again(
     assert "none s1 runs again; code changed since" in said and "accept_changes=true" in said
 
 
-@pytest.mark.parametrize("status", ["finished", "failed"])
+@pytest.mark.parametrize("status", first_daily(["finished", "failed"], count=1))
 def test_a_point_whose_files_are_others_runs_again_from_the_start(
     status: str,
     folder: Path,

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.paper_step import simulate
 from tests import runs
+from tests.nightly import first_daily
 from tests.plan_pieces import EIGHT
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
@@ -355,7 +356,7 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     assert meter.facts == before, "the first forward in training alone is counted"
 
 
-@pytest.mark.parametrize("privacy", ["cloud", "sample"])
+@pytest.mark.parametrize("privacy", first_daily(["cloud", "sample"], count=1))
 def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, privacy: str) -> None:
     config = toy(tmp_path, "strategy=local_updates", f"security/privacy={privacy}")
     config.schedule.num_micro_batches = config.training.batch_size = 16

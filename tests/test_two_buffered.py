@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.channels import same_state, stored
 from tests.configs import build
+from tests.nightly import each_once, first_daily
 from tests.pipelines import D, ToyStage, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
@@ -123,8 +124,7 @@ def plain_loop(
     }
 
 
-@pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize(("optimizer", "m"), each_once([ADAMW, MUON], [1, 2, 4], count=2))
 def test_the_weights_are_those_of_a_plain_loop_with_gradients_one_update_old(
     m: int, optimizer: Optimizer
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_gradient_is_one_update_old() -> None:
     assert not any(torch.equal(v, weights(prompt)[s]) for s, v in weights(late).items())
 
 
-@pytest.mark.parametrize("compression", ["none", "int4", "memory"])
+@pytest.mark.parametrize("compression", first_daily(["none", "int4", "memory"], count=1))
 def test_evaluations_and_checkpoints_in_the_middle_change_no_bit(compression: str) -> None:
     """Before both the next update does not begin early; its gradients are as old."""
     codecs = {
@@ -242,8 +242,9 @@ class Asking(Hook):
         return self.asked if step == self.at else Signal.GO_ON
 
 
-@pytest.mark.parametrize("signal", [Signal.STOP, Signal.CHECKPOINT])
-@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize(
+    ("at", "signal"), each_once([3, 4], [Signal.STOP, Signal.CHECKPOINT], count=2)
+)
 def test_a_stop_or_a_checkpoint_comes_with_the_next_update_that_nothing_follows(
     signal: Signal, at: int
 ) -> None:

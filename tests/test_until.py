@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import first_daily
 from tests.runs import in_threads, losses, start
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
@@ -19,7 +20,9 @@ def until(**fields: object) -> list[str]:
     return [f"training.until={{metric:bleu,{words}}}"]
 
 
-@pytest.mark.parametrize("cluster", ["two_clouds", "three_clouds", "two_clouds_dp"])
+@pytest.mark.parametrize(
+    "cluster", first_daily(["two_clouds", "three_clouds", "two_clouds_dp"], count=2)
+)
 def test_all_ranks_end_at_the_evaluation_that_reaches_the_target(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from experiments.gradient_leaks.meter import AveragesMeter
 from tests.configs import CONF, build, composed
 from tests.corpora import SPLIT_SIZES, corpus
+from tests.nightly import first_daily
 from tests.small_tokenizer import SmallTokenizer
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.base.errors import ConfigError, DataError, FrameError, RunFailed
@@ -47,7 +48,7 @@ def built(cluster: str, *overrides: str) -> Experiment:
     return configs.Settings.of(OmegaConf.create(text_config(cluster, list(overrides)))).job
 
 
-@pytest.mark.parametrize(("cluster", "security"), FITTING)
+@pytest.mark.parametrize(("cluster", "security"), first_daily(FITTING, count=2))
 def test_every_layout_goes_with_its_rules(cluster: str, security: str) -> None:
     found = built(cluster, f"security={security}")
 
@@ -244,7 +245,7 @@ def experiment(task: str, *overrides: str) -> Experiment:
     return build(*small, *overrides)
 
 
-@pytest.mark.parametrize("task", ["sst2", "squad"])
+@pytest.mark.parametrize("task", first_daily(["sst2", "squad"], count=1))
 def test_a_rank_that_reads_nothing_opens_no_file(
     task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

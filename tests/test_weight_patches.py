@@ -25,7 +25,7 @@ from tests.causal_models import SMALL, build, saved, where
 from tests.configs import build as build_job
 from tests.configs import composed
 from tests.line_links import Proxy
-from tests.nightly import each_once
+from tests.nightly import each_once, first_daily
 from tests.owners import Owners, address, keys_of
 from tests.runs import command, free_port, read
 from xcloud import use
@@ -581,7 +581,7 @@ def test_sealed_weights_open_for_their_reader_alone_and_only_in_their_place(
     assert moved.look() is None and "not one that cloud_a sealed" in moved.problems[0]
 
 
-@pytest.mark.parametrize("reader", ["cloud_c", "cloud_b"])
+@pytest.mark.parametrize("reader", first_daily(["cloud_c", "cloud_b"], count=1))
 def test_clouds_of_two_owners_write_for_a_third_or_one_of_them_each_with_its_own_key(
     reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

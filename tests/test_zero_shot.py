@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.checkpoints import saved
 from tests.configs import CONF, composed
+from tests.nightly import first_daily
 from tests.runs import completed
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import Settings
@@ -89,22 +90,25 @@ def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("follow_up", "said"),
-    [
-        ("['+exp=xnli_zero_shit']", "Could not find 'exp/xnli_zero_shit'"),
-        ("['+exp=xnli_zero_shot','training.max_stepz=7']", "training.max_stepz"),
-        ("['+exp=xnli_zero_shot','training.max_steps=-7']", "training.max_steps"),
-        ("['+exp=abnet_iwslt']", "task.tokenizer"),
-        (
-            "['+exp=xnli_zero_shot','profile=files','task.path=/does/not/exist','task.max_length=64']",
-            "makes no experiment that can run: /does/not/exist does not exist; task.path",
-        ),
-        (
-            "['+exp=xnli_zero_shot','task.max_length=65']",
-            "task.max_length is 65, but the pre-trained encoder will have 64 positions",
-        ),
-        ("xnli_zero_shot", "follow_up must be a list of which each is a text"),
-        ("[1]", "follow_up[0] must be a text, got 1"),
-    ],
+    first_daily(
+        [
+            ("['+exp=xnli_zero_shit']", "Could not find 'exp/xnli_zero_shit'"),
+            ("['+exp=xnli_zero_shot','training.max_stepz=7']", "training.max_stepz"),
+            ("['+exp=xnli_zero_shot','training.max_steps=-7']", "training.max_steps"),
+            ("['+exp=abnet_iwslt']", "task.tokenizer"),
+            (
+                "['+exp=xnli_zero_shot','profile=files','task.path=/does/not/exist','task.max_length=64']",
+                "makes no experiment that can run: /does/not/exist does not exist; task.path",
+            ),
+            (
+                "['+exp=xnli_zero_shot','task.max_length=65']",
+                "task.max_length is 65, but the pre-trained encoder will have 64 positions",
+            ),
+            ("xnli_zero_shot", "follow_up must be a list of which each is a text"),
+            ("[1]", "follow_up[0] must be a text, got 1"),
+        ],
+        count=5,
+    ),
 )
 def test_a_wrong_follow_up_is_refused_before_anything_runs(
     tmp_path: Path, follow_up: str, said: str
