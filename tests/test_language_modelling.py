@@ -380,8 +380,22 @@ def test_a_call_of_a_tool_is_learned_without_content(
 def test_what_a_chat_would_lose_is_refused(
     row: dict[str, Any], said: str, tmp_path: Path, folder: Path
 ) -> None:
+    """The process that starts the ranks refuses it, and so does a rank."""
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.jsonl", {"messages": CHAT[:2], **row})
+    found = task(tmp_path, folder)
     with pytest.raises(DataError, match=said):
-        of_rows(tmp_path, folder, {"messages": CHAT[:2], **row})
+        found.check()
+    with pytest.raises(DataError, match=said):
+        found.load(ALL, 0)
+
+
+def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    written(tmp_path, "train.jsonl", *4 * [{"messages": CHAT[:2]}])
+    own = TrainedTokenizer(300)
+    made = FolderLanguageModelling(path=str(tmp_path), tokenizer=own, cache_dir=str(tmp_path))
+    with pytest.raises(DataError, match="chat 1: the chat template of .* cannot write it"):
+        made.check()
 
 
 def test_keys_of_messages_that_the_template_does_not_write_are_told(

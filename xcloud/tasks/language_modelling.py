@@ -95,6 +95,7 @@ MEANT = frozenset(
 )  # fmt: skip
 """Keys whose messages mean something else without them: a template has to write them."""
 NOT_LEARNED = ("weight", "train", "training")  # keys of an answer that is not to be learned
+MAX_CHECKED_BYTES = 64 << 20  # of files that are read before a run starts
 MAX_TRIES = 100  # messages of which a template has to write a key once
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
@@ -596,6 +597,35 @@ class LanguageModelling(TextTask):
                     chat_of(dict(zip((MESSAGES, *CHAT_KEYS), row, strict=True)), _row(table, 1))
         if len(kinds) > 1:
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
+
+    def check_content(self, tables: SplitTables) -> None:
+        """Raise DataError for chats that the template does not write, as ranks would. Files above
+        MAX_CHECKED_BYTES and tokenizers of the hub are left to the ranks."""
+        every = [table for parts in tables.tables.values() for table in parts[""]]
+        files = [table.path for table in every if isinstance(table, TextFile)]
+        is_small = sum(path.stat().st_size for path in files) <= MAX_CHECKED_BYTES
+        is_here = not isinstance(self.tokenizer, PretrainedTokenizer) or self.tokenizer.is_here
+        if len(files) < len(every) or not (is_small and is_here):
+            return
+        rows_of_splits = self.read(frozenset(self.fields)).splits
+        if not any(self.chats(rows) for rows in rows_of_splits.values()):
+            return
+        tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
+        tokenizer.date = self.date
+        try:
+            for split, rows in rows_of_splits.items():
+                chats = self.chats(rows)
+                where = f"{self.describe()}, {split}"
+                tokenizer.check_is_written(chats, where=where)
+                for number, chat in enumerate(chats[:MAX_TRIES], start=1):
+                    place = f"{where}, chat {number}"
+                    tokenizer.chat(chat.messages, where=place, given=chat.given)
+        finally:
+            template_process().close()  # it would stay beside the ranks for the whole run
+
+    def chats(self, rows: Rows) -> list[Chat]:
+        """Return the chats of some rows; none where they are plain texts."""
+        return chats_of(rows)
 
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.find()

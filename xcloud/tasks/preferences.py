@@ -120,14 +120,17 @@ class Preferences(LanguageModelling):
     def unit(self, rows: Rows) -> str:
         return "pairs"
 
+    def chats(self, rows: Rows) -> list[Chat]:
+        every = (_chats(pair) for pair in _pairs(rows) if isinstance(pair.prompt, list))
+        return [chat for both in every for chat in both]
+
     def samples(
         self, tokenizer: CausalTokenizer, rows: Rows, where: str
     ) -> tuple[list[list[Document]], Fitted]:
         """Return the two documents of each pair that fits whole; a part of an answer says nothing
         of which is better."""
         pairs = _pairs(rows)
-        chats = [chat for pair in pairs if isinstance(pair.prompt, list) for chat in _chats(pair)]
-        remarks = tokenizer.check_is_written(chats, where=where)
+        remarks = tokenizer.check_is_written(self.chats(rows), where=where)
         useless = Counter[str]()
         num_long = 0
         samples = []

@@ -97,9 +97,14 @@ class SourceTask(Source):
             for table in chain.from_iterable(chain(*of.values()) for of in tables.tables.values()):
                 table.check()
             self.check_tables(tables)
+            self.check_content(tables)
 
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if the tables cannot be used. Reads no text."""
+
+    def check_content(self, tables: SplitTables) -> None:
+        """Raise DataError for texts that every rank would refuse, where finding them takes
+        seconds."""
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if the row counts are not as the settings say."""

@@ -339,6 +339,11 @@ class PretrainedTokenizer(TokenizerChoice):
 
     name_or_path: HubName
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return Path(resolve(self.name_or_path)).expanduser().is_dir()
+
     def check(self) -> None:
         """Raise DataError if a local folder holds no tokenizer, or a placeholder for one. Loads
         none."""
