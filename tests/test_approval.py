@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_a_mailbox_needs_no_port_and_a_missing_folder_is_named(
     assert "lacks" not in said
 
 
-def test_certificates_are_shown_to_be_compared_with_the_number(
+def test_both_owners_are_shown_one_number_of_file_and_certificates_and_its_parts(
     tmp_path: Path, approve: Approve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path, "cluster/wan=sealed", "cluster.clouds.cloud_a.address=host:7000")
@@ -91,6 +92,17 @@ def test_certificates_are_shown_to_be_compared_with_the_number(
     keys = keys_of("cloud_b", ["cloud_a"])
     for certificate in (keys.own, *keys.peers["cloud_a"]):
         assert f"certificate of {describe(certificate)}" in said
+    number = said.split("with the other owners:\n")[1].split("\nif it differs")[0]
+    assert re.fullmatch(r"(\s+(\d{5} ){3}\d{5}){3}", number)
+    policy.write_text("me: cloud_a\npeers: {cloud_b: [cloud_b.pem]}\naddresses: ['host:7000']\n")
+    assert number in approve(file)[1], "the other owner reads the same number"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    both = [keys.own, *keys.peers["cloud_a"]]
+    assert approval.number_of(digest, both) == number
+    for odd in (both[:1], [both[0], keys_of("cloud_c", ["cloud_a"]).own]):
+        assert approval.number_of(digest, odd) != number
+    assert approval.number_of("0" * 64, both) != number
+    policy.write_text("me: cloud_b\npeers: {cloud_a: [cloud_a.pem]}\naddresses: ['host:7000']\n")
     (policy.parent / "cloud_a.pem").unlink()
     code, said = approve(file)
     assert code == 0 and "certificates: the certificate of cloud_a: there is no" in said

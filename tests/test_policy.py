@@ -590,6 +590,33 @@ def test_a_policy_may_allow_less_than_the_defaults(tmp_path: Path) -> None:
             narrow.check(settings, tmp_path)
 
 
+def test_all_that_a_policy_refuses_comes_in_one_round(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    """Also what only a job can tell, where the job may not be built: the rule on a path that is
+    refused sees that path, not what stands in for it."""
+    config = composed("+exp=abnet_iwslt", "profile=files", "task.path=/srv/pairs")
+    file = written(tmp_path, config, tracker__uri="http://inside:5000")
+    policy(
+        holders={"source": ["cloud_b"]},
+        weights={"head": ["cloud_a"]},
+        require={"training.max_steps": {"max": 1}, "task.path": "/srv/others"},
+    )
+    for reader in ("worker", "approve"):
+        said = refused(READERS[reader], file)
+        for each in (
+            "task.path is '/srv/pairs', but",
+            "tracker.uri is 'http://inside:5000'",
+            "requires max 1",
+            "task.path is '/srv/pairs', but policy.yaml of this cloud requires /srv/others",
+            "a cloud that holds 'source' is 'cloud_a'",
+            "read: [/srv/pairs]",
+            "holders: {source: [cloud_b, cloud_a]}",
+            "weights: {head: [cloud_a, cloud_b]}",
+        ):
+            assert each in said
+
+
 def test_what_a_policy_allows_is_read_written_and_contacted(
     tmp_path: Path, policy: Callable[..., None]
 ) -> None:

@@ -1,12 +1,13 @@
 """`python -m xcloud approve EXPERIMENT`: show what a file asks of this cloud, and approve it.
 
-A file is known by the SHA-256 of its bytes. Both owners compare that number by phone; the policy
-of each lists the numbers that may run there.
+A file is known by the SHA-256 of its bytes. The policy of each owner lists the files that may run
+there. Owners compare one number by phone, of the file and of their certificates.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from xcloud.job.config import Settings, policy_file, this_clouds_keys, this_clou
 from xcloud.job.given import read_to_approve
 from xcloud.job.strict_policy import places_of
 from xcloud.layout import num_ranks_in_words
-from xcloud.line.keys import describe
+from xcloud.line.keys import Certificate, describe
 from xcloud.line.mailbox import Mailbox, local_folder
 from xcloud.record.files import replace_text
 from xcloud.security.places import leads_of
@@ -43,9 +44,9 @@ _USES = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Show what an experiment file would read, write, send and need here, its number, and the
-    certificates of this cloud and of the others, which both owners compare by phone. Then ask
-    whether it may run in this cloud."""
+    """Show what an experiment file would read, write, send and need here, and one number of the
+    file and of the certificates of its clouds, which the owners compare by phone. Then ask whether
+    it may run in this cloud."""
     parser = argparse.ArgumentParser("python -m xcloud approve", description=main.__doc__)
     parser.add_argument("experiment", type=Path)
     parser.add_argument("--yes", action="store_true", help="approve it without a question")
@@ -61,15 +62,20 @@ def main(words: Sequence[str]) -> int:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
     assert asked.settings is not None, "what is not refused is built"
-    say("\nto compare by phone with the other owner:")
+    certificates: list[Certificate] = []
     if asked.settings.job.cluster.between_owners:
         try:
             keys = this_clouds_keys()
         except ConfigError as error:
             say(f"certificates: {error}")
         else:
-            for certificate in (keys.own, *chain.from_iterable(keys.peers.values())):
-                say(f"certificate of {describe(certificate)}")
+            every = [keys.own, *chain.from_iterable(keys.peers.values())]
+            certificates = [c for c in every if c.cloud in asked.settings.job.cluster.clouds]
+    if certificates:
+        number = number_of(asked.digest, certificates)
+        say(f"\nto compare by phone with the other owners:\n{number}\nif it differs, compare:")
+        for certificate in certificates:
+            say(f"certificate of {describe(certificate)}")
     say(f"SHA-256 of {given.experiment.name}\n{in_groups(asked.digest)}\n")
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
@@ -88,6 +94,17 @@ def _agrees(where: Path, policy: Policy) -> bool:
             f"So far {where} approves any file that keeps to its bounds; then only those it names."
         )
     return input("Approve it in this cloud? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def number_of(digest: str, certificates: Iterable[Certificate]) -> str:
+    """Return one number of an experiment file and of the certificates of all its clouds, the same
+    in each cloud: 60 decimal digits, of which two files or keys have the same by no search that
+    anybody could afford (2 to the power of 99)."""
+    parts = sorted(f"{one.cloud} {one.fingerprint}" for one in certificates)
+    hashed = hashlib.sha256("\n".join([digest, *parts]).encode()).hexdigest()
+    digits = f"{int(hashed, 16) % 10**60:060}"
+    groups = [digits[n : n + 5] for n in range(0, 60, 5)]
+    return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, 12, 4))
 
 
 def in_groups(digest: str) -> str:

@@ -120,35 +120,57 @@ def read_to_approve(path: Path) -> ToApprove:
 
     config = read_config(path, approve=note)
     policy = this_clouds_policy()
-    plain = resolved(config)
-    refusals = policy.refused(plain, path.absolute().parent)
-    settings = None
-    if all(one.key in ("addresses", "write", "clouds", "require") for one in refusals):
-        settings = Settings.of(config, policy)
-        refusals += _refused_job(settings, policy)
+    settings, refusals = _refusals(config, policy, run_dir=path.absolute().parent)
+    refusal = None
     try:
         policy.refuse(refusals)
     except ConfigError as error:
-        return ToApprove(plain, settings, digest=found[0], refusal=error)
-    return ToApprove(plain, settings, digest=found[0], refusal=None)
+        refusal = error
+    return ToApprove(resolved(config), settings, digest=found[0], refusal=refusal)
 
 
 def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
     """Build the job of a file that several clouds share, within the bounds of this cloud's policy.
 
-    They hold for what is read, written, contacted and held, too. Raises ConfigError before
-    anything is imported.
+    They hold for what is read, written, contacted and held, too. Raises ConfigError with all that
+    is refused.
     """
     policy = this_clouds_policy()
-    policy.check(resolved(config), run_dir)
-    settings = Settings.of(config, policy)
-    policy.refuse(_refused_job(settings, policy))
+    settings, refusals = _refusals(config, policy, run_dir)
+    policy.refuse(refusals)
+    assert settings is not None
     return settings
 
 
-def _refused_job(settings: Settings, policy: Policy) -> list[Refusal]:
+def _refusals(
+    config: Mapping[str, Any], policy: Policy, run_dir: Path
+) -> tuple[Settings | None, list[Refusal]]:
+    """Return a file's settings with its job, if this cloud may build it, and all that the policy
+    refuses.
+
+    Where the file would read what it may not, a job that reads nothing there is asked what else is
+    refused, so that it comes in the same round.
+    """
+    plain = resolved(config)
+    found = policy.refused(plain, run_dir)
+    if all(one.key in ("addresses", "write", "clouds", "require") for one in found):
+        settings = Settings.of(config, policy)
+        return settings, [*found, *_refused_job(settings, policy)]
+    other, replaced = policy.without_refused_places(plain, run_dir)
+    try:
+        policy.check_build(other)
+        found += _refused_job(Settings.of(other, policy), policy, instead=replaced)
+    except (ConfigError, DataError):  # what was refused is needed: the rest has to come later
+        pass
+    return None, found
+
+
+def _refused_job(
+    settings: Settings, policy: Policy, instead: Mapping[str, Any] = {}
+) -> list[Refusal]:
+    """instead: the values of settings whose places were replaced, by dotted name."""
     job = settings.job
-    refusals = [*policy.refused_job(job, job.cluster.clouds, held_by=job.held_by)]
+    refusals = [*policy.refused_job(job, job.cluster.clouds, job.held_by, instead)]
     if job.plan is not None:
         refusals.append(
             Refusal(

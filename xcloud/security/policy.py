@@ -10,6 +10,7 @@ enters its cloud; a layout with a stage that reads or holds a restricted one els
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -274,6 +275,27 @@ class Policy:
         """Raise ConfigError with all that `refused` returns."""
         self.refuse(self.refused(settings, run_dir))
 
+    def without_refused_places(
+        self, settings: Mapping[str, Any], run_dir: Path
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return these settings with a file of the run folder, which is not there, in place of
+        each file and name of the hub that is refused; and what stood there, by dotted name."""
+        changed = copy.deepcopy(dict(settings))
+        replaced: dict[str, str] = {}
+        folder = run_dir.absolute()
+        for lead in leads_of(settings, may_import=self._is_known):
+            is_place = lead.to not in ("command", "address", "line")
+            if not is_place or not any(self._refused_lead(lead, str(folder))):
+                continue
+            *path, last = re.findall(r"[^.\[\]]+", lead.where)
+            node: Any = changed
+            for part in path:
+                node = node[int(part)] if isinstance(node, list) else node[part]
+            missing = str(folder / "refused")
+            node[last] = [missing] if isinstance(node.get(last), list) else missing
+            replaced[lead.where] = lead.value
+        return changed, replaced
+
     def refuse(self, refusals: Iterable[Refusal]) -> None:
         """Raise ConfigError for all of these at once, with the lines that would allow them."""
         found = list(dict.fromkeys(refusals))
@@ -401,12 +423,19 @@ class Policy:
                 yield _refusal(f"{link}, in {where},", target, allowed, "read", [target])
 
     def refused_job(
-        self, job: object, clouds: Iterable[str], held_by: HeldBy
+        self,
+        job: object,
+        clouds: Iterable[str],
+        held_by: HeldBy,
+        instead: Mapping[str, Any] = {},
     ) -> Iterator[Refusal]:
         """Yield what a job lacks that this cloud asks of every one, and what its clouds would hold
-        that they may not."""
+        that they may not.
+
+        instead: values by dotted name that count in place of the job's.
+        """
         for key, wanted in self.require.items():
-            value = job if key == "job" else value_at(job, key)
+            value = job if key == "job" else instead.get(key, value_at(job, key))
             if not _meets(value, wanted):
                 asked = wanted
                 if isinstance(wanted, Mapping):
