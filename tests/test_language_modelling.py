@@ -394,7 +394,7 @@ def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Pat
     written(tmp_path, "train.jsonl", *4 * [{"messages": CHAT[:2]}])
     own = TrainedTokenizer(300)
     made = FolderLanguageModelling(path=str(tmp_path), tokenizer=own, cache_dir=str(tmp_path))
-    with pytest.raises(DataError, match="chat 1: the chat template of .* cannot write it"):
+    with pytest.raises(DataError, match=r"chat 1: the chat template of .* cannot write it"):
         made.check()
 
 
