@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.configs import build
 from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
@@ -398,12 +401,52 @@ def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Pat
         made.check()
 
 
-def test_keys_of_messages_that_the_template_does_not_write_are_told(
+NOT_LEARNED = {
+    "a key": ([{**CHAT[0], "name": "Bo"}, CHAT[1]],
+              "train: the chat template does not write 'name' of 1 messages"),
+    "what follows the last answer": (CHAT[:3], "train: 1 of 1 chats go on after their last"),
+    "an empty answer": ([CHAT[0], {**CHAT[1], "content": " "}], "train: 1 answers are empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_LEARNED)
+def test_what_of_a_chat_is_not_learned_is_told(case: str, tmp_path: Path, folder: Path) -> None:
+    messages, said = NOT_LEARNED[case]
+    assert said in of_rows(tmp_path, folder, {"messages": messages}).describe()
+    assert said not in of_rows(tmp_path, folder, {"messages": CHAT[:2]}).describe()
+
+
+def test_of_two_chat_templates_the_one_that_is_not_read_is_told(
     tmp_path: Path, folder: Path
 ) -> None:
-    data = of_rows(tmp_path, folder, {"messages": [{**CHAT[0], "name": "Bo"}, CHAT[1]]})
-    said = "train: the chat template does not write 'name' of 1 messages"
-    assert said in data.describe()
+    both = tmp_path / "both"
+    shutil.copytree(folder, both)
+    for own in ("ignored", (both / "chat_template.jinja").read_text()):
+        config = json.loads((both / "tokenizer_config.json").read_text())
+        (both / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": own}))
+        said = of_rows(tmp_path, both, {"messages": CHAT[:2]}).describe()
+        assert ("the other one in tokenizer_config.json is not read" in said) == (own == "ignored")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "said"),
+    [
+        (None, r"train: 3 characters are lost, for which .* has no token \('本', 'é'\)"),
+        ("<unk>", "train: 3 of 7 tokens of text are unknown to its tokenizer"),
+    ],
+)
+def test_what_a_vocabulary_lacks_is_counted(
+    unknown: str | None, said: str, tmp_path: Path
+) -> None:
+    """Without a token for the unknown, tokenizers leave such characters out and say nothing."""
+    vocabulary = {token: n for n, token in enumerate(("<s>", "</s>", "<unk>", "a", "b"))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=unknown))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    made.save_pretrained(tmp_path / "tokenizer")
+    assert re.search(
+        said, of_rows(tmp_path, tmp_path / "tokenizer", {"text": "ab本本é"}).describe()
+    )
+    assert said[:12] not in of_rows(tmp_path, tmp_path / "tokenizer", {"text": "ab"}).describe()
 
 
 def test_texts_beside_messages_are_told_and_can_be_chosen(tmp_path: Path, folder: Path) -> None:

@@ -182,6 +182,14 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         (row("a b", "c"), "paragraph 1: the answer 'c' is not at that place"),
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
+        (
+            {"context": "a", "question": "q", "answers": ["a"], "is_impossible": True},
+            "has no answer; SQuAD 2.0",
+        ),
+        (
+            {"context": "a", "qas": [{"question": "q", "answers": ["a"], "is_impossible": True}]},
+            "has no answer; SQuAD 2.0",
+        ),
         ({"context": "a", "qas": [{}]}, 'qas has {}. Expected {"context", "qas"'),
         (
             {"context": "a", "qas": [{"question": None, "answers": ["a"]}]},

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.bounded import parsed_json
+from xcloud.base.bounded import parsed_json, read_json
 from xcloud.base.errors import DataError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import settings
@@ -99,6 +99,7 @@ MAX_CHECKED_BYTES = 64 << 20  # of files that are read before a run starts
 MAX_TRIES = 100  # messages of which a template has to write a key once
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 NAMES_CODE = ("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code")
 """Keys of files of transformers by which code beside weights is loaded."""
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
@@ -211,6 +212,7 @@ class CausalTokenizer:
         self.learns_chats = False  # or it did: a prompt is then a question
         self.date = DATE
         self.writes_date = False  # the template has asked for the day
+        self.other_template = ""  # what of the checkpoint's files transformers does not read
         self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
         bos = pretrained.bos_token_id
         eos = pretrained.eos_token_id
@@ -243,7 +245,29 @@ class CausalTokenizer:
     def _of_checkpoint(choice: PretrainedTokenizer) -> CausalTokenizer:
         found = CausalTokenizer(pretrained=choice.load(), name=choice.name_or_path)
         found._generation = generation_config(resolve(choice.name_or_path))
+        folder = Path(resolve(choice.name_or_path)).expanduser()
+        own, other = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
+        if own.exists() and other.exists():
+            written = read_json(other).get("chat_template")
+            if written is not None and written != own.read_text("utf-8"):
+                found.other_template = (
+                    f"the chat template is of {TEMPLATE_FILE}: the other one in {other.name} "
+                    "is not read"
+                )
         return found
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of what the vocabulary lacks, if there is one."""
+        return self._reader.unknown
+
+    def lost(self, texts: Iterable[str]) -> list[str]:
+        """Return a remark on characters of texts that no token stands for, if there are any."""
+        if not (found := self._reader.lost(texts)):
+            return []
+        shown = listed([quoted(char) for char, _ in found.most_common(5)])
+        said = f"{found.total():,} characters are lost, for which {self._name} has no token"
+        return [f"{said} ({shown}{' …' if len(found) > 5 else ''})"]
 
     @staticmethod
     def load(folder: Path) -> CausalTokenizer:
@@ -329,6 +353,15 @@ class CausalTokenizer:
                     tried[key] += 1
                     if self._differ(chat, lacking, where=where):
                         written.add(key)
+        split = where.rpartition(", ")[2]
+        remarks = []
+        ends = sum(chat.messages[-1]["role"] != "assistant" for chat in chats)
+        if ends:
+            said = "go on after their last answer: what follows it is not learned"
+            remarks.append(f"{split}: {ends:,} of {len(chats):,} chats {said}")
+        if empty := sum(_is_empty(message) for chat in chats for message in chat.messages):
+            said = "answers are empty: the model learns to end at once"
+            remarks.append(f"{split}: {empty:,} {said}")
         unwritten = sorted(num.keys() - written)
         for key in unwritten:
             if key in MEANT:
@@ -338,9 +371,8 @@ class CausalTokenizer:
                     "learn to answer without it. Take a tokenizer whose template writes it, or "
                     f"remove {key!r} from the rows"
                 )
-        return [
-            f"{where.rpartition(', ')[2]}: the chat template does not write {quoted(key)} of "
-            f"{num[key]:,} messages"
+        return remarks + [
+            f"{split}: the chat template does not write {quoted(key)} of {num[key]:,} messages"
             for key in unwritten
         ]
 
@@ -707,8 +739,13 @@ class LanguageData(View[LanguageModelling]):
                     by_split = cuts.setdefault(f"{name} left out: {why}", {})
                     by_split[split] = Cut(num=num, of=found.num, setting="they teach nothing")
                 remarks += found.remarks
+                texts = [*rows.texts.get(TEXT, ())]
+                texts += [str(m["content"]) for chat in task.chats(rows) for m in chat.messages]
+                remarks += [f"{split}: {said}" for said in self._tokenizer.lost(texts)]
             for why, of_splits in corpus.useless.items():
                 cuts[f"{task.unit(corpus.splits['train'])} left out: {why}"] = {**of_splits}
+            if self._tokenizer.learns_chats and self._tokenizer.other_template:
+                remarks.append(self._tokenizer.other_template)
             if self._tokenizer.writes_date:
                 remarks.append(f"the chat template writes the date {task.date} (task.date)")
         sizes = {split: len(samples) for split, samples in self._documents.items()}
@@ -888,6 +925,12 @@ def _lacking_each(chat: Chat) -> Iterator[tuple[str, Chat]]:
             yield key, Chat([*messages[:number], lacking, *messages[number + 1 :]], given)
     for key in given:
         yield key, Chat(messages, {name: one for name, one in given.items() if name != key})
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer that says, calls and thinks nothing."""
+    says = message["content"].strip() or any(message.get(key) for key in MEANT)
+    return message["role"] == "assistant" and not says
 
 
 def _row(table: RowTable, number: int) -> str:

@@ -52,6 +52,7 @@ FORMS = (
     'answers; answers are a list of texts or of {"text", "start"}, or {"text": […], '
     '"answer_start": […]}'
 )
+IMPOSSIBLE = "is_impossible"  # of a question of SQuAD 2.0, whatever answers stand beside it
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
 MIN_CONTEXT = 8  # paragraph tokens per window
 
@@ -64,7 +65,7 @@ def rows_of(table: RowTable) -> Rows:
         for what, value in (("context", context), ("question", question)):
             if not isinstance(value, str):
                 raise DataError(f"{where}: {what} is {quoted(value)}, which is no text. {FORMS}")
-        answers = _answers(given, where=where)
+        answers = _answers(given, where=where) if given != () else []
         if not answers:
             said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
             raise DataError(f"{where}: the question {quoted(question)} {said}")
@@ -75,16 +76,18 @@ def rows_of(table: RowTable) -> Rows:
 
 
 def used_keys(table: RowTable) -> tuple[str, ...]:
-    return ("context", "qas") if "qas" in table.columns() else ("context", "question", "answers")
+    if "qas" in table.columns():
+        return ("context", "qas")
+    return ("context", "question", "answers", IMPOSSIBLE)
 
 
 def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield the paragraph, for messages, its context, a question and its answers. Rows of one
     question share a paragraph if their contexts are equal and consecutive."""
-    columns = used_keys(table)
+    columns = [key for key in used_keys(table) if key != IMPOSSIBLE]
     number = 0
     before = None
-    for context, *rest in table.rows(columns, KEYS):
+    for context, *rest, impossible in table.rows(columns, KEYS, optional=(IMPOSSIBLE,)):
         if "qas" in columns:
             number += 1
             where = f"{table.where}, paragraph {number}"
@@ -94,11 +97,19 @@ def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
             for one in asked:
                 if not isinstance(one, dict) or not {"question", "answers"} <= one.keys():
                     raise DataError(f"{where}: qas has {quoted(one)}. {FORMS}")
-                yield where, context, one["question"], one["answers"]
+                answers = () if one.get(IMPOSSIBLE) else one["answers"]
+                yield where, context, one["question"], answers
         else:
             number += context != before
             before = context
-            yield f"{table.where}, paragraph {number}", context, *rest
+            question, answers = rest
+            where = f"{table.where}, paragraph {number}"
+            yield (
+                where,
+                context,
+                question,
+                () if impossible in (True, "True", "true", "1") else answers,
+            )
 
 
 def _answers(given: Any, where: str) -> list[Any]:

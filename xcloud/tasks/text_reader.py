@@ -7,13 +7,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
 from xcloud.tasks.tokenizer_bounds import check_growth
+
+RARE = ("\U00010348", "\U00010375")  # letters of dead scripts, which no vocabulary has
 
 
 class TextReader:
@@ -69,6 +73,22 @@ class TextReader:
             name = self._names.get(piece)
             if name is not None and self._backend.token_to_id(name) != number:
                 raise DataError(f"tokenizer: its special piece {piece!r} has two ids")
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of what the vocabulary lacks; None where bytes stand for that, or nothing."""
+        first, second = self.encode(RARE)
+        return first[-1] if first and first == second else None
+
+    def lost(self, texts: Iterable[str]) -> Counter[str]:
+        """Return the characters of texts that no token stands for, with how often they come.
+        Nothing is counted where a token for unknown characters, or bytes, stand for all."""
+        if any(self.encode(RARE)):
+            return Counter()
+        counts = Counter(chain.from_iterable(texts))
+        found = [char for char in counts if not char.isspace()]
+        encoded = zip(found, self.encode(found), strict=True)
+        return Counter({char: counts[char] for char, ids in encoded if not ids})
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts, none of them special unless for what is unknown."""

@@ -227,6 +227,10 @@ class View(Tokenized, Generic[T]):
             for split, column in by_split.items():
                 if isinstance(column, TokenTable):
                     self._digests[f"tokens of {name} of {split}"] = column.content_digest
+                    unknown = self._tokenizers[name].unknown if name in self._tokenizers else None
+                    if unknown is not None and (num := column.count(unknown)):
+                        said = f"{num:,} of {column.num_tokens:,} tokens of {name} are unknown"
+                        self._remarks.append(f"{split}: {said} to its tokenizer")
         if in_words and fields:
             self._in_words = in_words
         else:
@@ -363,6 +367,10 @@ class TokenTable:
     @property
     def num_tokens(self) -> int:
         return len(self._flat)
+
+    def count(self, token: int) -> int:
+        """Return how often a token stands in all rows."""
+        return int((self._flat == token).sum())
 
     @property
     def content_digest(self) -> str:

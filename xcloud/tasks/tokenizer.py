@@ -75,6 +75,11 @@ class Tokenizer:
     def _reader(self) -> TextReader:
         return TextReader(backend=self.backend, special=self.special)
 
+    @property
+    def unknown(self) -> int | None:
+        """The id of what the vocabulary lacks, if there is one."""
+        return self._reader.unknown
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self._reader.encode(texts)
 
