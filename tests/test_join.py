@@ -154,9 +154,10 @@ def test_ranks_of_one_owner_meet_over_gloo_and_those_of_two_over_a_line(
 @pytest.mark.slow
 def test_two_owners_train_as_one_process_does_and_only_lines_join_them(tmp_path: Path) -> None:
     port = free_port()
-    owners = TwoOwners(tmp_path, [address("cloud_b", port), "training.max_steps=6"])
+    steps = ["training.max_steps=6", "training.evaluate_every=7"]
+    owners = TwoOwners(tmp_path, [address("cloud_b", port), *steps])
     owners.finish()
-    config = toy_config("two_clouds", ["training.max_steps=6"])
+    config = toy_config("two_clouds", steps)
     start(tmp_path / "gloo", config)
     assert losses(owners.run_dir("cloud_a")) == losses(tmp_path / "gloo")
     theirs = weights(tmp_path / "gloo")
@@ -165,6 +166,8 @@ def test_two_owners_train_as_one_process_does_and_only_lines_join_them(tmp_path:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert f"this cloud dials cloud_b at 127.0.0.1:{port}" in owners.said("cloud_a")
     assert f"cloud_a dials port {port} here" in owners.said("cloud_b")
+    misfit = "training.evaluate_every=7 is more than training.max_steps=6"
+    assert all(misfit in owners.said(cloud) for cloud in owners.clouds)
 
 
 @pytest.mark.slow

@@ -18,13 +18,24 @@ from xcloud.study.points import (
     same_overrides,
     with_also,
 )
-from xcloud.study.runner import check_name
+from xcloud.study.runner import check_name, composed_points
 
 
 def named(*grid: str) -> list[str]:
     found = points(*grid)
     name_points(found)
     return [point.name for point in found]
+
+
+def test_what_points_never_come_to_is_told_once_with_their_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steps = ("training.max_steps=20", "training.evaluate_every=21")
+    asked = [(*steps[:num], f"seed={seed}") for num in (1, 2) for seed in (1, 2, 3)]
+    found, wrong = composed_points(asked, compose)
+    assert len(found) == 6 and not wrong
+    said = capsys.readouterr().out
+    assert said.count("3 of 6 points: training.evaluate_every=21 is more than") == 1
 
 
 def test_identity_forgets_names_and_the_place_of_records_only() -> None:
