@@ -359,7 +359,7 @@ def test_the_head_of_gpt_neox_is_found_under_its_old_name(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"checkpoint": None}, "model.checkpoint .* or model.own, not both"),
+        ({"checkpoint": None}, "one of model.checkpoint"),
         ({"embeddings": "freeze"}, "model.embeddings=freeze is for training without LoRA: leave"),
         ({"lora": None, "embeddings": "share"}, "model.embeddings must be one of"),
         ({"blocks_per_stage": [-1]}, r"model.blocks_per_stage\[0\] must be"),

@@ -30,7 +30,13 @@ from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Stage, TokenIds
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
-from xcloud.models.causal_stage import CausalStage, chunked_cross_entropy
+from xcloud.models.causal_stage import (
+    CausalStage,
+    LogitCap,
+    RootCap,
+    TanhCap,
+    chunked_cross_entropy,
+)
 from xcloud.models.split_point import Projection, Split
 
 ROWS, FEATURES, WORDS = 7, 16, 50
@@ -43,23 +49,35 @@ def made(words: int = WORDS) -> tuple[Tensor, Tensor, Tensor]:
     return rows, matrix, torch.randint(words, (ROWS,), generator=draw)
 
 
-def plain(rows: Tensor, words: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
-    logits = rows @ words.T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+def plain(
+    rows: Tensor,
+    words: Tensor,
+    labels: Tensor,
+    cap: LogitCap | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    logits = F.linear(rows, words, bias)
+    if isinstance(cap, TanhCap):
+        logits = cap.bound * torch.tanh(logits / cap.bound)
+    if isinstance(cap, RootCap):
+        logits = logits / (1 + (logits / cap.bound) ** 2).sqrt()
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("cap", [None, TanhCap(3.0), RootCap(3.0)])
 @pytest.mark.parametrize("chunk", [1, 7, 25, 50, 1000])
-def test_loss_and_gradients_equal_the_plain_ones(chunk: int, softcap: float | None) -> None:
+def test_loss_and_gradients_equal_the_plain_ones(chunk: int, cap: LogitCap | None) -> None:
     weight = torch.linspace(0.5, 2, ROWS)  # another gradient for each row
     results = []
-    for function in (plain, lambda *given: chunked_cross_entropy(*given[:3], chunk, given[3])):
+    for function in (plain, lambda *given: chunked_cross_entropy(*given[:3], chunk, *given[3:])):
         rows, words, labels = made()
-        losses = function(rows, words, labels, softcap)
+        bias = None
+        if isinstance(cap, RootCap):
+            bias = torch.linspace(-1, 1, WORDS).requires_grad_()
+        losses = function(rows, words, labels, cap, bias)
         (losses * weight).sum().backward()
-        results.append((losses.detach(), rows.grad, words.grad))
+        to_bias = words.new_zeros(0) if bias is None else bias.grad
+        results.append((losses.detach(), rows.grad, words.grad, to_bias))
 
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # of values about 1
@@ -71,7 +89,7 @@ def test_huge_logits_do_not_overflow() -> None:
     losses.sum().backward()
 
     assert losses.isfinite().all() and rows.grad is not None and rows.grad.isfinite().all()
-    torch.testing.assert_close(losses, plain(rows * 1e4, words, labels, None))
+    torch.testing.assert_close(losses, plain(rows * 1e4, words, labels))
 
 
 def test_under_autocast_products_are_in_its_dtype_backwards_too() -> None:
@@ -104,8 +122,8 @@ def test_products_are_in_the_dtype_of_autocast_and_losses_are_float32() -> None:
     losses.sum().backward()
 
     assert losses.dtype == rows.grad.dtype == words.grad.dtype == torch.float32
-    torch.testing.assert_close(losses, plain(rows, words, labels, None), rtol=0.05, atol=0.1)
-    assert not torch.equal(losses, plain(rows, words, labels, None))
+    torch.testing.assert_close(losses, plain(rows, words, labels), rtol=0.05, atol=0.1)
+    assert not torch.equal(losses, plain(rows, words, labels))
 
 
 class Largest(TorchDispatchMode):
@@ -129,7 +147,7 @@ def test_a_quarter_of_a_million_words_never_have_all_their_logits_at_once() -> N
     assert largest.words == 4096
 
     with Largest() as largest:
-        plain(rows, words, labels, None)
+        plain(rows, words, labels)
     assert largest.words == 250_000
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -39,8 +39,10 @@ from xcloud.models.causal_network import (
     MAX_LENGTH,
     Lora,
     Part,
+    blocks_of,
     check_checkpoint,
     config_of_stage,
+    draw_weights,
     laid_out,
     load_weights,
     merged_weights,
@@ -55,6 +57,7 @@ from xcloud.models.causal_stage import CausalStage, OwnCausal
 from xcloud.models.experts import RouterLoss
 from xcloud.models.frozen_weights import DTYPES, Kind
 from xcloud.models.pretraining import PublicTexts
+from xcloud.models.scratch import ProtocolGpt
 from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TYPES, TextModel, rows_boundary
 from xcloud.pretrained import INDEX, WEIGHTS, WeightFiles
@@ -74,9 +77,20 @@ def same_attention() -> tuple[AbstractContextManager[object], AbstractContextMan
     return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
 
 
+def _check_vocabulary(config: Any, context: BuildContext, whose: str, remedy: str) -> None:
+    """Raise ConfigError if the task's tokenizer has more token ids than the network."""
+    ids = context.vocabularies.get(TEXT)
+    if ids is not None and ids.size > config.vocab_size:
+        raise ConfigError(
+            f"{whose} has {config.vocab_size} token ids, but the task's tokenizer has "
+            f"{ids.size}: {remedy}"
+        )
+
+
 @settings("model")
 class CausalLM(TextModel):
-    """Each setting: docs/causal-language-models.md. Exactly one of checkpoint and own is given.
+    """Each setting: docs/causal-language-models.md. Exactly one of checkpoint, own and scratch is
+    given.
 
     embeddings: the training of the embeddings without lora. None: trained, as the head is; refused
         where both are one matrix (tied) and lie in different stages. Frozen, or beside LoRA, each
@@ -87,6 +101,7 @@ class CausalLM(TextModel):
     checkpoint: the model of transformers to start from: owner/name or owner/name@revision on the
         hub, or a folder; null: see own.
     own: a model that is made here instead, from public text.
+    scratch: a network that starts from drawn weights instead, all of which are trained.
     lora: the adapters that are trained instead of the weights; null: all weights are trained.
     weights: the type in which the frozen weights beside lora are kept: float32, bfloat16, float16,
         or packed as int8 or nf4. Embeddings and head are never packed. null: as the checkpoint has
@@ -104,10 +119,9 @@ class CausalLM(TextModel):
         backward pass, which takes less memory and more time.
     """
 
-    is_pretrained: ClassVar[bool] = True
-
     checkpoint: HubName | None = None
     own: OwnCausal | None = None
+    scratch: ProtocolGpt | None = None
     lora: Lora | None = None
     weights: Kind | None = None
     router_loss: NotNegativeFloat | None = None
@@ -122,10 +136,24 @@ class CausalLM(TextModel):
     def __post_init__(self) -> None:
         split = self.split
         is_cut = split.layer is not None
-        both = bool(self.checkpoint) == (self.own is not None)
+        sources = [bool(self.checkpoint), self.own is not None, self.scratch is not None]
         lacks_text = split.needs_public_text and self._public_text is None
         for is_wrong, said in (
-            (both, "give model.checkpoint (a folder or hub id) or model.own, not both"),
+            (
+                sum(sources) != 1,
+                "give one of model.checkpoint (a folder or hub id), model.own and model.scratch",
+            ),
+            (
+                self.scratch is not None and self.lora is not None,
+                "model.lora trains adapters beside trained weights, and model.scratch draws "
+                "weights: set model.lora=null",
+            ),
+            (
+                self.scratch is not None and split.is_measured and split.rank is not None,
+                f"model.split.method={split.method} measures rows of a trained network, and "
+                "model.scratch draws weights: take method=identity, or leave "
+                "model.split out",
+            ),
             (
                 self.lora and self.embeddings,
                 f"model.embeddings={self.embeddings} is for training without LoRA: leave it out",
@@ -155,6 +183,11 @@ class CausalLM(TextModel):
                 raise ConfigError(said)
 
     @property
+    def is_pretrained(self) -> bool:
+        """Whether the model knows something before the first update."""
+        return self.scratch is None
+
+    @property
     def variant(self) -> str:
         """What is trained, for the names of runs: such as "lora16 nf4", or "full"."""
         if self.lora is None:
@@ -162,10 +195,11 @@ class CausalLM(TextModel):
         return " ".join(filter(None, (f"lora{self.lora.r}", self.weights)))
 
     def describe(self) -> str:
-        if self.own is None:
-            name = self.checkpoint
-        else:
+        name = self.checkpoint
+        if self.own is not None:
             name = self.own.describe()
+        elif self.scratch is not None:
+            name = self.scratch.describe()
         trained = "all weights"
         if self.lora is not None:
             trained = f"LoRA r={self.lora.r}"
@@ -243,6 +277,8 @@ class CausalLM(TextModel):
                 )
         # Checked before anything is made.
         self._parts(self._config(context.max_length), num_stages=num_stages)
+        if self.scratch is not None:
+            return self._drawn(self.scratch, stage=stage, num_stages=num_stages, context=context)
         name = self._base(context)
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
@@ -250,12 +286,7 @@ class CausalLM(TextModel):
             if unread := check_checkpoint(name):
                 context.report(f"{name}: not read are {listed(unread)}")
         config = read_config(name)
-        ids = context.vocabularies.get(TEXT)
-        if ids is not None and ids.size > config.vocab_size:
-            raise ConfigError(
-                f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
-                f"{ids.size}: use the checkpoint's own tokenizer"
-            )
+        _check_vocabulary(config, context, f"{name!r}", "use the checkpoint's own tokenizer")
         part = self._parts(config, num_stages=num_stages)[stage]
         network = laid_out(config, part=part)
         built = self._stage(network, part=part, stage=stage, name=name, bases={}, context=context)
@@ -267,6 +298,22 @@ class CausalLM(TextModel):
 
         load_weights(network, name_or_path=name, weights=self._kept_as, end_block=end_block)
         built.architecture[BASES].update(self._digests(name, context=context))
+        return built
+
+    def _drawn(
+        self, scratch: ProtocolGpt, stage: int, num_stages: int, context: BuildContext
+    ) -> CausalStage:
+        """Build a stage whose weights the seed draws, each block from a stream of its own."""
+        config = self._config(context.max_length)
+        remedy = f"set model.scratch.vocab_size, which is {config.vocab_size}"
+        _check_vocabulary(config, context, scratch.describe(), remedy)
+        part = self._parts(config, num_stages=num_stages)[stage]
+        network = network_of(config, part=part)
+        draw_weights(network, seed=context.seed)
+        built = self._stage(network, part=part, stage=stage, name="", bases={}, context=context)
+        for number, (_, block) in enumerate(blocks_of(network)):
+            if number in part.blocks:
+                context.deal(block)
         return built
 
     def _base(self, context: BuildContext) -> str:
@@ -345,7 +392,7 @@ class CausalLM(TextModel):
         """Return the name of the file with weights that `join` writes, and what is in it.
 
         Raises DataError for a tensor that is missing."""
-        self._check_has_no_split()
+        self._check_is_known()
         if self.lora is not None:
             return "adapter_model.safetensors", dict(tensors)
         network = self._whole(config_of_stage(architecture["config"]))
@@ -360,7 +407,7 @@ class CausalLM(TextModel):
     ) -> list[Path]:
         """Write what `join` writes beside the weights. Returns the folders that want the
         tokenizer, too."""
-        self._check_has_no_split()
+        self._check_is_known()
         out.mkdir(parents=True, exist_ok=True)
         config = config_of_stage(architecture["config"])
         if self.lora is None:
@@ -396,7 +443,7 @@ class CausalLM(TextModel):
         in between. Returns the folders that want the tokenizer, too."""
         if self.lora is None:
             raise ConfigError("--merge adds adapters to weights, and this run trained all weights")
-        self._check_has_no_split()
+        self._check_is_known()
         base = self._base(replace(context, architecture=stages[0].architecture))
         files = WeightFiles(base)
         config = read_config(base)
@@ -423,7 +470,13 @@ class CausalLM(TextModel):
         (out / INDEX).write_text(json.dumps(index, indent=1))
         return [out]
 
-    def _check_has_no_split(self) -> None:
+    def _check_is_known(self) -> None:
+        """Raise ConfigError for a network that transformers cannot load."""
+        if self.scratch is not None:
+            raise ConfigError(
+                f"transformers has no type of model like {self.scratch.describe()}: use "
+                "`xcloud generate`"
+            )
         if self.split.rank is not None:
             raise ConfigError(
                 "transformers and peft have no place for model.split: use `xcloud generate`"
@@ -514,6 +567,8 @@ class CausalLM(TextModel):
         """The model's, checked against these settings. Reads config.json, no weights."""
         if self.own:
             config = self.own.config(max_length)
+        elif self.scratch:
+            config = self.scratch.config(max_length)
         else:
             config = read_config(str(self.checkpoint))
         positions = positions_of(config)

@@ -89,7 +89,17 @@ KINDS: Mapping[str, ModelKind] = {
         first=("emb_dropout",),
         old_head="embed_out",
     ),
+    "protocol_gpt": ModelKind(first=("embed_norm",)),
 }
+
+
+def _auto_config() -> Any:
+    """Return transformers' AutoConfig, which also knows the model types of xcloud."""
+    from transformers import AutoConfig
+
+    import xcloud.models.protocol_gpt  # noqa: F401
+
+    return AutoConfig
 
 
 class Elsewhere(nn.Module):
@@ -139,11 +149,9 @@ _LOADS_MORE = ("auto_map", "custom_pipelines", "quantization_config", "implement
 def config_of(described: Mapping[str, Any]) -> Any:
     """Return transformers' own config of what a config.json says. Raises ConfigError for a model
     whose tokens see later ones, which attention here does not compute."""
-    from transformers import AutoConfig
-
     check_sizes(described, "config.json")
     _check_rope(described)
-    config = AutoConfig.for_model(**described)
+    config = _auto_config().for_model(**described)
     if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(
             f"this {config.model_type} has use_bidirectional_attention in its config.json: its "
@@ -192,14 +200,12 @@ def config_of_stage(described: Mapping[str, Any]) -> Any:
 
     What is made of it is served, so it names no code. Raises DataError.
     """
-    from transformers import AutoConfig
-
     if described.get("model_type") not in KINDS:
         raise DataError(
             f"config.model_type of the stage is {described.get('model_type')!r:.100}; it can be "
             f"{', '.join(KINDS)}"
         )
-    plain = AutoConfig.for_model(described["model_type"])
+    plain = _auto_config().for_model(described["model_type"])
     known = plain.to_dict().keys() | {"model_type", "transformers_version"}
     for key in described.keys() - known:
         of_class = inspect.getattr_static(type(plain), key, None)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from pydantic import Field
@@ -101,7 +101,7 @@ class CausalStage(Stage):
         self.network = network
         self._part = part
         self._chunk = chunk
-        self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)
+        self._cap = cap_of(network.config)
         self.cut = cut
         self._is_tied = is_tied
         self._router_loss = router_loss
@@ -203,9 +203,10 @@ class CausalStage(Stage):
         exist at a time."""
         best_R = torch.full((len(rows_RH),), -math.inf, device=rows_RH.device)
         tokens_R = torch.zeros(len(rows_RH), dtype=torch.long, device=rows_RH.device)
-        pieces = torch.split(self._head.weight, self._chunk)
-        for start, words_CH in zip(count(0, self._chunk), pieces, strict=False):
-            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=self._softcap)
+        head = self._head
+        for start in range(0, len(head.weight), self._chunk):
+            piece = slice(start, start + self._chunk)
+            logits_RC = _logits(rows_RH, head.weight, head.bias, piece, cap=self._cap)
             value_R, place_R = logits_RC.max(1)
             tokens_R = torch.where(value_R > best_R, start + place_R, tokens_R)
             best_R = torch.maximum(best_R, value_R)
@@ -218,7 +219,7 @@ class CausalStage(Stage):
         """Logits [B, V] of what follows each sample."""
         packing, rows = self._rows(received, batch=batch, past=past)
         last_BH = rows[bring(packing.counts.cumsum(0) - 1, device=rows.device)]
-        return _logits(last_BH, words_CH=self._head.weight, softcap=self._softcap)
+        return _logits(last_BH, self._head.weight, self._head.bias, slice(None), cap=self._cap)
 
     def follow(self, tokens: Sequence[int]) -> Iterator[int]:
         if not (self._part.is_first and self._part.is_last):
@@ -282,7 +283,8 @@ class CausalStage(Stage):
             words_VH=self._head.weight,
             labels_R=bring(labels_R[guessed], device=rows.device),
             chunk=self._chunk,
-            softcap=self._softcap,
+            cap=self._cap,
+            bias_V=self._head.bias,
         )
         return losses, guessed
 
@@ -306,46 +308,97 @@ def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Ten
     return nats, owners.bincount(minlength=num_documents)
 
 
+class LogitCap(Protocol):
+    """A bound on the size of logits. The slope is taken of capped logits, which the backward
+    computes again."""
+
+    def of(self, logits: Tensor) -> Tensor: ...
+
+    def slope(self, capped: Tensor) -> Tensor: ...
+
+
+class TanhCap(NamedTuple):
+    """bound * tanh(x / bound), as in Gemma 2."""
+
+    bound: float
+
+    def of(self, logits: Tensor) -> Tensor:
+        return self.bound * torch.tanh(logits / self.bound)
+
+    def slope(self, capped: Tensor) -> Tensor:
+        return 1 - (capped / self.bound) ** 2
+
+
+class RootCap(NamedTuple):
+    """bound * x / sqrt(x ** 2 + bound ** 2), as in modded-nanogpt and Protocol NanoGPT."""
+
+    bound: float
+
+    def of(self, logits: Tensor) -> Tensor:
+        return self.bound * logits * (logits.square() + self.bound**2).rsqrt()
+
+    def slope(self, capped: Tensor) -> Tensor:
+        # Rounding may lift a huge logit's cap above the bound.
+        return (1 - (capped / self.bound) ** 2).clamp_(min=0) ** 1.5
+
+
+def cap_of(config: Any) -> LogitCap | None:
+    """Return what bounds a network's logits, as its config says."""
+    if (bound := getattr(config, "final_logit_softcapping", None)) is not None:
+        return TanhCap(float(bound))
+    if (bound := getattr(config, "final_logit_root_cap", None)) is not None:
+        return RootCap(float(bound))
+    return None
+
+
 def chunked_cross_entropy(
     rows_RH: Tensor,
     words_VH: Tensor,
     labels_R: Tensor,
     chunk: int,
-    softcap: float | None = None,
+    cap: LogitCap | None = None,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
-    """float32 [R]: -log softmax(rows @ words')[label] of each row, in nats, words being [V, H].
+    """float32 [R]: -log softmax(rows @ words' + bias)[label] of each row, in nats, words being
+    [V, H].
 
     Only [R, C] logits exist at any time, C = `chunk`: the backward computes each piece again.
-    softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
     Under autocast the products are in its dtype; sums are float32.
     """
     device = rows_RH.device.type
     if torch.is_autocast_enabled(device):
         rows_RH = rows_RH.to(torch.get_autocast_dtype(device))
     losses: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows_RH, words_VH, labels_R, chunk, softcap
+        rows_RH, words_VH, bias_V, labels_R, chunk, cap
     )
     return losses
 
 
-def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
-    """float32 [R, C]."""
-    logits_RC = (rows_RH @ cast_to(rows_RH.dtype, words_CH).T).float()
-    if softcap is None:
-        return logits_RC
-    return softcap * torch.tanh(logits_RC / softcap)
+def _logits(
+    rows_RH: Tensor,
+    words_VH: Tensor,
+    bias_V: Tensor | None,
+    piece: slice,
+    cap: LogitCap | None,
+) -> Tensor:
+    """Return the logits of a piece of the vocabulary, float32 [R, C]."""
+    logits_RC = (rows_RH @ cast_to(rows_RH.dtype, words_VH[piece]).T).float()
+    if bias_V is not None:
+        logits_RC = logits_RC + bias_V[piece].float()
+    return logits_RC if cap is None else cap.of(logits_RC)
 
 
 def _pieces(
-    words_VH: Tensor, labels_R: Tensor, chunk: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
-    """Yield words of a piece [C, H], whether each row's label is among them, [R, 1], and at which
-    place (any, where it is not), [R, 1]; the piece."""
+    num_words: int, labels_R: Tensor, chunk: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield a piece of the vocabulary; whether each row's label is in it, [R, 1]; and at which
+    place (any, where it is not), [R, 1]."""
     labels_R1 = labels_R[:, None]
-    for start, words_CH in zip(count(0, chunk), torch.split(words_VH, chunk), strict=False):
+    for start in range(0, num_words, chunk):
+        piece = slice(start, min(start + chunk, num_words))
         places_R1 = labels_R1 - start
-        is_there_R1 = (places_R1 >= 0) & (places_R1 < len(words_CH))
-        yield words_CH, is_there_R1, places_R1.where(is_there_R1, 0), slice(start, start + chunk)
+        is_there_R1 = (places_R1 >= 0) & (labels_R1 < piece.stop)
+        yield piece, is_there_R1, places_R1.where(is_there_R1, 0)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -354,28 +407,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         rows_RH: Tensor,
         words_VH: Tensor,
+        bias_V: Tensor | None,
         labels_R: Tensor,
         chunk: int,
-        softcap: float | None,
+        cap: LogitCap | None,
     ) -> Tensor:
         norms = []
         right_R1 = torch.zeros(len(labels_R), 1, device=rows_RH.device)
-        for words_CH, is_there_R1, places_R1, _ in _pieces(
-            words_VH, labels_R=labels_R, chunk=chunk
-        ):
-            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=softcap)
+        for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=chunk):
+            logits_RC = _logits(rows_RH, words_VH, bias_V, piece, cap=cap)
             norms.append(logits_RC.logsumexp(1))
             right_R1 = logits_RC.gather(1, places_R1).where(is_there_R1, right_R1)
         norm_R = torch.stack(norms).logsumexp(0)
-        ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
+        ctx.save_for_backward(rows_RH, words_VH, bias_V, labels_R, norm_R)
         ctx.chunk = chunk
-        ctx.softcap = softcap
+        ctx.cap = cap
         return norm_R - right_R1[:, 0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RH, words_VH, labels_R, norm_R = ctx.saved_tensors
-        wants_rows, wants_words = ctx.needs_input_grad[:2]
+        rows_RH, words_VH, bias_V, labels_R, norm_R = ctx.saved_tensors
+        wants_rows, wants_words, wants_bias = ctx.needs_input_grad[:3]
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = None
         if wants_rows:
@@ -383,21 +435,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         to_words = None
         if wants_words:
             to_words = torch.zeros_like(words_VH)
-        for words_CH, is_there_R1, places_R1, piece in _pieces(
-            words_VH, labels_R=labels_R, chunk=ctx.chunk
-        ):
-            logits_RC = _logits(rows_RH, words_CH=words_CH, softcap=ctx.softcap)
+        to_bias = None
+        if wants_bias:
+            to_bias = torch.zeros_like(bias_V)
+        for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=ctx.chunk):
+            logits_RC = _logits(rows_RH, words_VH, bias_V, piece, cap=ctx.cap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
             slope_RC.scatter_add_(1, places_R1, -is_there_R1.float())
             slope_RC *= gradients[0][:, None]
-            if ctx.softcap is not None:
-                slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
+            if ctx.cap is not None:
+                slope_RC *= ctx.cap.slope(logits_RC)
+            if to_bias is not None:
+                to_bias[piece] = slope_RC.sum(0)
             slope_RC = slope_RC.to(rows_RH.dtype)
             if to_rows is not None:
-                to_rows += slope_RC @ cast_to(rows_RH.dtype, words_CH)
+                to_rows += slope_RC @ cast_to(rows_RH.dtype, words_VH[piece])
             if to_words is not None:
                 to_words[piece] = slope_RC.T @ rows_RH
-        return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None
+        if to_rows is not None:
+            to_rows = to_rows.to(rows_RH.dtype)
+        return to_rows, to_words, to_bias, None, None, None
 
 
 @settings("NextTokenPretraining", kw_only=True)

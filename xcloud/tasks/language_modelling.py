@@ -704,6 +704,31 @@ class LanguageModelling(TextTask):
         return f"python -m xcloud generate {shlex.quote(str(run_dir))} {asked}"
 
 
+def scores_of(predictions: Mapping[int, list[int]], documents: Sequence[Sequence[int]]) -> Scores:
+    """Return perplexity and the mean loss of these samples. documents: the numbers of the
+    documents of each sample of the split."""
+    order = sorted(predictions)
+    found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
+    for of_sample in found:
+        of_sample[of_sample[:, 0] < 0, 0] = math.nan  # NOT_FINITE
+    of_piece = [number for i in order for number in documents[i]]
+    by_document = np.zeros((max(of_piece) + 1, 2))
+    np.add.at(by_document, of_piece, np.concatenate(found))
+    nats, tokens = by_document.T
+    loss = float(nats.sum() / tokens.sum())
+    error = ratio_error(nats, below=tokens)
+    perplexity = math.inf if loss > LARGEST_LOSS else math.exp(loss)
+    samples = {}
+    for i, pieces in zip(order, found, strict=True):
+        nats, tokens = pieces.sum(0)
+        samples[i] = {"loss": float(nats / tokens), "tokens": int(tokens)}
+    return Scores(
+        values={"perplexity": perplexity, "loss": loss},
+        errors={"perplexity": perplexity * error, "loss": error},
+        samples=samples,
+    )
+
+
 class LanguageData(View[LanguageModelling]):
     """One rank's view (TaskData): of fields that may not be seen here nothing was kept."""
 
@@ -784,26 +809,7 @@ class LanguageData(View[LanguageModelling]):
         errors are over documents. Predicted are millionths of a nat and tokens of each document,
         or piece of one, in a sample."""
         self.check_predictions(split, predictions=predictions)
-        order = sorted(predictions)
-        found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
-        for of_sample in found:
-            of_sample[of_sample[:, 0] < 0, 0] = math.nan  # NOT_FINITE
-        of_piece = [number for i in order for number in self._documents[split][i]]
-        documents = np.zeros((max(of_piece) + 1, 2))
-        np.add.at(documents, of_piece, np.concatenate(found))
-        nats, tokens = documents.T
-        loss = float(nats.sum() / tokens.sum())
-        error = ratio_error(nats, below=tokens)
-        perplexity = math.inf if loss > LARGEST_LOSS else math.exp(loss)
-        samples = {}
-        for i, pieces in zip(order, found, strict=True):
-            nats, tokens = pieces.sum(0)
-            samples[i] = {"loss": float(nats / tokens), "tokens": int(tokens)}
-        return Scores(
-            values={"perplexity": perplexity, "loss": loss},
-            errors={"perplexity": perplexity * error, "loss": error},
-            samples=samples,
-        )
+        return scores_of(predictions, documents=self._documents[split])
 
     def signature(self) -> dict[str, str]:
         over = "over all guessed tokens of the tokenizer, end tokens among them"
