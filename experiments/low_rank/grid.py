@@ -2,9 +2,11 @@
 two are in Fig. 9), r = 8, 16, 32, row by row.
 
     python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3]
-        [--tasks sst2 qnli mrpc cola stsb squad] [--updates N]
+        [--tasks sst2 trec qnli mrpc cola stsb squad] [--updates N]
 
 wide: every block of QNLI with 128 features in few bits.
+bytes: transform coding of the whole width behind block 1 with these steps forward and backward,
+    SST-2 and TREC, half of the held-out phrases.
 --updates: no more than so many of each row, and 500 samples scored, to see that it runs.
 
 CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
@@ -32,9 +34,9 @@ from xcloud.study.reproduce import StudyRows
 
 FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
-UPDATES = {"sst2": 250, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
+UPDATES = {"sst2": 250, "trec": 340, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
 TASKS = [*UPDATES, "squad"]
-LENGTH = {"sst2": 40, "qnli": 80, "mrpc": 96, "cola": 40, "stsb": 64}
+LENGTH = {"sst2": 40, "trec": 40, "qnli": 80, "mrpc": 96, "cola": 40, "stsb": 64}
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
         [sys.executable, "experiments/low_rank/prepare.py", corpora, data, *drawn],
         cwd=project_root(), check=True,
     )  # fmt: skip
-    cells = {"fig9": fig9, "table3": table3, "wide": wide, "quick": quick}
+    cells = {"fig9": fig9, "table3": table3, "wide": wide, "quick": quick, "bytes": few_bytes}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
             if task not in given.tasks:
@@ -86,6 +88,13 @@ def wide() -> Iterator[tuple[str, str, int | None]]:
         yield "qnli", "pca r128, few bits", layer
 
 
+def few_bytes() -> Iterator[tuple[str, str, int | None]]:
+    for task in ("sst2", "trec"):
+        yield task, "unsplit", None
+        for steps in ("2.4 + 3.2", "3.2 + 4.8"):
+            yield task, f"transform {steps}", 1
+
+
 def quick() -> Iterator[tuple[str, str, int | None]]:
     """The lowest block, where the cuts part."""
     for task in TASKS:
@@ -110,6 +119,13 @@ def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) 
     ]  # fmt: skip
     if layer is None:
         return [*words, "cluster=local", "model.split.layer=null"]
+    if cut.startswith("transform"):
+        forward, backward = cut.removeprefix("transform ").split(" + ")
+        return [
+            *words, "cluster/wan=free", f"model.split.layer={layer}", "model.split.rank=null",
+            "compression=transform", f"compression.forward.step={forward}",
+            f"compression.backward.step={backward}",
+        ]  # fmt: skip
     rank = cut.split(",")[0].split(" r")[1]
     words += ["cluster/wan=free", f"model.split.layer={layer}", f"model.split.rank={rank}"]
     if cut.startswith("svd"):
@@ -125,6 +141,14 @@ def of_task(task: str, corpora: Path, data: Path) -> list[str]:
             "training.max_steps=300", "training.batch_size=16", "training.evaluate_every=0",
             "training.eval_batch_size=64", "training.optimizer.warmup_steps=30",
             "training.optimizer.learning_rate=2e-4",
+        ]  # fmt: skip
+    if task == "trec":
+        steps = UPDATES[task]
+        return [
+            "+exp=bert_split_sst2", "task=classification", f"task.path={corpora / 'trec'}",
+            f"task.max_length={LENGTH[task]}", f"training.max_steps={steps}",
+            f"training.optimizer.warmup_steps={steps // 10}", "training.eval_batch_size=250",
+            "training.evaluate_every=0",
         ]  # fmt: skip
     folder = data if task in ("sst2", "qnli") else corpora
     name = "stsb_multi" if task == "stsb" else task
