@@ -90,7 +90,7 @@ def main() -> None:
         for m in (0, *arguments.micro_batches)
         for compression in COMPRESSIONS
     }
-    pilot = [f"compression={COMPRESSIONS[0]}", "autopilot=on"]
+    pilot = [f"compression={COMPRESSIONS[0]}", "autopilot=on", "~autopilot.choices.transform"]
     if arguments.toy:
         pilot += TOY_PILOT
     if arguments.micro_batches:

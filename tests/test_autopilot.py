@@ -27,6 +27,7 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
+from xcloud.comm.transform import Transform
 from xcloud.feature_list import FIGURES
 from xcloud.features.autopilot.feature import schedules_of
 from xcloud.features.autopilot.pilot import (
@@ -109,10 +110,19 @@ def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     assert {rank.wiring.boundaries.shared(Selection).since_step for rank in made} == {8}
 
 
-def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_meanwhile() -> None:
-    delta = Compression(INT4.forward, INT4.backward, forward_memory=DeltaCache())
+@pytest.mark.parametrize(
+    "learning",
+    [
+        Compression(INT4.forward, INT4.backward, forward_memory=DeltaCache()),
+        Compression(Transform(1.0), Transform(1.0)),
+    ],
+    ids=["delta", "transform"],
+)
+def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_meanwhile(
+    learning: Compression,
+) -> None:
     plan = PinnedBatchPlan(40, 8, 1, [0, 0])
-    switched = Selectable({"delta": delta, "none": NONE})
+    switched = Selectable({"learning": learning, "none": NONE})
 
     def job() -> list[Rank]:
         made = piloted(TWO, switched, Scripted, plan=plan)
@@ -253,16 +263,18 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     job = build("+exp=abnet_iwslt", "autopilot=on", "compression=none", "cluster/wan=line_8m")
     compression = job.compression
     assert isinstance(compression, Selectable)
-    assert compression.names == ["none+none", "int8+int8", "int4+int4"]
-    assert job.labels.compression == "autopilot(none+none, int8+int8, int4+int4)"
+    transform = "transform(2.2)+transform(3.2), averaging int4"
+    assert compression.names == ["none+none", "int8+int8", "int4+int4", transform]
+    assert job.labels.compression == f"autopilot(none+none, int8+int8, int4+int4, {transform})"
     small = build(
         "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
         "training.batch_size=8",
     )  # fmt: skip
-    assert small.compression.names == ["int8+int8", "int4+int4"], "the same is there once"
-    int8, int4 = forecast_of(small, torch.device("cpu")).codecs  # type: ignore[arg-type]
+    assert small.compression.names == ["int8+int8", "int4+int4", transform], "each is there once"
+    int8, int4, transformed = forecast_of(small, torch.device("cpu")).codecs  # type: ignore[arg-type]
     for way in BOTH_WAYS:
         assert 0.4 < int4[way].num_bytes / int8[way].num_bytes < 0.6
+        assert transformed[way].num_bytes < int4[way].num_bytes
     assert min(way.compress_s for way in [*int8.values(), *int4.values()]) > 0
 
 

@@ -163,8 +163,9 @@ ROWS = {
     ),
     "autopilot": Row(
         ["autopilot=on", "~autopilot.choices.int8", "~autopilot.choices.int4",
-         "+compression@autopilot.choices.plain=none", "autopilot.worth=1.000001",
-         "autopilot.confirm=1", "autopilot.dwell=1", "training.max_steps=40"],
+         "~autopilot.choices.transform", "+compression@autopilot.choices.plain=none",
+         "autopilot.worth=1.000001", "autopilot.confirm=1", "autopilot.dwell=1",
+         "training.max_steps=40"],
         changed={"compression": {way: ALL_VALUES for way in ("forward", "backward")}},
         switches=True,
     ),

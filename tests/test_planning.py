@@ -44,7 +44,7 @@ def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
     """A job of two clouds, of which the profile is kept in tmp_path; with a short trial."""
     config = OmegaConf.create(toy_config("two_clouds", [*overrides]))
     config.plan.trial_steps, config.plan.micro_batches = 1, [2, 4]
-    for name in ("fp16_int8", "int4_int8"):
+    for name in ("eden2", "transform"):
         del config.plan.compressors[name]
     config.cache_dir = str(tmp_path / "cache")
     return config
@@ -145,7 +145,7 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
     assert model.with_block_counts([1, 3]).block_counts(2, length) == [1, 3]
     pieces = [piece(f"block {i}", forward_s=0.01) for i in range(3)]
     pieces.append(piece("block 3", forward_s=0.03, boundary=None))
-    names = ("none", "fp16_int8", "int8", "int4_int8", "int4")
+    names = ("none", "int8", "int4", "eden2", "transform")
     costs = dict.fromkeys(names, COMPRESSORS["none"])
     write_profile(tmp_path / "mine.json", Profile(pieces, costs))
     config.plan.profile = str(tmp_path / "mine.json")

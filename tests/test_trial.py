@@ -82,7 +82,7 @@ def toy(tmp_path: Path, *overrides: str, cluster: str = "two_clouds", few: bool 
     config.cache_dir = str(tmp_path / "cache")
     config.plan.trial_steps = 1
     if few:
-        for name in ("fp16_int8", "int4_int8"):
+        for name in ("eden2", "transform"):
             del config.plan.compressors[name]
     return config
 
@@ -108,7 +108,7 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
         *(GPipe(m) for m in (4, 1, 2, 3, 6, 8)), *(ZeroBubble(m) for m in (1, 4, 8)),
     ]  # fmt: skip
     others = [leg for leg in trial.legs if leg[1] != NO_COMPRESSION]
-    names = {"fp16_int8", "int8", "int4_int8", "int4"}
+    names = {"int8", "int4", "eden2", "transform"}
     assert set(others) == {(GPipe(m), name) for m in (1, 8) for name in names}
 
     job: Any = trial.trial_settings.job
