@@ -35,7 +35,7 @@ the other parameters here. Behind a norm only the ratio of the two counts, so th
 embeddings learn as fast with the one learning rate that a run here has."""
 
 
-class ProtocolGptConfig(PretrainedConfig):
+class ProtocolGptConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     model_type = MODEL_TYPE
 
     def __init__(
@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
         return cast(Tensor, self.down_proj(self.up_proj(rows_BSH).relu().square()))
 
 
-class Block(GradientCheckpointingLayer):  # type: ignore[misc]
+class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
     def __init__(self, config: ProtocolGptConfig, number: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size)
@@ -125,7 +125,7 @@ class Block(GradientCheckpointingLayer):  # type: ignore[misc]
         return cast(Tensor, rows_BSH + self.mlp(self.feed_forward_norm(rows_BSH)))
 
 
-class _OfProtocolGpt(PreTrainedModel):  # type: ignore[misc]
+class _OfProtocolGpt(PreTrainedModel):  # type: ignore[no-untyped-call]
     config_class = ProtocolGptConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -156,7 +156,7 @@ class ProtocolGptHead(nn.Linear):
     """The head, whose logits CausalStage computes."""
 
 
-class ProtocolGptModel(_OfProtocolGpt):
+class ProtocolGptModel(_OfProtocolGpt):  # type: ignore[no-untyped-call]
     def __init__(self, config: ProtocolGptConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -166,7 +166,7 @@ class ProtocolGptModel(_OfProtocolGpt):
         )
         self.norm = nn.RMSNorm(config.hidden_size)
         self.gradient_checkpointing = False
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -186,12 +186,12 @@ class ProtocolGptModel(_OfProtocolGpt):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(rows_BSH))
 
 
-class ProtocolGptForCausalLM(_OfProtocolGpt):
+class ProtocolGptForCausalLM(_OfProtocolGpt):  # type: ignore[no-untyped-call]
     def __init__(self, config: ProtocolGptConfig) -> None:
         super().__init__(config)
         self.model = ProtocolGptModel(config)
         self.lm_head = ProtocolGptHead(config.hidden_size, config.vocab_size)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
 
 AutoConfig.register(MODEL_TYPE, ProtocolGptConfig)

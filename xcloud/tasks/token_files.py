@@ -275,16 +275,15 @@ class TokenData:
         return rows
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
-        batch: Batch = {"ids": ids}
         if not self._fields:
-            return batch
+            return {"ids": ids}
         tokens = self._windows[split].tokens(ids, self._task.vocab_size)
         of_fields = {
             "text": tokens[:, :-1],
             "types": torch.zeros_like(tokens[:, :-1]),
             "label": tokens[:, 1:],
         }
-        return batch | {name: of_fields[name] for name in sorted(self._fields)}
+        return {"ids": ids, **{name: of_fields[name] for name in sorted(self._fields)}}
 
     def weight(self, ids: Tensor) -> float:
         return float(len(ids) * self._task.max_length)
