@@ -389,3 +389,25 @@ def test_packed_weights_are_not_dealt_out(cache: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"shard.*model\.weights=int8 packs.*choose model\.weig"):
         Settings.of(config).job.check()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["gpipe", "two_buffered"])
+def test_means_of_tokens_go_on_bit_for_bit_from_a_checkpoint(
+    schedule: str, cache: Path, tmp_path: Path
+) -> None:
+    """Both ends keep them, and with two_buffered a micro-batch is under way at the checkpoint."""
+    given = (
+        "compression=transform_tokens", "model.text_everywhere=true", "cluster/wan=free",
+        f"schedule={schedule}", "schedule.num_micro_batches=2", "training/optimizer=muon",
+        "training.optimizer.decay=constant", "training.checkpoint.every_steps=4",
+    )  # fmt: skip
+    start(tmp_path / "whole", cache, *given, "training.max_steps=8")
+    start(tmp_path / "cut", cache, *given, "training.max_steps=4")
+    config = config_of(cache, *given, "training.max_steps=8")
+    run(Settings.of(config), tmp_path / "cut", resumes=check_can_go_on)
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    kept, expected = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert kept.keys() == expected.keys()
+    assert all(torch.equal(kept[name], expected[name]) for name in kept)
