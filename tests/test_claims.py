@@ -26,6 +26,7 @@ from xcloud.base.project import project_root
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.study import pages, reproduce
 from xcloud.study.archive import RunArchive, figures_of, mismatches
+from xcloud.study.board import BOARD, DENSE, LINES, board_page, step_s
 from xcloud.study.claims import (
     FILE,
     Cell,
@@ -246,6 +247,29 @@ def test_the_papers_page_is_what_the_records_say() -> None:
     assert written == pages.paper_page(claims, pages.read_records(claims))
 
 
+def test_the_board_is_what_its_record_says() -> None:
+    record = pages.read_records(read_claims(project_root() / FILE))["board"]
+    assert (project_root() / BOARD).read_text("utf-8") == board_page(record.rows)
+
+
+def test_the_board_takes_times_from_the_clock_of_the_benchmark() -> None:
+    line = LINES["200 Mbit/s, 50 ms"]
+    assert step_s(2048, line) == pytest.approx(101.0, abs=0.1)
+    assert step_s(322, line) == pytest.approx(19.8, abs=0.1)
+
+    def row(name: str, num_bytes: float, *steps: int) -> list[dict[str, Any]]:
+        reached = [{"steps_to_target": one} if one else {} for one in steps]
+        return [{"row": name, "bytes_per_token": 14 * num_bytes, **one} for one in reached]
+
+    rows = [*row("few", 322, 200, 220), *row(DENSE, 2048, 100, 110), *row("none", 9, 300, 0)]
+    lines = [
+        line for line in board_page(rows).splitlines() if line[:4] in ("| BF", "| fe", "| no")
+    ]
+    assert [line.split(" | ")[0] for line in lines] == ["| BF16", "| few", "| none"]
+    assert lines[1].startswith("| few | 322.0 | 200, 220 | ") and " | 0.393 | " in lines[1]
+    assert lines[2] == "| none | 9.0 | 300, not reached | – | – | – |"
+
+
 def test_a_rule_may_stand_for_several(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("""
 [grid]
@@ -355,6 +379,11 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     quick = ("training.batch_size=4", "training.eval_samples=4", "seed=1")
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", quick)
     assert "**Left out by --quick.** everything but one seed" in capsys.readouterr().out
+    of_one_row = ["front", "--row", "theirs", "--out", str(tmp_path / "row")]
+    assert reproduce.main(of_one_row) == 0
+    assert [name for name, _ in ran[8:]] == [f"theirs-seed{seed}" for seed in (1, 2, 3)]
+    with pytest.raises(ConfigError, match="has no row 'thiers'; it has ours, theirs"):
+        reproduce.main(["front", "--row", "thiers"])
     for given, kind in ((["--quick"], "whole"), ([], "quick")):
         folder = tmp_path / "quick" if kind == "quick" else tmp_path
         with pytest.raises(ConfigError, match=f"holds a {kind} run of front"):

@@ -86,6 +86,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "ratio": ratio["total"],
         **({"bytes_per_token": per_token["total"]} if per_token.get("total") else {}),
         "wall_s": summary["wall_s"],
+        **{k: summary[k] for k in ("steps_to_target",) if k in summary},
         **{name: value for name, value in summary.items() if name in LEAKS},
     }
 

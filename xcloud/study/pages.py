@@ -23,6 +23,7 @@ from xcloud.base.units import SCORE_NAMES
 from xcloud.show.canvas import LINES, TITLE_POINTS, canvas, plain, save
 from xcloud.show.tables import Page, Picture, Table, rendered, write_site
 from xcloud.study.archive import mismatches
+from xcloud.study.board import BOARD, board_page
 from xcloud.study.claims import (
     FILE,
     UNKNOWN,
@@ -150,7 +151,9 @@ def _shown(figure: Figure | None, record: Record | None, cell: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     about = "List every claim with its state, and the minutes that it takes to reproduce."
     parser = argparse.ArgumentParser("python -m xcloud claims", description=about)
-    pages = f"write {PAPER}, and a README beside every record (not in git), from the records"
+    pages = (
+        f"write {PAPER}, {BOARD}, and a README beside every record (not in git), from the records"
+    )
     parser.add_argument("--paper", action="store_true", help=pages)
     check = "hold every row of every record to the summary of its run, and say what differs"
     parser.add_argument("--check", action="store_true", help=check)
@@ -161,6 +164,8 @@ def main(words: Sequence[str] | None = None) -> int:
     paper = project_root() / PAPER
     if given.paper:
         paper.write_text(paper_page(claims, records=records), encoding="utf-8")
+        if board := records.get("board"):
+            (project_root() / BOARD).write_text(board_page(board.rows), encoding="utf-8")
         for name, record in records.items():
             record.write(project_root() / FOLDER / name, claims[name])
         say(paper)

@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import chdir, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -82,6 +82,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("claim", help=f"a name in {FILE}")
     parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
+    parser.add_argument(
+        "--row", action="append", help="only this row of a claim that has several; may be repeated"
+    )
     places = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
     parser.add_argument("--out", type=Path, help=f"folder of the record; default: {places}")
     given = parser.parse_args(words)
@@ -90,6 +93,9 @@ def main(words: Sequence[str] | None = None) -> int:
         there = f"{meant(given.claim, known=[*claims])} There are: {', '.join(claims)}"
         raise ConfigError(f"no claim {given.claim!r} in {FILE}{there}")
     claim = claims[given.claim]
+    if unknown := {*(given.row or ())} - {*claim.runs}:
+        there = f"it has {', '.join(claim.runs)}" if claim.runs else "its study chooses them"
+        raise ConfigError(f"--row: claim {claim.name} has no row {min(unknown)!r}; {there}")
     folder = given.data and given.data.resolve()  # runs begin in the project's folder
     data = _data(claim, folder=folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
@@ -118,7 +124,8 @@ def main(words: Sequence[str] | None = None) -> int:
     say(f"{claim.title}: {minutes} on two idle cores")
     try:
         with chdir(project_root()):  # which commands and relative paths of claims.toml are below
-            _run(claim, data=folder, out=out, quick=given.quick)
+            chosen = given.row or [*claim.runs]
+            _run(claim, data=folder, out=out, quick=given.quick, chosen=chosen)
     except SystemExit:
         say("\ninterrupted; the same command goes on with what is missing", error=True)
         raise
@@ -129,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     say(f"record: {out}")
     if before:
         say(f"{before} rows were there before and did not run now (another --out: all do)")
-    if given.quick or record.verdict == "reproduced":
+    if given.quick or given.row or record.verdict == "reproduced":
         return 0
     return 1
 
@@ -143,7 +150,7 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
     return paths
 
 
-def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
+def _run(claim: Claim, data: Path | None, out: Path, quick: bool, chosen: Collection[str]) -> None:
     more = claim.quick if quick else ()
     rows = StudyRows(out=out, data=data)
     if claim.module:
@@ -155,6 +162,8 @@ def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     asked = []
     for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
+            if row not in chosen:
+                continue
             words = [*claim.common, *settings, *more, f"seed={seed}"]
             for name, value in {"DATA": data, "OUT": out, "SEED": seed}.items():
                 words = [word.replace(name, str(value)) for word in words]
