@@ -396,7 +396,7 @@ def test_packed_weights_are_not_dealt_out(cache: Path) -> None:
 def test_means_of_tokens_go_on_bit_for_bit_from_a_checkpoint(
     schedule: str, cache: Path, tmp_path: Path
 ) -> None:
-    """Both ends keep them, and with two_buffered a micro-batch is under way at the checkpoint."""
+    """Both ends keep them; with two_buffered a checkpoint waits until nothing is on its way."""
     given = (
         "compression=transform_tokens", "model.text_everywhere=true", "cluster/wan=free",
         f"schedule={schedule}", "schedule.num_micro_batches=2", "training/optimizer=muon",

@@ -179,7 +179,7 @@ OTHER_RUN = frozenset(
     model.blocks_per_stage model.checkpoint model.coding model.cross_attention_heads model.decoder
     model.discriminator model.dropout model.embeddings model.encoder model.generators
     model.label_smoothing model.lora model.output model.own model.pooling
-    model.public_text model.router_loss model.split model.text model.text_everywhere
+    model.public_text model.router_loss model.scratch model.split model.text model.text_everywhere
     model.train_head model.weights model.word_adapters
     """.split()
 )

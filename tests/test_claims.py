@@ -26,7 +26,7 @@ from xcloud.base.project import project_root
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.study import pages, reproduce
 from xcloud.study.archive import RunArchive, figures_of, mismatches
-from xcloud.study.board import BOARD, DENSE, LINES, board_page, step_s
+from xcloud.study.board import BOARD, DENSE, LINES, WIDTH_RATIO, board_page, step_s
 from xcloud.study.claims import (
     FILE,
     Cell,
@@ -259,15 +259,16 @@ def test_the_board_takes_times_from_the_clock_of_the_benchmark() -> None:
 
     def row(name: str, num_bytes: float, *steps: int) -> list[dict[str, Any]]:
         reached = [{"steps_to_target": one} if one else {} for one in steps]
-        return [{"row": name, "bytes_per_token": 14 * num_bytes, **one} for one in reached]
+        of_twin = 14 * num_bytes / WIDTH_RATIO
+        return [{"row": name, "bytes_per_token": of_twin, **one} for one in reached]
 
-    rows = [*row("few", 322, 200, 220), *row(DENSE, 2048, 100, 110), *row("none", 9, 300, 0)]
+    rows = [*row("few", 322, 200, 220), *row(DENSE, 2048, 100, 110), *row("none", 16, 300, 0)]
     lines = [
         line for line in board_page(rows).splitlines() if line[:4] in ("| BF", "| fe", "| no")
     ]
     assert [line.split(" | ")[0] for line in lines] == ["| BF16", "| few", "| none"]
-    assert lines[1].startswith("| few | 322.0 | 200, 220 | ") and " | 0.393 | " in lines[1]
-    assert lines[2] == "| none | 9.0 | 300, not reached | – | – | – |"
+    assert lines[1].startswith("| few | 20.1 | 200, 220 | ") and " | 0.393 | " in lines[1]
+    assert lines[2] == "| none | 1.0 | 300, not reached | – | – | – |"
 
 
 def test_a_rule_may_stand_for_several(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ BOARD = Path("docs", "board.md")
 DENSE = "BF16"
 """The row that times are relative to."""
 NUM_STAGES = 8
+WIDTH_RATIO = 1024 / 64
+"""Features of the benchmark for one of the twin: its tokens take as many times the bytes."""
 WINDOW_TOKENS = 1024
 BATCH_WINDOWS = 512
 MICRO_BATCHES = (8, 16, 32, 64, 128)
@@ -45,6 +47,10 @@ def board_page(rows: Sequence[ResultRow]) -> str:
     names = dict.fromkeys(row["row"] for row in rows)
     entries = {name: [row for row in rows if row["row"] == name] for name in names}
     means = {name: _means(of) for name, of in entries.items()}
+
+    def wide_step_s(num_bytes: float, line: InboundWire) -> float:
+        return step_s(WIDTH_RATIO * num_bytes, line)
+
     dense_bytes, dense_steps = means[DENSE]
     assert dense_steps is not None, "a target that dense training does not reach is none"
     lines = []
@@ -54,10 +60,11 @@ def board_page(rows: Sequence[ResultRow]) -> str:
         missed = ["not reached"] * (len(of) - len(reached))
         times = ["–"] * len(LINES)
         if steps is not None:
-            times = [
-                f"{steps / dense_steps * step_s(num_bytes, line) / step_s(dense_bytes, line):.3f}"
+            shares = (
+                wide_step_s(num_bytes, line) / wide_step_s(dense_bytes, line)
                 for line in LINES.values()
-            ]
+            )
+            times = [f"{steps / dense_steps * share:.3f}" for share in shares]
         lines.append((num_bytes, [name, f"{num_bytes:.1f}", ", ".join(reached + missed), *times]))
     return rendered(
         Path(__file__).with_name("board.md"),
