@@ -174,6 +174,12 @@ def block(host: str, ports: str) -> None:
     _run(*inside(host), "ip", "rule", "add", *rule)
 
 
+def without_route(hosts: Sequence[str]) -> None:
+    """Lose what the first two of several hosts send to each other. Both still reach the others."""
+    for host, other in zip(hosts[:2], reversed(ADDRESSES), strict=True):
+        _run(*inside(host), "ip", "route", "add", "blackhole", f"{other}/32")
+
+
 def _heed_rules(host: str) -> None:
     """Have rules decide on packets for this host itself, too."""
     for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,18 @@ class Owners:
         processes = [self.start(cloud, *words.get(cloud, ())) for cloud in self.clouds]
         codes = [process.wait(within_s) for process in processes]
         assert not any(codes), "".join(self.said(cloud) for cloud in self.clouds)
+
+
+@contextmanager
+def relay_at(host: str, address: str) -> Iterator[None]:
+    """Run a relay in a network namespace."""
+    command = [*inside(host), sys.executable, "-m", "xcloud", "relay", "--listen", address]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 TwoOwners = Owners  # of cloud_a and cloud_b

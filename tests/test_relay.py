@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.namespaces import available, inside, several_hosts
+from benchmarks.namespaces import available, several_hosts, without_route
 from tests.line_links import LABEL, NAME, listener, relay_running, stream
-from tests.owners import CLOUDS, TwoOwners, copy_keys, keys_of
+from tests.owners import CLOUDS, TwoOwners, copy_keys, keys_of, relay_at
 from tests.runs import ROOT, free_port, in_threads, losses, wait_for, weights
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
@@ -323,24 +323,6 @@ def test_ctrl_c_ends_the_command_at_once_with_somebody_served() -> None:
 def test_what_a_relay_cannot_be_is_said(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         relays.main(words)
-
-
-def without_route(hosts: Sequence[str]) -> None:
-    """Lose what the first two hosts send to each other; both still reach the third."""
-    for host, other in zip(hosts[:2], ("10.213.0.2", "10.213.0.1"), strict=True):
-        route = ["ip", "route", "add", "blackhole", f"{other}/32"]
-        subprocess.run([*inside(host), *route], check=True)
-
-
-@contextmanager
-def relay_at(host: str, address: str) -> Iterator[None]:
-    command = [*inside(host), sys.executable, "-m", "xcloud", "relay", "--listen", address]
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow

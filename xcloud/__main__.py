@@ -48,6 +48,10 @@ launch.join.main | join experiment.yaml --cloud cloud_a \
 job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
     | write a policy under which this cloud runs that file and no other
 launch.relay.main | relay | carry sealed lines between owners who both dial this machine
+job.invitation.invite | invite experiment.yaml --cloud cloud_a \
+    | give the other owner this file and certificate by a code told over the phone
+job.invitation.accept | accept 7-guitar-orbit --relay HOST:7100 \
+    | get the file and certificate of the owner who told the code, and give yours
 line.keys.main | keys new cloud_a | make the key of this cloud, or show whose a key is
 job.approval.main | approve experiment.yaml \
     | show what an experiment file asks of this cloud and its number; approve it
