@@ -302,6 +302,16 @@ def test_minus_one_is_a_class_where_it_is_named(tmp_path: Path) -> None:
     assert "train labels (-1 9, 1 7)" in own(tmp_path, classes=["-1", "1"]).describe()
 
 
+def test_texts_that_stand_there_with_different_labels_are_told(tmp_path: Path) -> None:
+    for split, labels in (("train", "aab"), ("dev", "ab"), ("test", "ba")):
+        write(
+            tmp_path, [("one" if n < 2 else "two", label) for n, label in enumerate(labels)], split
+        )
+    said = own(tmp_path).describe()
+    assert "dev: 2 of 2 texts stand there with another label, too" in said
+    assert "of 3 texts stand" not in said
+
+
 @pytest.mark.parametrize("num_drawn", range(2, 5))
 def test_classes_are_those_of_the_whole_training_file(num_drawn: int, tmp_path: Path) -> None:
     write(tmp_path, [("a", "no"), ("b", "yes")] * 10 + [("c", "rare")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -183,6 +183,17 @@ class Classification(TextTask):
         return {**super().agreed_settings(), **more}
 
 
+def _contradicting(cells: Mapping[Split, Mapping[str, Sequence[str]]]) -> Iterator[str]:
+    """Yield a remark for each split in which a text stands with different labels."""
+    for split, of in cells.items():
+        texts = [*zip(*(of[name] for name in ("first", "second") if name in of), strict=True)]
+        labels: dict[tuple[str, ...], set[str]] = {}
+        for text, label in zip(texts, of["label"], strict=False):
+            labels.setdefault(text, set()).add(label)
+        if num := sum(len(labels[text]) > 1 for text in texts):
+            yield f"{split}: {num:,} of {len(texts):,} texts stand there with another label, too"
+
+
 class ClassificationData(View[Classification]):
     """One rank's view (TaskData)."""
 
@@ -209,6 +220,8 @@ class ClassificationData(View[Classification]):
             label, columns["label"] = task.labels_of(corpus)
             self._label = label
             self.head = label.head
+            if task.known.kind != "value":
+                remarks += _contradicting(cells)
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]

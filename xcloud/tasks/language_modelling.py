@@ -833,7 +833,7 @@ class LanguageData(View[LanguageModelling]):
                     break
                 shown = {QUESTION: document[QUESTION], ANSWER: answer, **document}
             for name, tokens in shown.items():
-                text = self.tokenizer_here.decode(tokens).strip()
+                text = self.tokenizer_here.decode(tokens).rstrip().lstrip("\r\n")
                 lines.append(f"{name:10} " + text.replace("\n", "\n" + 11 * " "))
             lines.append("")
         return "\n".join(lines)
