@@ -104,12 +104,12 @@ def test_a_setting_has_its_type_its_default_its_value_and_what_it_means() -> Non
     found = {s.key: s for s in settings_of(composed("+exp=abnet_iwslt"), "training")}
 
     batch = found["training.batch_size"]
-    assert batch.takes == "int, at least 1"
+    assert batch.takes == "a whole number >= 1"
     assert batch.default == "64"
     assert batch.means.startswith("number of samples of one update, over all ranks")
     assert found["training.max_steps"].default == ""  # must be given
-    assert found["training.checkpoint.keep"].takes == "int, at least 1"
-    assert found["training.optimizer.decay"].takes == "inverse_sqrt or linear or constant"
+    assert found["training.checkpoint.keep"].takes == "a whole number >= 1"
+    assert found["training.optimizer.decay"].takes == "one of inverse_sqrt, linear, constant"
 
 
 def test_the_settings_of_a_group_come_before_those_of_groups_within_it() -> None:

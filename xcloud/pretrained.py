@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +28,7 @@ from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
 from xcloud.base.placeholders import AGAIN, check_is_data, check_is_json, check_is_safetensors
 from xcloud.base.settings import PACKAGED
+from xcloud.base.walk import walk
 from xcloud.contracts.model import BuildContext
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when its library is imported
@@ -248,10 +248,11 @@ def check_unread(name: str, unread: Iterable[str], num_blocks: int) -> list[str]
 
 def check_checkpoints(settings: object) -> None:
     """Raise DataError if a local checkpoint that these settings name, at whatever depth, has a
-    file that is cut off or a placeholder. They name one in an attribute `checkpoint`."""
-    name = getattr(settings, "checkpoint", None)
-    if isinstance(name, str):
-        folder = Path(resolve(name) if is_available(name) else name).expanduser()
+    file that is cut off or a placeholder. They name one as their `checkpoint`."""
+    for node in walk(settings):
+        if node.name != "checkpoint" or not isinstance(node.value, str):
+            continue
+        folder = Path(resolve(node.value) if is_available(node.value) else node.value).expanduser()
         if folder.is_dir():
             check_tokenizer_files(folder)
             for path in sorted(folder.glob("*.safetensors")):
@@ -259,12 +260,6 @@ def check_checkpoints(settings: object) -> None:
             for path in (folder / "config.json", folder / INDEX):
                 if path.exists():
                     check_is_json(path)
-    if is_dataclass(settings):
-        for one in fields(settings):
-            check_checkpoints(getattr(settings, one.name))
-    elif isinstance(settings, Mapping):
-        for value in settings.values():
-            check_checkpoints(value)
 
 
 def check_tokenizer_files(folder: Path) -> None:

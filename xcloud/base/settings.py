@@ -153,7 +153,7 @@ def with_defaults(
     has one.
     """
     settings = {key: value for key, value in given.items() if str(key).startswith("_")}
-    defaults = _defaults(target)
+    defaults = defaults_of(target)
     for name in _names(target):
         if name in defaults:
             settings[name] = copy.deepcopy(defaults[name])
@@ -170,7 +170,7 @@ def _names(target: Callable[..., Any]) -> list[str]:
 
 
 @functools.cache
-def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
+def defaults_of(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the defaults of a constructor as plain data, by name."""
     factories: dict[str, Callable[[], Any]] = {}
     if dataclasses.is_dataclass(target):

@@ -13,22 +13,23 @@ import inspect
 import json
 import re
 import textwrap
-import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic.fields import FieldInfo
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import conf_dir
+from xcloud.base.settings import defaults_of
 from xcloud.base.terminal import say
-from xcloud.base.wording import meant
+from xcloud.base.walk import walk
+from xcloud.base.wording import allowed, meant
+from xcloud.job.config import fill_in
 from xcloud.job.given import composed
 
 NOT_SHOWN = ("_target_", "hydra", "follow_up")
@@ -65,14 +66,20 @@ def settings_of(config: DictConfig, group: str) -> list[Setting]:
 
 
 def _all_settings(config: DictConfig) -> list[Setting]:
-    """Return the settings of an experiment, and what else its config holds."""
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    found = [replace(one, key=one.key[1:]) for one in _settings_in(plain, path="")]
-    of_experiment = {one.key.split(".")[0] for one in found}
-    for key, node in plain.items():
-        if key not in of_experiment:
-            found += _settings_in(node, path=str(key))
+    """Return the settings of an experiment, and what else its config holds. The settings of a
+    group stand before those of groups within it."""
+    found: list[Setting] = []
+    filled = fill_in(OmegaConf.to_container(config, resolve=False), by_position=True)
+    for node in walk(filled):
+        value = node.value
+        if isinstance(value, dict) and "_target_" in value:
+            found += _own_settings(value, node.path)
+        elif not value or not isinstance(value, dict):
+            node.is_closed = True
+            if not node.is_of_owner:
+                found.append(
+                    Setting(node.path, takes="", default="", value=_word(value), means="")
+                )
     return [one for one in found if one.key.split(".")[0] not in NOT_SHOWN]
 
 
@@ -82,44 +89,26 @@ def _groups(config: DictConfig, known: Sequence[Setting]) -> list[str]:
     return sorted(names.difference(NOT_SHOWN))
 
 
-def _settings_in(node: Any, path: str, known: type | None = None) -> Iterator[Setting]:
-    """Yield the settings of a node, its own before those of groups within it. known: the class
-    that the setting is annotated with, of which a node without a `_target_` is."""
-    if isinstance(node, dict) and "_target_" in node:
-        target = resolve_name(str(node["_target_"]))
-    elif isinstance(node, dict) and known is not None:
-        target = known
-    elif isinstance(node, dict) and node:
-        for name, value in node.items():  # such as the clouds of a cluster
-            yield from _settings_in(value, path=f"{path}.{name}")
-        return
-    else:
-        yield Setting(key=path, takes="", default="", value=_word(node), means="")
-        return
+def _own_settings(given: Mapping[str, Any], path: str) -> Iterator[Setting]:
+    """Yield the settings that a constructor takes itself."""
+    target = resolve_name(str(given["_target_"]))
     meanings = _meanings(target)
-    hints = _annotations(target)
-    within: list[Setting] = []
+    defaults = {name: _word(default) for name, default in defaults_of(target).items()}
+    try:
+        hints = typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError):  # names that only a type checker imports
+        hints = {}
     for name, parameter in inspect.signature(target).parameters.items():
-        key = f"{path}.{name}"
-        default = parameter.default
-        has_default = default is not parameter.empty
-        written = _default(target, name=name, default=default) if has_default else ""
-        value = node.get(name)
-        annotation = hints.get(name, parameter.annotation)
-        is_group = dataclasses.is_dataclass(annotation) and bool(dataclasses.fields(annotation))
-        if is_group and name not in node:
-            value = {}
-        if isinstance(value, dict) and (value or is_group):
-            within += _settings_in(value, path=key, known=annotation if is_group else None)
+        value = given.get(name)
+        if isinstance(value, dict) and value.keys() - {"_target_"}:
             continue
         yield Setting(
-            key=key,
-            takes=_takes(annotation),
-            default=written,
-            value=_word(value) if name in node else written,
+            key=f"{path}.{name}" if path else name,
+            takes=allowed(hints.get(name, parameter.annotation)),
+            default=defaults.get(name, ""),
+            value=_word(value) if name in given else "",
             means=meanings.get(name, ""),
         )
-    yield from within
 
 
 def _meanings(target: type) -> dict[str, str]:
@@ -164,54 +153,10 @@ def _below_fields(cls: type) -> dict[str, str]:
     }
 
 
-def _annotations(target: Any) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except (NameError, TypeError):
-        return {}
-
-
-def _takes(annotation: Any) -> str:
-    """Say a type in words: "int, at least 1", "fp32 or bf16", "float or null"."""
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if origin is typing.Annotated:
-        bounds = [_bound(entry) for entry in arguments[1:]]
-        return ", ".join([_takes(arguments[0]), *filter(None, bounds)])
-    if origin is Literal:
-        return " or ".join(_word(value) for value in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_takes(argument) for argument in arguments)
-    if annotation is type(None):
-        return "null"
-    name = getattr(annotation, "__name__", str(annotation))
-    if arguments and name in ("Sequence", "list", "tuple"):
-        return f"list of {_takes(arguments[0])}"
-    return "text" if name == "str" else name
-
-
-def _bound(entry: Any) -> str:
-    if not isinstance(entry, FieldInfo):
-        return ""
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    return ", ".join(
-        f"{word} {getattr(bound, name)}"
-        for bound in entry.metadata
-        for name, word in words.items()
-        if hasattr(bound, name)
-    )
-
-
-def _default(target: Any, name: str, default: object) -> str:
-    if dataclasses.is_dataclass(target):
-        field = {entry.name: entry for entry in dataclasses.fields(target)}[name]
-        if field.default_factory is not dataclasses.MISSING:
-            return _word(field.default_factory())
-    return _word(default)
-
-
 def _word(value: object) -> str:
-    """Write a value as on the command line; an object by the name of its class."""
+    """Write a value as on the command line; a group by the name of its class."""
+    if isinstance(value, dict) and "_target_" in value:
+        return str(value["_target_"]).rpartition(".")[2]
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         return json.dumps(value, default=str)
     if isinstance(value, str):
@@ -254,9 +199,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _list_groups(config: DictConfig) -> int:
     for name in _groups(config, known=_all_settings(config)):
         node = config.get(name)
-        shown = "" if node is None else _word(node)
         if isinstance(node, DictConfig):
-            shown = node.get("_target_", "").rpartition(".")[2]
-        say(f"{name:<12} {shown}".rstrip())
+            node = str(node.get("_target_", "")).rpartition(".")[2]
+        say(f"{name:<12} {'' if node is None else _word(node)}".rstrip())
     say("\npython -m xcloud settings GROUP   lists the settings of one")
     return 0

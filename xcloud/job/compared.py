@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.settings import Leads
-from xcloud.security.places import is_place, marks_of
+from xcloud.base.walk import walk
+from xcloud.security.places import is_place, mark_of
 from xcloud.tasks.tokenizer import Tokenizer
 
 PATH = "(a path)"
@@ -35,32 +36,26 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     without a mark count as paths if they could be one.
     """
     found: dict[str, str] = {}
-
-    def walk(node: Any, key: str, is_foreign: bool) -> None:
-        if key in _UNCOMPARED or _DEVICE.fullmatch(key):
-            return
-        if isinstance(node, Mapping) and node:
-            if key and "_target_" not in node:  # the order of members may count
-                found[key] = as_text(list(node))
-            marks: Mapping[str, Leads] = {}
-            target = node.get("_target_")
-            if isinstance(target, str):
-                marks, is_foreign = marks_of(target)
-            for name, entry in node.items():
-                where = f"{key}.{name}" if key else str(name)
-                if name not in marks:
-                    walk(entry, where, is_foreign and name != "_target_")
-                elif (text := _marked(marks[name], value=entry)) is not None:
-                    found[where] = text
-        elif isinstance(node, list | tuple) and node:
-            for index, entry in enumerate(node):
-                walk(entry, f"{key}[{index}]", is_foreign)
-        elif isinstance(node, str) and is_foreign and is_place(node):
-            found[key] = PATH
+    for node in walk(settings):
+        value = node.value
+        if node.path in _UNCOMPARED or _DEVICE.fullmatch(node.path):
+            node.is_closed = True
+            continue
+        mark, is_foreign = mark_of(node)
+        if mark is not None:
+            node.is_closed = True
+            text = _marked(mark, value=value)
+            if text is not None:
+                found[node.path] = text
+        elif isinstance(value, Mapping) and value:
+            if node.path and "_target_" not in value:  # the order of members may count
+                found[node.path] = as_text(list(value))
+        elif isinstance(value, list | tuple) and value:
+            continue
+        elif isinstance(value, str) and is_foreign and node.name != "_target_" and is_place(value):
+            found[node.path] = PATH
         else:
-            found[key] = as_text(node)
-
-    walk(settings, "", is_foreign=True)
+            found[node.path] = as_text(value)
     return {json.dumps(key)[1:-1]: value for key, value in found.items()}
 
 

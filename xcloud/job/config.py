@@ -23,6 +23,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
 from xcloud.base.settings import MOVED, with_defaults
+from xcloud.base.walk import walk
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.base.yaml_text import from_yaml, to_yaml
 from xcloud.job.compared import compared_settings
@@ -104,18 +105,19 @@ class Settings:
         replace_text(file, text=to_yaml(self.kept))
 
 
-def fill_in(node: Any, by_position: bool = False) -> Any:
+def fill_in(settings: Any, by_position: bool = False) -> Any:
     """Return settings with the defaults of what their constructors leave out.
 
     by_position: a group without a `_target_` is of the class that its key takes, if that is one.
     """
-    if isinstance(node, list):
-        return [fill_in(entry, by_position=by_position) for entry in node]
-    if not isinstance(node, Mapping):
-        return node
-    if "_target_" in node:
-        node = with_defaults(_named(str(node["_target_"])), given=node, by_position=by_position)
-    return {key: fill_in(entry, by_position=by_position) for key, entry in node.items()}
+    filled = copy.deepcopy(settings)
+    for node in walk(filled):
+        if isinstance(node.value, dict) and "_target_" in node.value:
+            made = _named(str(node.value["_target_"]))
+            full = with_defaults(made, given=node.value, by_position=by_position)
+            node.value.clear()  # in place, and in the order of the constructor
+            node.value.update(full)
+    return filled
 
 
 @cache
@@ -171,24 +173,22 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         except InterpolationKeyError as error:
             raw = OmegaConf.to_container(config)
             raise ConfigError(
-                does_not_fit(_lines(error)[0], settings=dict(dotted(raw, path="")))
+                does_not_fit(_lines(error)[0], settings=dict(dotted(raw)))
             ) from error
         except OmegaConfBaseException as error:
             raise ConfigError(_lines(error)[0]) from error
     renamed(settings)
-    for key, value in dotted(settings, path=""):
+    for key, value in dotted(settings):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     return settings
 
 
-def renamed(node: Any) -> None:
+def renamed(settings: Any) -> None:
     """Replace the names of classes of earlier releases in plain containers."""
-    if isinstance(node, dict) and isinstance(target := node.get("_target_"), str):
-        node["_target_"] = MOVED.get(target, target)
-    for entry in node.values() if isinstance(node, dict) else node:
-        if isinstance(entry, dict | list):
-            renamed(entry)
+    for node in walk(settings):
+        if isinstance(node.value, dict) and isinstance(target := node.value.get("_target_"), str):
+            node.value["_target_"] = MOVED.get(target, target)
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -222,13 +222,19 @@ def check_keys(settings: Any, path: str = "") -> None:
     path: the dotted key of the settings in the config.
     Raises ConfigError with a line for each.
     """
-    unknown: list[tuple[str, str, list[str]]] = []
+    unknown: dict[str, tuple[str, str, list[str]]] = {}  # key: where, name, those that there are
     lacking: list[str] = []
-    _note_keys(settings, path, unknown, lacking)
+    for node in walk(settings, path):
+        if node.path in unknown:
+            node.is_closed = True
+        elif isinstance(node.value, Mapping):
+            here = f"{node.path}." if node.path else ""
+            wrong, known, lacks = _wrong_keys(node.value, node.path)
+            unknown |= {f"{here}{name}": (node.path, name, known) for name in wrong}
+            lacking += [f"setting {f'{here}{name}'!r} is missing" for name in lacks]
     if unknown:
         lines = []
-        for where, name, known in unknown:
-            key = f"{where}.{name}" if where else name
+        for key, (where, name, known) in unknown.items():
             like = _elsewhere(settings, key=key) if not path else ""
             lines.append(unknown_key(where, name=name, known=known, elsewhere=like))
         raise ConfigError("\n".join(lines))
@@ -236,42 +242,31 @@ def check_keys(settings: Any, path: str = "") -> None:
         raise ConfigError("\n".join(lacking))
 
 
-def _note_keys(
-    node: Any, path: str, unknown: list[tuple[str, str, list[str]]], lacking: list[str]
-) -> None:
-    """Note the keys below a node that are unknown (where, name, those that there are), and a line
-    for each setting that is lacking."""
-    if isinstance(node, list):
-        for index, entry in enumerate(node):
-            _note_keys(entry, f"{path}[{index}]", unknown, lacking)
-    if not isinstance(node, Mapping):
-        return
-    wrong: set[str] = set()
-    is_open = "_target_" not in node
-    if "_target_" in node:
+def _wrong_keys(given: Mapping[str, Any], path: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the names in a mapping that are unknown, those that there are, and those that its
+    constructor lacks."""
+    lacking: list[str] = []
+    if "_target_" in given:
         try:
-            parameters = _parameters(str(node["_target_"]))
+            parameters = _parameters(str(given["_target_"]))
         except Exception as error:
             raise ConfigError(
-                f"{path or 'config'}._target_: there is no {node['_target_']}, or it cannot be "
+                f"{path or 'config'}._target_: there is no {given['_target_']}, or it cannot be "
                 f"imported: {type(error).__name__}: {_lines(error)[0]}"
             ) from error
-        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if not is_open:
-            wrong = {str(key) for key in node if key not in parameters and key != "_target_"}
-            unknown += [(path, name, [*parameters]) for name in node if name in wrong]
         for name, parameter in parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_named and parameter.default is parameter.empty and name not in node:
-                lacking.append(f"setting {f'{path}.{name}' if path else name!r} is missing")
-    groups = {str(key): "_target_" in e for key, e in node.items() if isinstance(e, Mapping)}
-    if is_open and any(groups.values()):  # a user names the entries; one is misspelled
-        wrong = {name for name, is_whole in groups.items() if not is_whole}
-        known = [name for name in groups if name not in wrong]
-        unknown += [(path, name, known) for name in groups if name in wrong]
-    for key, entry in node.items():
-        if key not in wrong:
-            _note_keys(entry, f"{path}.{key}" if path else str(key), unknown, lacking)
+            if is_named and parameter.default is parameter.empty and name not in given:
+                lacking.append(name)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            wrong = [str(key) for key in given if key not in parameters and key != "_target_"]
+            return wrong, [*parameters], lacking
+    groups = {str(key): "_target_" in e for key, e in given.items() if isinstance(e, Mapping)}
+    known = [name for name, is_whole in groups.items() if is_whole]
+    if not known:
+        return [], [], lacking
+    # A user names the entries; one is misspelled.
+    return [name for name in groups if name not in known], known, lacking
 
 
 @cache
@@ -281,7 +276,7 @@ def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
     """Return the setting with nearly the last name of `key` that is most like it, if any."""
-    names = [name for name, _ in dotted(fill_in(settings), path="") if name != key]
+    names = [name for name, _ in dotted(fill_in(settings)) if name != key]
     last = {name: name.rpartition(".")[2] for name in names}
     near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
     found = [name for name in last if last[name] in near]
@@ -333,7 +328,7 @@ def policy_file() -> Path:
 def flatten(plain: Mapping[str, Any]) -> dict[str, object]:
     """Return settings by dotted name; of targets the last part of their path."""
     flat: dict[str, object] = {}
-    for path, value in dotted(plain, path=""):
+    for path, value in dotted(plain):
         where, _, key = path.rpartition(".")
         if key == "_target_":
             flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]
@@ -342,13 +337,12 @@ def flatten(plain: Mapping[str, Any]) -> dict[str, object]:
     return flat
 
 
-def dotted(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+def dotted(settings: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is no mapping (a list is one value), by dotted name."""
-    if isinstance(node, Mapping):
-        for key, entry in node.items():
-            yield from dotted(entry, path=f"{path}.{key}" if path else str(key))
-    else:
-        yield path, node
+    for node in walk(settings):
+        if not isinstance(node.value, Mapping):
+            node.is_closed = True
+            yield node.path, node.value
 
 
 def _lines(error: BaseException) -> list[str]:

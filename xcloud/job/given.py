@@ -36,6 +36,7 @@ from xcloud.base.overrides import (
     unreadable,
 )
 from xcloud.base.run_folder import check_is_folder
+from xcloud.base.walk import walk
 from xcloud.base.wording import meant
 from xcloud.contracts.one_way import OneWayModel
 from xcloud.job.config import (
@@ -472,19 +473,13 @@ def _check_interpolations(config: DictConfig, conf_dir: Path) -> None:
     the words is a way past this.
     """
     known = "".join(file.read_text("utf-8") for file in sorted(conf_dir.rglob("*.yaml")))
-    rest: list[tuple[str, Any]] = [("", OmegaConf.to_container(config))]
-    while rest:
-        where, node = rest.pop()
-        if isinstance(node, dict):
-            rest += [(f"{where}.{key}".lstrip("."), value) for key, value in node.items()]
-            rest += [(f"{where}.{key}".lstrip("."), key) for key in node]
-        elif isinstance(node, list):
-            rest += [(f"{where}[{number}]", value) for number, value in enumerate(node)]
-        elif isinstance(node, str) and "${" in node and node not in known:
-            raise ConfigError(
-                f"{where} of the experiment that follows would be {node!r}: an experiment from "
-                "elsewhere may not read this machine"
-            )
+    for node in walk(OmegaConf.to_container(config)):
+        for text in (node.name, node.value):
+            if isinstance(text, str) and "${" in text and text not in known:
+                raise ConfigError(
+                    f"{node.path} of the experiment that follows would be {text!r}: an experiment "
+                    "from elsewhere may not read this machine"
+                )
 
 
 def _check_reading(job: PipelineJob, first: FollowedJob) -> None:

@@ -7,10 +7,11 @@ know that it read the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.walk import walk
 from xcloud.pretrained import contents_of
 
 _READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
@@ -25,20 +26,9 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     cache_dir: the folder that keeps the digests of large files.
     """
     digests = {}
-    for key, value in _flat(settings, key=""):
-        if _READ.fullmatch(key) and isinstance(value, str) and value:
-            digest = contents_of(Path(value).expanduser(), cache_dir=cache_dir)
+    for node in walk(settings):
+        if isinstance(node.value, str) and node.value and _READ.fullmatch(node.setting):
+            digest = contents_of(Path(node.value).expanduser(), cache_dir=cache_dir)
             if digest is not None:
-                digests[key] = digest
+                digests[node.setting] = digest
     return digests
-
-
-def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for name, entry in node.items():
-            yield from _flat(entry, key=f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list | tuple):
-        for entry in node:
-            yield from _flat(entry, key=key)
-    else:
-        yield key, node

@@ -7,16 +7,19 @@ could be one.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import project_root
 from xcloud.base.settings import MOVED, PACKAGED, Leads, with_defaults
+from xcloud.base.walk import Node, walk
 
 MAX_ENTRIES = 1_000_000
 """Files and folders below one that is named, which are all looked at for links."""
@@ -41,51 +44,54 @@ def is_named(target: object) -> bool:
     return isinstance(target, str)
 
 
-def leads_of(
-    node: Any,
-    where: str = "",
-    is_foreign: bool = True,
-    may_import: Callable[[object], bool] = is_named,
-) -> Iterator[Lead]:
+def leads_of(settings: Any, may_import: Callable[[object], bool] = is_named) -> Iterator[Lead]:
     """Yield all that these settings lead to, with the defaults of what they leave out.
 
     Imports the modules of every `_target_`, which must have been checked before or be refused by
     may_import.
 
-    is_foreign: the settings belong to a constructor that is not xcloud's, or to none.
     may_import: a function that tells whether a `_target_` may be looked at. If not, what it takes
         is guessed.
     """
-    if isinstance(node, list | tuple):
-        for index, entry in enumerate(node):
-            yield from leads_of(entry, f"{where}[{index}]", is_foreign, may_import)
-    if not isinstance(node, Mapping):
-        return
-    marks: Mapping[str, Leads] = {}
-    named = {str(key): value for key, value in node.items()}
-    if "_target_" in named and not may_import(named["_target_"]):
-        is_foreign = True
-    elif "_target_" in named:
-        marks, is_foreign = marks_of(named["_target_"])
-        made = _made_by(named["_target_"])
-        if callable(made):
-            named = {**named, **with_defaults(made, given=named)}
-    revision = named.get("revision")
-    for key, value in named.items():
-        path = f"{where}.{key}" if where else key
-        for text in _texts(value) if key in marks or is_foreign else ():
-            to = marks[key].to if key in marks else _guessed(text)
-            if to not in (None, "inside") and key != "_target_":
-                yield Lead(
-                    where=path,
-                    to=to,
-                    value=with_ports(text, named) if to == "line" else text,
-                    revision=revision if isinstance(revision, str) else None,
-                )
-        if key not in marks:
-            yield from leads_of(value, path, is_foreign, may_import)
+    for node in walk(copy.deepcopy(settings)):
+        value = node.value
+        if isinstance(value, dict) and may_import(value.get("_target_")):
+            made = _made_by(value["_target_"])
+            if callable(made):
+                value.update(with_defaults(made, given=value))
+        mark, is_foreign = mark_of(node, may_import=may_import)
+        if mark is not None:
+            node.is_closed = True
+            to: str | None = mark.to
+            texts = [below.value for below in walk(value) if isinstance(below.value, str)]
+        elif is_foreign and isinstance(value, str) and node.name != "_target_":
+            to = _guessed(value)
+            texts = [value]
+        else:
+            continue
+        for text in texts if to not in (None, "inside") else ():
+            revision = node.holder.get("revision") if node.holder else None
+            yield Lead(
+                where=node.setting,
+                to=str(to),
+                value=with_ports(text, node.holder) if to == "line" else text,
+                revision=revision if isinstance(revision, str) else None,
+            )
 
 
+def mark_of(
+    node: Node, may_import: Callable[[object], bool] = is_named
+) -> tuple[Leads | None, bool]:
+    """Return where a setting leads, by its mark, and whether it belongs to a constructor that is
+    not xcloud's, or to none. Imports the module of its owner if it may."""
+    if not may_import(node.owner):
+        return None, True
+    assert node.owner is not None, "no name is to be imported"
+    marks, is_foreign = marks_of(node.owner)
+    return marks.get(node.name) if node.is_of_owner else None, is_foreign
+
+
+@cache
 def marks_of(target: str) -> tuple[dict[str, Leads], bool]:
     """Return where the settings of a constructor lead, by name, and whether the constructor is not
     xcloud's. Imports its module.
@@ -118,15 +124,6 @@ def _lead_in(hint: Any) -> Leads | None:
         if lead is not None:
             return lead
     return None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the text, or those of a list or of a mapping under a setting that is marked."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _texts(entry)
 
 
 def with_ports(address: str, cloud: Mapping[str, Any]) -> str:

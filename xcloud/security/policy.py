@@ -29,6 +29,7 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import POLICY_FILE, conf_dir, project_root
 from xcloud.base.settings import MOVED, PACKAGED, Positive, settings
+from xcloud.base.walk import walk
 from xcloud.base.yaml_text import events
 from xcloud.feature_settings import IN_NO_FILE, OfSecurity
 from xcloud.security.defences import Defence
@@ -334,12 +335,16 @@ class Policy:
     def _is_known(self, target: object) -> bool:
         if not isinstance(target, str):
             return False
-        return MOVED.get(target, target) in constructors().union(self.constructors)
+        name = MOVED.get(target, target)
+        return name in constructors() or name in self.constructors
 
     def _refused_to_build(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
         num_ranks = 0
         first: tuple[str, int] | None = None
-        for where, key, value in _entries(settings):
+        for node in walk(settings):
+            where = node.path
+            key = node.name
+            value = node.value
             if key == "_target_":
                 allowed = "xcloud's and this cloud's constructors"
                 if where.endswith("]"):
@@ -383,12 +388,14 @@ class Policy:
             )
 
     def _refused_numbers(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
-        for where, key, value in _entries(settings):
+        for node in walk(settings):
+            where = node.path
+            value = node.value
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             setting = where.partition("[")[0]
-            most = bound_of(key)
-            least = MIN_SETTINGS.get(key)
+            most = bound_of(node.name)
+            least = MIN_SETTINGS.get(node.name)
             if setting in self.require:
                 continue
             if most is not None and value > most:
@@ -466,16 +473,17 @@ class Policy:
 def bounded_settings(settings: Mapping[str, Any]) -> list[str]:
     """Return the dotted names of the numbers whose bound is not that of any number."""
     return [
-        where
-        for where, key, value in _entries(settings)
-        if isinstance(value, int | float) and not isinstance(value, bool) and "[" not in where
-        if bound_of(key) not in (None, MAX_NUMBER) or value > MAX_NUMBER
+        node.path
+        for node in walk(settings)
+        if isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        if "[" not in node.path
+        if bound_of(node.name) not in (None, MAX_NUMBER) or node.value > MAX_NUMBER
     ]
 
 
 def targets_of(settings: Mapping[str, Any]) -> set[str]:
     """Return all constructors that these settings name."""
-    return {str(value) for _, key, value in _entries(settings) if key == "_target_"}
+    return {str(node.value) for node in walk(settings) if node.name == "_target_"}
 
 
 def _in_yaml(key: str, value: object) -> str:
@@ -501,19 +509,6 @@ def as_plain(node: Any) -> Any:
 def _refusal(where: str, came: object, allowed: str, key: str, allow: Any) -> Refusal:
     said = f"{where} is {came!r}, but an experiment file from elsewhere is allowed {allowed}"
     return Refusal(said, key, allow)
-
-
-def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield whatever nested containers hold, containers too: dotted name, last key, value."""
-    if isinstance(node, Mapping):
-        named = [(f"{path}.{key}" if path else str(key), str(key), node[key]) for key in node]
-    else:
-        parts = node if isinstance(node, list) else []
-        last = path.rsplit(".", 1)[-1]
-        named = [(f"{path}[{index}]", last, entry) for index, entry in enumerate(parts)]
-    for where, key, value in named:
-        yield where, key, value
-        yield from _entries(value, where)
 
 
 def value_at(node: Any, key: str) -> Any:
