@@ -49,7 +49,7 @@ from xcloud.line.stream_link import StreamInLink, StreamOutLink
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
-from xcloud.net.gloo_pair import Pair
+from xcloud.net.gloo_pair import GlooPair
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import LinkWindow, line_bytes
 
@@ -217,7 +217,7 @@ def over_line(job: dict[str, Any], start: Callable[[], None], arrived_s: list[fl
 def over_gloo(job: dict[str, Any], start: Callable[[], None], arrived_s: list[float]) -> None:
     is_receiver = job["side"] == "receiver"
     store = TCPStore(job["address"], PORT, is_master=is_receiver)
-    pair = Pair(store, "bulk", "0-1", place=int(is_receiver))
+    pair = GlooPair(store, "bulk", "0-1", place=int(is_receiver))
     if is_receiver:
         receive(GlooInLink(pair, in_settings(job)), job, start, arrived_s)
     else:

@@ -32,7 +32,7 @@ from xcloud.line.mailbox_lines import MailboxLines
 from xcloud.line.transport import SealedLines, SealedPlace
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
-from xcloud.net.gloo_pair import Pair
+from xcloud.net.gloo_pair import GlooPair
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import LinkWindow
 
@@ -117,7 +117,7 @@ def over_gloo() -> Make:
         out, incoming = settings(capacity)
         within = timedelta(seconds=WITHIN_S)
         to, back = (
-            Pair(
+            GlooPair(
                 store, f"from {sender}", ranks="0-1", place=int(rank != sender), join_within=within
             )
             for sender in (rank, 1 - rank)

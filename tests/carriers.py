@@ -51,7 +51,7 @@ from xcloud.line.transport import SealedPlace
 from xcloud.line.ways import Dialler, Listener, Way
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
-from xcloud.net.gloo_pair import Pair, Transfer
+from xcloud.net.gloo_pair import GlooPair, Transfer
 from xcloud.net.link import Progress
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import LinkWindow, Liveness
@@ -300,7 +300,7 @@ class Relayed(Sealed):
 class _Paced:
     """A pair of gloo on a line of so many bytes a second. 0: nothing passes any more."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: GlooPair) -> None:
         self._pair = pair
         self.bytes_per_s = float("inf")
 
@@ -344,7 +344,7 @@ class Gloo(Carrier):
     def begin(self, end: End, attempt: int = 1) -> None:
         within = timedelta(seconds=MEETING_S)
         place = ENDS.index(end)
-        pair = Pair(self._store, "averaging", ranks="0-1", place=place, join_within=within)
+        pair = GlooPair(self._store, "averaging", ranks="0-1", place=place, join_within=within)
         if end == "out":
             self._paced = _Paced(pair)
             self.out = GlooOutLink(self._paced, self.settings(end))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A Pair of gloo_link.py within one process, for gloo links in threads."""
+"""A GlooPair within one process, for gloo links in threads."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ from xcloud.features.weight_patches.objects import decode as decode_weights
 from xcloud.features.weight_patches.objects import encode as encode_weights
 from xcloud.line.hello import (
     Hello,
-    Refusal,
+    HelloRefusal,
     StreamName,
     decode_hello,
     encode_hello,
@@ -145,7 +145,7 @@ def frames() -> Parser:
 def greetings() -> Parser:
     stream = StreamName("forward 0", "cloud_a", 0, "cloud_b", 1)
     hello = encode_hello(Hello(stream, bytes(16), attempt=1, connection=2, of=3, expected=7))
-    honest = [hello[1:], encode_refusal(Refusal.OTHER_RUN)[1:]]
+    honest = [hello[1:], encode_refusal(HelloRefusal.OTHER_RUN)[1:]]
     return Parser(honest, lambda data: decode_hello(data, "cloud_b"))
 
 

@@ -20,7 +20,7 @@ from xcloud.net import failure_detector
 from xcloud.net.failure_detector import FailureDetector, Loss
 from xcloud.net.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.net.gloo_groups import of_this_attempt
-from xcloud.net.gloo_pair import Pair
+from xcloud.net.gloo_pair import GlooPair
 from xcloud.net.link_profile import Liveness
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank.restarts import heartbeats_of, over_gloo, watch
@@ -36,7 +36,7 @@ class ByHand:
     """A rank that sends no heartbeat but those that the test gives. Its process ends with it."""
 
     def __init__(self, store: dist.Store, place: int = 1) -> None:
-        self._pair = Pair(store, "life", "heartbeats", place, timedelta(seconds=30))
+        self._pair = GlooPair(store, "life", "heartbeats", place, timedelta(seconds=30))
         self._pair.join()
         self._num_sent = self._num_read = 0
         self.say()

@@ -39,7 +39,7 @@ from xcloud.line import connection as connections
 from xcloud.line import door as doors
 from xcloud.line import stream_link
 from xcloud.line.door import name_in
-from xcloud.line.hello import Hello, Refusal, encode_hello, read_hello
+from xcloud.line.hello import Hello, HelloRefusal, encode_hello, read_hello
 from xcloud.line.keys import LineKeys, make_key, read_line_keys
 from xcloud.line.pieces import ACKNOWLEDGEMENT, HEADER, PIECE_BYTES
 from xcloud.line.pinned_tls import LineDown, PinnedTls
@@ -906,7 +906,7 @@ class Peer:
             answer = read_hello(self.tls, "cloud_a")
             if isinstance(answer, Hello) or time.monotonic() > until_s:
                 break
-            assert answer is Refusal.NOT_YET
+            assert answer is HelloRefusal.NOT_YET
         assert isinstance(answer, Hello)
 
     def take(self, num_pieces: int) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.toy_text import ToyTextTask
-from xcloud.net.gloo_link import Pair
+from xcloud.net.gloo_link import GlooPair
 
 _TAPPED = False
 
@@ -60,13 +60,13 @@ def _tap(folder: Path) -> None:
 
         setattr(owner, name, tapped)
 
-    isend = Pair.isend
+    isend = GlooPair.isend
 
-    def tapped_isend(pair: Pair, frame: Tensor, tag: int) -> Any:
+    def tapped_isend(pair: GlooPair, frame: Tensor, tag: int) -> Any:
         keep("word" if pair._line == "life" else "isend", frame)
         return isend(pair, frame, tag)
 
-    Pair.isend = tapped_isend  # type: ignore[method-assign]
+    GlooPair.isend = tapped_isend  # type: ignore[method-assign]
     for name, which in (("broadcast", 0), ("all_reduce", 0), ("all_gather", 1)):
         wrap(dist, name, which)
 

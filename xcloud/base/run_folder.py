@@ -47,9 +47,11 @@ def owned(run_dir: Path, advice: str = "") -> Iterator[None]:
     try:
         file = lock.__enter__()
     except LockTaken as taken:
-        raise ConfigError(
-            f"{run_dir} is in use by {_named(str(taken))}: {advice or _of_a_run(run_dir)}"
-        ) from None
+        advice = advice or (
+            f"to see what it does, python -m xcloud status {shlex.quote(str(run_dir))}; wait for "
+            "it or end it, or choose another folder"
+        )
+        raise ConfigError(f"{run_dir} is in use by {_named(str(taken))}: {advice}") from None
     try:
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(_this_process()).encode(), 0)
@@ -102,13 +104,6 @@ def _named(text: str) -> str:
         return f"{who} ({found['command']})"
     except (ValueError, LookupError, TypeError):  # it has only just taken the lock
         return "another process"
-
-
-def _of_a_run(run_dir: Path) -> str:
-    return (
-        f"to see what it does, python -m xcloud status {shlex.quote(str(run_dir))}; wait for it "
-        "or end it, or choose another folder"
-    )
 
 
 def refuse_links(folder: Path) -> None:

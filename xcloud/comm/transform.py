@@ -161,7 +161,8 @@ class Transform(Compressor):
             return self._alone(spec, matrix_RH / largest, unit=largest)
         if self._may_have_basis(num_features) and self.features in (0, num_features):
             self._learn(matrix_RH)
-        if self.features != num_features or not self._has_rows_enough():
+        has_rows_enough = self._basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
+        if self.features != num_features or not has_rows_enough:
             return self._alone(spec, matrix_RH, unit=1.0)
         return self._in_basis(spec, matrix_RH)
 
@@ -215,9 +216,6 @@ class Transform(Compressor):
         if self._moments_HH is not None:
             moments_HH += self._moments_HH
         self._moments_HH = moments_HH
-
-    def _has_rows_enough(self) -> bool:
-        return self._basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
 
     def _measured(self) -> _Basis:
         """Return the components of the moments, and halve these."""

@@ -235,10 +235,10 @@ def unpack_facts(content: bytes, peer: str) -> Facts:
     except ValueError:
         found = None
     is_whole = isinstance(found, dict) and found.keys() == set(Facts._fields)
-    if not is_whole or not all(_is_text(value) for value in found.values()):
+    is_text = all(
+        isinstance(one, str) and len(one) <= _MAX_TEXT and one.isprintable()
+        for one in (found.values() if is_whole else ())
+    )
+    if not is_whole or not is_text:
         raise FrameError(f"the doctor of {peer} sent no facts; run one release of xcloud")
     return Facts(**found)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

@@ -201,7 +201,8 @@ def torchrun(words: Sequence[str]) -> int:
             say(f"xcloud: {error}", error=True)
             return 1
         except DistNetworkError as error:
-            why = "the port is taken" if "EADDRINUSE" in str(error) else _first_line(error)
+            is_taken = "EADDRINUSE" in str(error)
+            why = "the port is taken" if is_taken else str(error).partition("\n")[0]
             advice = "Give all clouds the address and one free port of the first one's machine"
             say(f"xcloud: rendezvous failed at {place}: {why}. {advice}", error=True)
             return 1
@@ -241,7 +242,3 @@ def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
         for rank, ending in endings.items():
             reported = Ending.STOPPED if code == EXIT_START_AGAIN else ending
             store.set(ended_key(rank), reported.value)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]

@@ -64,7 +64,7 @@ class Hello(NamedTuple):
     known: int = 0
 
 
-class Refusal(IntEnum):
+class HelloRefusal(IntEnum):
     """A reason not to answer a greeting."""
 
     NOT_YET = 1
@@ -74,9 +74,9 @@ class Refusal(IntEnum):
     @property
     def text(self) -> str:
         return {
-            Refusal.NOT_YET: "it is not ready for this link",
-            Refusal.EARLIER_ATTEMPT: "it has begun the run again",
-            Refusal.OTHER_RUN: "it runs another experiment file, or only one end is a doctor",
+            HelloRefusal.NOT_YET: "it is not ready for this link",
+            HelloRefusal.EARLIER_ATTEMPT: "it has begun the run again",
+            HelloRefusal.OTHER_RUN: "it runs another experiment file, or only one end is a doctor",
         }[self]
 
 
@@ -98,12 +98,12 @@ def encode_hello(hello: Hello) -> bytes:
     return struct.pack("<B", len(data)) + data
 
 
-def encode_refusal(reason: Refusal) -> bytes:
+def encode_refusal(reason: HelloRefusal) -> bytes:
     data = _REFUSAL.pack(_REFUSAL_MAGIC, VERSION, reason)
     return struct.pack("<B", len(data)) + data
 
 
-def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
+def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
     """Return the greeting or refusal in the bytes after its length.
 
     Raises FrameError naming `sender` for anything but what encode_hello and encode_refusal make.
@@ -112,7 +112,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
         if data[:4] == _REFUSAL_MAGIC:
             _, version, reason = _REFUSAL.unpack(data)
             _check_version(version, sender=sender)
-            return Refusal(reason)
+            return HelloRefusal(reason)
         (magic, version, connection, of, attempt, known, sends, receives, expected, run) = (
             _HEAD.unpack_from(data)
         )
@@ -153,7 +153,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | Refusal:
     )
 
 
-def read_hello(connection: socket.socket, sender: str) -> Hello | Refusal:
+def read_hello(connection: socket.socket, sender: str) -> Hello | HelloRefusal:
     """Read a greeting or refusal. Raises FrameError for anything else, TimeoutError for one that
     takes longer than HELLO_S, OSError where the connection ends."""
     until_s = time.monotonic() + HELLO_S

@@ -22,7 +22,7 @@ from xcloud.line.hello import (
     HELLO_S,
     MAX_CONNECTIONS,
     Hello,
-    Refusal,
+    HelloRefusal,
     StreamName,
     encode_hello,
     encode_refusal,
@@ -163,7 +163,7 @@ class Dialler:
             tls.settimeout(HELLO_S)
             tls.sendall(encode_hello(said))
             answer = read_hello(tls, sender=self._cloud)
-            if isinstance(answer, Refusal):
+            if isinstance(answer, HelloRefusal):
                 self._refused(answer)
             elif (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (
                 said.stream, said.run, said.connection, said.of, said.attempt
@@ -198,8 +198,8 @@ class Dialler:
             host, port = self._address
             raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
 
-    def _refused(self, reason: Refusal) -> None:
-        if reason is Refusal.EARLIER_ATTEMPT:
+    def _refused(self, reason: HelloRefusal) -> None:
+        if reason is HelloRefusal.EARLIER_ATTEMPT:
             self._attempts.note_again(self._cloud)
             raise LinkClosed(f"{self._cloud} refuses this rank: {reason.text}")
         raise LineDown(f"{self._cloud}: {reason.text}")
@@ -329,7 +329,7 @@ class Listener:
 
     def _hand_over(self, tls: ssl.SSLSocket, cloud: str) -> None:
         hello = read_hello(tls, sender=cloud)
-        if isinstance(hello, Refusal):
+        if isinstance(hello, HelloRefusal):
             raise FrameError(f"{cloud} refuses what nobody asked")
         stream = hello.stream
         ends = [(stream.sender_cloud, stream.sender), (stream.receiver_cloud, stream.receiver)]
@@ -351,24 +351,24 @@ class Listener:
                 return
         tls.settimeout(HELLO_S)
         tls.sendall(encode_refusal(reason))
-        if reason is Refusal.EARLIER_ATTEMPT:
+        if reason is HelloRefusal.EARLIER_ATTEMPT:
             self.told.add(cloud)
         raise LineDown(f"{cloud} is refused for {stream}: {reason.name.lower()}")
 
-    def _refusal_of(self, hello: Hello, cloud: str) -> Refusal | None:
+    def _refusal_of(self, hello: Hello, cloud: str) -> HelloRefusal | None:
         if hello.run != self._run:
-            return Refusal.OTHER_RUN
+            return HelloRefusal.OTHER_RUN
         if hello.known not in (0, self._attempt):
-            return Refusal.EARLIER_ATTEMPT
+            return HelloRefusal.EARLIER_ATTEMPT
         is_awaited = (hello.stream, hello.connection) in self._awaited
         if not is_awaited and not self._attempts.of(cloud):
-            return Refusal.NOT_YET
+            return HelloRefusal.NOT_YET
         try:
             self._attempts.note(cloud, hello.attempt)
         except LinkClosed:
             self._changed.notify_all()
-            return Refusal.NOT_YET
-        return None if is_awaited else Refusal.NOT_YET
+            return HelloRefusal.NOT_YET
+        return None if is_awaited else HelloRefusal.NOT_YET
 
 
 def num_connections(round_trip_s: float) -> int:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 from xcloud.base.errors import FrameError, LinkClosed, LinkError
 from xcloud.net.frame import Kind, bytes_of_frame, message_buffer, seal_frame
 from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
-from xcloud.net.gloo_pair import Pair, Transfer, first_line
+from xcloud.net.gloo_pair import GlooPair, Transfer, first_line
 from xcloud.net.link import PostedReceives, Reservation
 from xcloud.net.link_end import (
     ByteQueue,
@@ -47,7 +47,7 @@ FRAGMENT_BYTES = 1 << 22
 class GlooOutLink(SendingEnd):
     """Sends frames to one peer from a background thread."""
 
-    def __init__(self, pair: Pair, settings: OutSettings) -> None:
+    def __init__(self, pair: GlooPair, settings: OutSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         clock = settings.clock
@@ -132,7 +132,7 @@ class GlooOutLink(SendingEnd):
 class GlooInLink(ReceivingEnd):
     """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    def __init__(self, pair: Pair, settings: InSettings) -> None:
+    def __init__(self, pair: GlooPair, settings: InSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         self._thread = threading.Thread(
@@ -211,7 +211,7 @@ def heartbeat_link(
         it.
     within_s: seconds that the other side may take to join it.
     """
-    pair = Pair(
+    pair = GlooPair(
         store=store,
         line="life",
         ranks="heartbeats",
@@ -261,10 +261,10 @@ class GlooTransport(Transport):
     def begins_again(self, ranks: Sequence[int]) -> bool:
         return self._open is not None and self._open.begins_again(ranks)
 
-    def _pair(self, line: str, sender: int, receiver: int) -> Pair:
+    def _pair(self, line: str, sender: int, receiver: int) -> GlooPair:
         ranks = f"{sender}-{receiver}"
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
-        return Pair.claimed(
+        return GlooPair.claimed(
             self.rendezvous.store, line=line, ranks=ranks, place=int(self.rank == receiver)
         )

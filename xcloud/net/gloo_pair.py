@@ -21,7 +21,7 @@ from xcloud.net.rendezvous import FOREVER
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
-class Pair:
+class GlooPair:
     """The process group of a line between two ranks, which has place 0 or 1: of one direction of a
     link, or of both.
 
@@ -48,7 +48,7 @@ class Pair:
         self._joining = threading.Lock()
 
     @classmethod
-    def claimed(cls, store: Store, line: str, ranks: str, place: int) -> Pair:
+    def claimed(cls, store: Store, line: str, ranks: str, place: int) -> GlooPair:
         """Return a pair that is made once. Raises ConfigError if its place is taken: a later pair
         of the name would find the addresses of the earlier one, and hang."""
         if store.add(f"{line} {ranks} place {place}", 1) > 1:

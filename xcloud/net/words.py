@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.net.gloo_pair import Pair
+from xcloud.net.gloo_pair import GlooPair
 from xcloud.net.rendezvous import FOREVER, count_of
 
 MAX_NAME_BYTES = 64
@@ -105,7 +105,7 @@ def joined_over_gloo(
     return _JoinedLine(pair=pair, peer=rank if is_first else 0)
 
 
-def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> Pair:
+def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> GlooPair:
     """Return the line between rank 0 and this beginning of another rank, not joined yet.
 
     is_first: True for rank 0's end.
@@ -113,7 +113,7 @@ def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: f
     """
     own = PrefixStore(f"words {rank}.{beginning}", store)
     within = timedelta(seconds=within_s)
-    return Pair(
+    return GlooPair(
         store=own, line="life", ranks=f"0-{rank}", place=0 if is_first else 1, join_within=within
     )
 
@@ -172,7 +172,7 @@ def decode(buffer: torch.Tensor, sender: str) -> Message:
 class _JoinedLine:
     """A line that has been joined. Raises RuntimeError once the other side is gone."""
 
-    def __init__(self, pair: Pair, peer: int) -> None:
+    def __init__(self, pair: GlooPair, peer: int) -> None:
         self._pair = pair
         self._peer = peer
         pair.join()
@@ -223,7 +223,7 @@ class WordsToFirst:
                 self._line = self._join()
             return call(self._line) or ""
         except RuntimeError as error:
-            if _is_late(error):
+            if any(sign in str(error).lower() for sign in ("timed out", "timeout")):
                 raise LinkTimeout(
                     f"rank 0 has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
                 ) from None
@@ -371,7 +371,3 @@ class WordsInOneProcess:
 
     def wait_for_leaving(self) -> None:
         pass
-
-
-def _is_late(error: RuntimeError) -> bool:
-    return any(sign in str(error).lower() for sign in ("timed out", "timeout"))

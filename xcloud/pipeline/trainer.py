@@ -247,9 +247,9 @@ class Trainer(StatefulTree):
         """Make one update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
-        report = StepReport(
-            step=step, step_s=0.0, clock=clock, learning_rate=self._learning_rate(step)
-        )
+        settings = self.settings
+        rate = settings.optimizer.learning_rate_at(step, max_steps=settings.max_steps)
+        report = StepReport(step=step, step_s=0.0, clock=clock, learning_rate=rate)
         work = Work()
         if self.exchange.is_idle(step):
             signal = hooks.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
@@ -292,9 +292,6 @@ class Trainer(StatefulTree):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         every = (stage.trained.optimizer for stage in self.stages.values())
         return [optimizer for optimizer in every if optimizer is not None]
-
-    def _learning_rate(self, step: int) -> float:
-        return self.settings.optimizer.learning_rate_at(step, max_steps=self.settings.max_steps)
 
     def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
         """Compute the gradients of this rank's micro-batches into the buffers, and return their

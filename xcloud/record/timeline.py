@@ -166,19 +166,11 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
         clocks += (
             f"; without {', '.join(f'rank {one}' for one in sorted(others))}, of another step"
         )
-    if left_out := _num_entries(parts) - _num_kept(parts):
+    lists = [[part[name] for part in some] for some in parts.values() for name in _ENTRIES]
+    num_entries = sum(len(entries) for several in lists for entries in several)
+    if left_out := num_entries - sum(len([*_first(several)]) for several in lists):
         clocks += f"; {left_out:,} entries left out"
     return Timeline(step=step, lanes=lanes, flights=ordered, clocks=clocks)
-
-
-def _num_entries(parts: Mapping[int, Sequence[Event]]) -> int:
-    return sum(len(part[name]) for some in parts.values() for part in some for name in _ENTRIES)
-
-
-def _num_kept(parts: Mapping[int, Sequence[Event]]) -> int:
-    return sum(
-        len([*_first(part[name] for part in some)]) for some in parts.values() for name in _ENTRIES
-    )
 
 
 def _first(lists: Iterable[Sequence[Any]]) -> Iterator[Any]:

@@ -224,7 +224,7 @@ class StageFacts(NamedTuple):
 _Quantities = dict[str, dict[float, float]]  # by the fields of a Piece and samples
 
 
-class _Part(NamedTuple):
+class _BlockPart(NamedTuple):
     """The quantities of those stages of a trial that were one stage of the job.
 
     holds: how many stages, whether the model's first, whether its last, how many blocks.
@@ -342,7 +342,7 @@ class Trial:
             **{name: {1.0: float(n)} for name, n in facts.items() if name != "blocks"},
         }
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_BlockPart]:
         first = 0
         for number in self.parts:
             stages = range(first, first := first + number)
@@ -353,10 +353,12 @@ class Trial:
                 name: {b: sum(one[name][b] for one in each) for b in points}
                 for name, points in each[0].items()
             }
-            yield _Part(holds=holds, of=of)
+            yield _BlockPart(holds=holds, of=of)
 
 
-def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities], list[Curve]]:
+def _by_block(
+    parts: Sequence[_BlockPart], num_blocks: int
+) -> tuple[list[_Quantities], list[Curve]]:
     """Return the quantities of each block, and the curves of calling a stage.
 
     The first block includes what is before it, the last what is after it. A stage is called once

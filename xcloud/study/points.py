@@ -382,7 +382,10 @@ class SweepState:
             changes = []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
-        if other := _other_inputs(entry.get("inputs", {}), now=point.inputs):
+        # What lies elsewhere now is the same if it has the same contents.
+        before = entry.get("inputs", {})
+        keys = sorted(before.keys() | point.inputs.keys())
+        if other := [key for key in keys if before.get(key) != point.inputs.get(key)]:
             changes.append(f"other contents since: {', '.join(other)}")
         status = summary.get("status", "unfinished")
         if status != "finished":
@@ -399,12 +402,6 @@ class SweepState:
             folder=folder,
             why="; ".join(changes),
         )
-
-
-def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings whose files are not what they were. What lies elsewhere now is the same
-    if it has the same contents."""
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:
