@@ -19,8 +19,9 @@ from rich.console import Console
 from xcloud.base.units import human_bytes, human_seconds
 from xcloud.feature_list import FIGURES
 from xcloud.record.events import StepTotals
+from xcloud.record.run_record import RunRecord
 from xcloud.show.tables import print_report
-from xcloud.tracking.mlflow_store import final_metrics, step_metrics
+from xcloud.tracking.mlflow_store import step_metrics
 
 Figures = dict[str, Any]
 KINDS = ("compute_s", "codec_s", "waiting_s", "sync_s")
@@ -97,7 +98,7 @@ def check_figures(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 def check_metrics(wanted: Figures, summary: Mapping[str, Any]) -> None:
     """In MLflow a figure has its dotted name with underscores, but for the main ones."""
-    metrics = final_metrics(summary, FIGURES)
+    metrics = RunRecord(summary, FIGURES).metrics
     short = {"step_time_s.median": "step_time_s", "step_time_s.p90": "step_time_p90_s",
              "compression_ratio.total": "compression_ratio"}  # fmt: skip
     for name, value in wanted.items():
@@ -126,7 +127,7 @@ def check_curves(events: Sequence[Mapping[str, Any]]) -> None:
 
 def check_table(wanted: Figures, summary: Mapping[str, Any]) -> None:
     stream = io.StringIO()
-    print_report(summary, {}, Console(file=stream, width=300))
+    print_report(RunRecord(summary, FIGURES), {}, Console(file=stream, width=300))
     lines = [re.split(r"\s{2,}", line.strip()) for line in stream.getvalue().splitlines()]
     rows = {line[0]: line[1:] for line in lines}
     for kind, value in summary["step_time_s"].items():  # compared with wanted before

@@ -10,7 +10,9 @@ import pytest
 import xcloud
 from xcloud.base.errors import ConfigError
 from xcloud.base.yaml_text import from_yaml
+from xcloud.feature_list import FIGURES
 from xcloud.job.config import Settings
+from xcloud.record.run_record import RunRecord
 from xcloud.security.policy import Policy
 from xcloud.show.tables import markdown_of
 
@@ -45,7 +47,7 @@ def test_a_summary_of_0_2_0_is_shown_and_loaded() -> None:
     assert set(result.scores) == {"bleu", "chrf"}
     assert result.step_s is not None and result.bytes_per_step > 0
     assert result.compression_ratio is not None and result.compression_ratio > 3
-    table = markdown_of(json.loads((OLD / "summary.json").read_text()))
+    table = markdown_of(RunRecord(json.loads((OLD / "summary.json").read_text()), FIGURES))
     assert "step time, median" in table and "compression ratio" in table
 
 

@@ -46,7 +46,7 @@ from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.models.causal_network import Lora
-from xcloud.tracking.mlflow_store import final_metrics
+from xcloud.record.run_record import RunRecord
 
 GRADIENT = CrossedStream("backward", 0, "received", "hidden")
 ACTIVATION = CrossedStream("forward", 0, "received", "hidden")
@@ -205,7 +205,7 @@ def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(
     assert set(plain["leakage"]["label"]) == {"text_owner"}
     on_disk = json.loads((tmp_path / "plain" / "summary.json").read_text())
     assert on_disk["leakage"] == plain["leakage"]
-    assert final_metrics(plain, FIGURES)["label_leak_auc"] == plain["label_leak_auc"]
+    assert RunRecord(plain, FIGURES).metrics["label_leak_auc"] == plain["label_leak_auc"]
     assert "label leak, AUC" in printed and "tokens recovered" in printed
     # Notes hold text and labels, so they go unless they are wanted.
     assert not (tmp_path / "plain" / OBSERVATIONS_DIR).exists()

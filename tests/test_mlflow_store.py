@@ -22,6 +22,7 @@ from tests.runs import command
 from tests.sweep_runs import blank_store
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
+from xcloud.record.run_record import RunRecord
 from xcloud.tracking.mlflow_store import (
     KIND_TAG,
     LOAD,
@@ -30,7 +31,6 @@ from xcloud.tracking.mlflow_store import (
     CurvePoint,
     Store,
     Thinner,
-    final_metrics,
     legal_name,
     links,
     points_of,
@@ -94,7 +94,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowSend
     scores = {"split": "dev", "step": 3, "values": {"bleu": 40.0}}
     append_event(run_dir / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
     tracker.artifact(run_dir / "samples.txt")
-    tracker.finish("finished", SUMMARY)
+    tracker.finish("finished", RunRecord(SUMMARY))
     assert "MLflow lacks" not in tracker.places()
     return root, tracker
 
@@ -199,7 +199,7 @@ def test_a_point_that_begins_again_is_one_row(tmp_path: Path) -> None:
         run = TrackedRun("int8 s1", {}, {"sweep": "s"}, run_dir, StepCollector(1), 9)
         tracker = MlflowTracker(root=str(root)).start(run)
         append_step(run_dir, 1, 0.5)
-        tracker.finish("finished" if rows else "stopped", SUMMARY)
+        tracker.finish("finished" if rows else "stopped", RunRecord(SUMMARY))
         assert "MLflow lacks" not in tracker.places()
         client, experiment_id = Store(root).open()
         rows = [run.info.run_id for run in client.search_runs([experiment_id])]
@@ -211,6 +211,7 @@ import sys
 from pathlib import Path
 from tests.event_lines import append_event
 from xcloud.record.events import StepCollector
+from xcloud.record.run_record import RunRecord
 from xcloud.tracking.tracker import MlflowTracker, TrackedRun
 
 root, number = sys.argv[1:]
@@ -219,7 +220,7 @@ run_dir.mkdir()
 run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, StepCollector(1), 9)
 tracker = MlflowTracker(root=root, finish_timeout_s=120).start(run)
 append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
-tracker.finish("finished", {"num_steps": 1})
+tracker.finish("finished", RunRecord({"num_steps": 1}))
 assert tracker.run_id and "MLflow lacks" not in tracker.places(), tracker.places()
 """
 
@@ -334,7 +335,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     dev = quality_metrics({"split": "dev", "values": {"bleu": 30.0}})
     assert dev == {"dev/bleu": 30.0}
 
-    final = final_metrics(
+    record = RunRecord(
         {
             "quality": {"bleu": 41.92, "chrf": None},
             "quality_error": {"bleu": 0.81},
@@ -344,6 +345,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
             "wan_bytes_per_step": {"forward": 10, "backward": 0, "other": 2},
         }
     )
+    final = record.metrics
     assert final == {
         "bleu": 41.92,
         "bleu_error": 0.81,

@@ -108,7 +108,11 @@ def test_a_cause_that_may_quote_private_data_stays_in_the_run_folder(
 ) -> None:
     tracked: list[str] = []
     monkeypatch.setattr(Recording, "artifact", lambda recording, path: tracked.append(path.name))
-    monkeypatch.setattr(Recording, "finish", lambda recording, *of: tracked.append(json.dumps(of)))
+    monkeypatch.setattr(
+        Recording,
+        "finish",
+        lambda recording, status, record, note: tracked.append(json.dumps([record.summary, note])),
+    )
     monkeypatch.setattr(Experiment, "has_public_texts", is_public)
     write_failure(tmp_path, 0, error)
     monitor_after([], tmp_path).finish(str(error))

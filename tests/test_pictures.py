@@ -18,6 +18,7 @@ from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.record.events import Event
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Flight, Lane, Timeline
 from xcloud.show import pictures
@@ -65,6 +66,10 @@ def run_of(events: list[Event]) -> RunStatistics:
     return run
 
 
+def record_of(events: list[Event]) -> RunRecord:
+    return run_of(events).record({}, ())
+
+
 def num_pixels(path: Path, colour: str) -> int:
     pixels = np.round(255 * imread(path)[:, :, :3]).astype(int)
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
@@ -87,16 +92,16 @@ def test_a_run_of_any_length_has_its_pictures(num_steps: int, tmp_path: Path) ->
     quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
     run.feed({**quality, "values": {"bleu": 12.0, "chrf": 30.0}})
 
-    written = write_pictures(tmp_path, run, timeline(), TITLE)
+    written = write_pictures(tmp_path, run.record({}, ()), timeline(), TITLE)
 
     assert [path.name for path in written] == ["timeline.png", "loss.png", "step_time.png"]
     assert all(imread(path).shape[2] == 4 for path in written)
 
 
 def test_what_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
-    assert write_pictures(tmp_path, RunStatistics(2), None, TITLE) == []
-    assert not write_loss(tmp_path / "loss.png", run_of(step_events(3, loss=None)), TITLE)
-    assert not write_loss(tmp_path / "loss.png", run_of(step_events(3, loss=math.nan)), TITLE)
+    assert write_pictures(tmp_path, RunRecord({}), None, TITLE) == []
+    assert not write_loss(tmp_path / "loss.png", record_of(step_events(3, loss=None)), TITLE)
+    assert not write_loss(tmp_path / "loss.png", record_of(step_events(3, loss=math.nan)), TITLE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +136,7 @@ def test_a_predicted_step_stands_above_the_measured_one_at_the_same_scale(tmp_pa
 
 
 def test_the_step_time_bars_are_as_long_as_the_times(tmp_path: Path) -> None:
-    write_step_time(tmp_path / "s.png", run_of(step_events(40)), TITLE)
+    write_step_time(tmp_path / "s.png", record_of(step_events(40)), TITLE)
 
     computing = num_pixels(tmp_path / "s.png", COLOURS["forward"])
     waiting = num_pixels(tmp_path / "s.png", COLOURS["waiting"])
@@ -304,7 +309,7 @@ def test_losses_stand_in_one_panel_and_scores_in_the_other(
     run = run_of(step_events(100))
     quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
     run.feed({**quality, "values": {"bleu": 12.0}})
-    write_loss(tmp_path / "loss.png", run, TITLE)
+    write_loss(tmp_path / "loss.png", run.record({}, ()), TITLE)
     assert drawn == [
         ("training loss", ["each step", "mean of 2 steps"]),
         ("dev quality", ["bleu"]),

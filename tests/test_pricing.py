@@ -30,8 +30,8 @@ from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.plan_report import Report, _cells, print_plans, write_plan
 from xcloud.planner.search import Ranked, Space, fastest, search
 from xcloud.planner.settings import DIMENSIONS, with_micro_batches
+from xcloud.record.run_record import epochs_text
 from xcloud.record.timeline import predicted_of
-from xcloud.show.tables import epochs_text
 from xcloud.simulator.costs import (
     FREE,
     AveragingCodec,

@@ -22,8 +22,8 @@ from xcloud.rank.reports import (
     timeline_events,
 )
 from xcloud.record.reporter import _without_paths
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
-from xcloud.tracking.mlflow_store import final_metrics
 
 KB = 1024
 
@@ -152,7 +152,7 @@ def test_every_rank_is_in_the_summary_and_among_the_metrics() -> None:
         {"rank": 0, "cloud": "a", "peak": 100, "parameters": 7, "other": 93},
         {"rank": 1, "cloud": "b", "peak": 101, "parameters": 7, "other": 94},
     ]
-    metrics = final_metrics(summary)
+    metrics = RunRecord(summary).metrics
     assert metrics["memory_peak_rank1"] == 101 and "memory_optimizer_rank0" not in metrics
 
 

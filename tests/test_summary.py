@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from xcloud.feature_list import FIGURES
 from xcloud.layout import Price
 from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.feature_figures import LINES, FeatureFigure
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
 from xcloud.study.archive import figures_of
-from xcloud.tracking import mlflow_store
 
 REQUIRED = {
     "bytes_per_token",
@@ -31,6 +32,10 @@ ALLOWED = REQUIRED | {
     *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
     *("quality_before", "quality_error", "dev_quality_error"),
 }
+
+
+def table_of(summary: Summary) -> str:
+    return tables.markdown_of(RunRecord(summary, FIGURES))
 
 
 def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
@@ -108,15 +113,15 @@ def test_bytes_per_token_stand_in_the_table_and_the_tracker_and_are_no_must() ->
     feed_step(statistics, 1, boundaries={"0 forward": 60, "1 forward": 40})
     summary = summarise(statistics)
     shown = "| sent per token | 1.5 B | forward 1.0, backward 0.5, boundary 0 forward 0.6"
-    assert shown in tables.markdown_of(summary)
-    metrics = mlflow_store.final_metrics(summary)
+    assert shown in table_of(summary)
+    metrics = RunRecord(summary).metrics
     assert metrics["bytes_per_token"] == 1.5 and metrics["bytes_per_token_backward"] == 0.5
     assert metrics["bytes_per_token_boundary_1 forward"] == 0.4
     assert figures_of({**summary, "quality": {}})["bytes_per_token"] == 1.5
 
     del summary["bytes_per_token"]  # as in an archived run of 0.2.0
-    assert "per token" not in tables.markdown_of(summary)
-    assert not [name for name in mlflow_store.final_metrics(summary) if "per_token" in name]
+    assert "per token" not in table_of(summary)
+    assert not [name for name in RunRecord(summary).metrics if "per_token" in name]
     assert "bytes_per_token" not in figures_of({**summary, "quality": {}})
 
 
@@ -302,7 +307,7 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
     assert found["quality_at_step"] == 1
 
 
-def test_a_figure_of_a_feature_is_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_of_a_feature_is_written_down_once() -> None:
     """Summary, closing table and tracker show whatever stands in the one list of figures."""
     figure = FeatureFigure(
         kinds=("melt",),
@@ -310,15 +315,15 @@ def test_a_figure_of_a_feature_is_written_down_once(monkeypatch: pytest.MonkeyPa
         rows=lambda summary: iter([("melts", str(summary["num_melts"]), "of ice")]),
         metrics=lambda summary: iter([("num_melts", summary["num_melts"])]),
     )
-    monkeypatch.setattr(tables, "FIGURES", (figure,))
     run = RunStatistics(2, (figure,))
     feed_step(run, 1)
     for _ in range(3):
         run.feed({"event": "melt", "rank": 0, "cloud": "a", "t": 1.0})
     summary = summarise(run)
     assert summary["num_melts"] == 3
-    assert "| melts | 3 | of ice |" in tables.markdown_of(summary)
-    assert mlflow_store.final_metrics(summary, (figure,))["num_melts"] == 3.0
+    record = run.record(summary, (figure,))
+    assert "| melts | 3 | of ice |" in tables.markdown_of(record)
+    assert record.metrics["num_melts"] == 3.0
 
 
 def test_the_closing_table_leaves_out_what_never_crosses() -> None:
@@ -327,12 +332,12 @@ def test_the_closing_table_leaves_out_what_never_crosses() -> None:
     feed_step(run, 1)
     summary = summarise(run)
     sent = {"forward": 0, "backward": 0, "averaging": 4000, "other": 0}
-    shown = tables.markdown_of({**summary, "wan_bytes_per_step": sent, "bubble_ratio": 0.0})
+    shown = table_of({**summary, "wan_bytes_per_step": sent, "bubble_ratio": 0.0})
     assert "sent averaging" in shown
     for row in ("sent forward", "sent backward", "sent otherwise", "bubble ratio"):
         assert row not in shown
     crossing = {**sent, "forward": 1000}
-    assert "sent forward" in tables.markdown_of({**summary, "wan_bytes_per_step": crossing})
+    assert "sent forward" in table_of({**summary, "wan_bytes_per_step": crossing})
 
 
 def line_event(**fields: Any) -> dict[str, Any]:
@@ -403,7 +408,7 @@ def test_a_cost_counts_all_attempts_and_what_crosses_outside_steps() -> None:
     assert found["cost"]["compute"] == {"source": pytest.approx(36 * hours)}
     assert found["cost"]["egress"] == {"source": pytest.approx(1e6 * 306 / 1e9)}
     assert found["cost"]["total"] == pytest.approx(36 * hours + 0.306)
-    rows = tables.markdown_of(found)
+    rows = table_of(found)
     assert "| left source | 306 B |" in rows and "| cost |" in rows
 
 

@@ -10,6 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds, score_name, score_text, shown_scores
+from xcloud.feature_list import FIGURES
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
 from xcloud.show.tables import Column, print_report, print_table
 
@@ -39,7 +41,7 @@ SUMMARY: dict[str, Any] = {
 
 def printed(summary: dict[str, Any], places: dict[str, object]) -> str:
     stream = io.StringIO()
-    print_report(summary, places, Console(file=stream, width=100))
+    print_report(RunRecord(summary, FIGURES), places, Console(file=stream, width=100))
     return stream.getvalue()
 
 
@@ -105,7 +107,7 @@ def test_path_longer_than_the_window_stays_in_one_line() -> None:
 
 
 def test_without_a_terminal_the_table_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(SUMMARY, {})
+    print_report(RunRecord(SUMMARY, FIGURES), {})
     text = capsys.readouterr().out
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 100
 

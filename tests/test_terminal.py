@@ -19,6 +19,7 @@ from rich.console import Console
 from tests.nightly import first_daily
 from tests.runs import ROOT
 from xcloud.base.terminal import can_rewrite, is_terminal, printable, say, signals_to_stop
+from xcloud.record.run_record import RunRecord
 from xcloud.show.display import ProgressLine
 from xcloud.show.status import describe
 from xcloud.show.tables import (
@@ -119,7 +120,7 @@ def shown_by_tables(folder: Path) -> str:
     console = Console(file=stream, width=200)
     print_table(console, [Column(ESCAPES)], [[ESCAPES]])
     print_report(
-        {"name": ESCAPES, "status": "failed", "num_steps": 0, "cause": ESCAPES},
+        RunRecord({"name": ESCAPES, "status": "failed", "num_steps": 0, "cause": ESCAPES}),
         {ESCAPES: ESCAPES},
         console,
     )
@@ -163,7 +164,7 @@ def test_a_long_cell_stays_one_line_where_output_goes_on_to_a_program(
 
 
 def test_a_run_without_a_step_has_no_closing_table() -> None:
-    assert markdown_of({"num_steps": 0}) == ""
+    assert markdown_of(RunRecord({"num_steps": 0})) == ""
 
 
 PROCESS = """

@@ -18,8 +18,9 @@ from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
+from xcloud.record.run_record import RunRecord
 from xcloud.study.report import main as report_command
-from xcloud.tracking.mlflow_store import Store, final_metrics
+from xcloud.tracking.mlflow_store import Store
 from xcloud.tracking.tracker import (
     REPLACED_FILE,
     TOKEN_TAG,
@@ -146,7 +147,7 @@ def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
     append_step(tmp_path, 1, 1.0)
     tracker.artifact(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
-        tracker.finish("failed", SUMMARY)
+        tracker.finish("failed", RunRecord(SUMMARY))
     assert not gave_up.is_set(), "a call waited for the store"
     said = tracker.places()
     answered.set()
@@ -183,7 +184,7 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
         is_down.clear()
         wait_for(lambda: len(client.curve("train/loss")) == 4)
         append_step(tmp_path, 5, 5.0)
-        tracker.finish("finished", SUMMARY)
+        tracker.finish("finished", RunRecord(SUMMARY))
 
     assert len(caplog.records) == 1  # one warning for many failed attempts
     assert client.curve("train/loss") == [(number, float(number)) for number in range(1, 6)]
@@ -205,7 +206,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
     wait_for(lambda: len(client.curve("train/loss")) == 1)
     is_down.set()
     append_step(tmp_path, 2, 2.0)
-    tracker.finish("finished", SUMMARY)
+    tracker.finish("finished", RunRecord(SUMMARY))
 
     said = tracker.places()
     assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
@@ -231,7 +232,7 @@ def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
     tracker.artifact(tmp_path / "never written")
     append_step(tmp_path, 1, 1.0)
     with caplog.at_level(logging.WARNING):
-        tracker.finish("stopped", SUMMARY)
+        tracker.finish("stopped", RunRecord(SUMMARY))
 
     lacks = "parameters, which it refused; never written, which it refused"
     assert tracker.places()["MLflow lacks"] == lacks
@@ -246,7 +247,7 @@ def test_failed_run_has_its_cause_as_a_tag(
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path, tags={}))
-    tracker.finish("failed", {"cause": "rank 1 died", "num_steps": 0})
+    tracker.finish("failed", RunRecord({"cause": "rank 1 died", "num_steps": 0}))
 
     tags = dict(pair for batch in client.taken("tags") for pair in batch)
     assert len(tags.pop(TOKEN_TAG)) == 32
@@ -268,7 +269,7 @@ def test_the_first_load_is_measured_and_the_run_lists_its_model(
     monkeypatch.setattr(Store, "open", open_with(client))
     monkeypatch.setattr("xcloud.tracking.tracker.psutil.cpu_percent", cpu_percent)
     tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path))
-    tracker.finish("finished", SUMMARY)
+    tracker.finish("finished", RunRecord(SUMMARY))
 
     assert [load for _, load in client.curve("system/cpu_utilization_percentage")][:1] == [50.0]
     assert client.taken("outputs") == [[("m-1", 3)]]
@@ -284,7 +285,7 @@ def test_many_steps_travel_in_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
     values = {str(index): 0.0 for index in range(7)}
     for number in range(500):
         append_step(tmp_path, number, None, values=values)
-    tracker.finish("finished", SUMMARY)
+    tracker.finish("finished", RunRecord(SUMMARY))
 
     assert [len(batch) for batch in client.taken("params")] == [250]  # MLflow cuts them up
     curves = [
@@ -295,7 +296,7 @@ def test_many_steps_travel_in_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(sizes) <= 1100 and len(sizes) <= 14
     assert len(client.curve("train/3")) == 500
     num_of_a_step = 7 + len(("step_s", "compute_s", "codec_s", "waiting_s"))
-    assert sum(sizes) == 500 * num_of_a_step + len(final_metrics(SUMMARY))
+    assert sum(sizes) == 500 * num_of_a_step + len(RunRecord(SUMMARY).metrics)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
@@ -355,7 +356,7 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
         scores["split"] = "test"
         append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
         stopped = {"cause": "interrupted"} if resume is None else {}
-        tracker.finish("stopped" if stopped else "finished", {**SUMMARY, **stopped})
+        tracker.finish("stopped" if stopped else "finished", RunRecord({**SUMMARY, **stopped}))
         return tracker
 
     attempt(1, 2, 3)
@@ -380,9 +381,8 @@ def test_a_resumed_run_shows_the_last_attempts_figures_and_what_it_changed(
     def attempt(number: int, params: dict[str, Any], **figures: Any) -> None:
         run = tracked(tmp_path, params=params)
         tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(run)
-        tracker.finish(
-            "stopped", {"num_resumes": number, "quality": {}, **figures}, f"note {number}"
-        )
+        record = RunRecord({"num_resumes": number, "quality": {}, **figures})
+        tracker.finish("stopped", record, f"note {number}")
 
     attempt(0, {"rate": 0.6, "steps": 30}, num_steps=30, final_loss=6.0, quality={"bleu": 1.0})
     attempt(1, {"rate": 0.1, "steps": 30, "codec": "int4"}, num_steps=20, final_loss=2.8)
@@ -412,7 +412,7 @@ def test_a_file_from_elsewhere_cannot_name_somebody_elses_run(
         named = {"run_id": "id-of-the-run", "store": tracker.store.tracking_uri, "token": token}
         (tmp_path / file).write_text(json.dumps(named))
     sender = tracker.start(tracked(tmp_path))
-    sender.finish("finished", SUMMARY)
+    sender.finish("finished", RunRecord(SUMMARY))
     assert "MLflow lacks" not in sender.places()
     assert client.taken("reopened") == []  # a run of its own was made
 
@@ -442,7 +442,7 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
         if is_killed:  # else MLflow would hear of an end
             wait_for(lambda: is_down.is_set() or tracker._until.get("train/step_s") == steps[-1])
             is_down.set()
-        tracker.finish("finished", SUMMARY)
+        tracker.finish("finished", RunRecord(SUMMARY))
 
     monkeypatch.setattr("xcloud.tracking.tracker.FINISH_ATTEMPTS", 1)
     whole, broken = FakeClient(refuse_while(is_down)), FakeClient(refuse_while(is_down))

@@ -8,11 +8,12 @@ from tests.nightly import first_daily
 from tests.runs import in_threads, losses, start
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.feature_list import FIGURES
 from xcloud.features.until.settings import Until
 from xcloud.pipeline.settings import Training
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import steady_step_s
 from xcloud.show import tables
-from xcloud.tracking.mlflow_store import final_metrics
 
 
 def until(**fields: object) -> list[str]:
@@ -39,8 +40,12 @@ def test_all_ranks_end_at_the_evaluation_that_reaches_the_target(
     assert losses(tmp_path / "early") == losses(tmp_path / "whole")[:2]
     assert reached["target"] == "bleu >= 0"
     assert reached["time_to_target_s"] == pytest.approx(2 * reached["steady_step_s"], abs=2e-3)
-    assert "steps to target | 2 | bleu >= 0: " in tables.markdown_of(reached)
-    assert final_metrics(unreached).keys().isdisjoint(("steps_to_target", "time_to_target_s"))
+    assert "steps to target | 2 | bleu >= 0: " in tables.markdown_of(RunRecord(reached, FIGURES))
+    assert (
+        RunRecord(unreached, FIGURES)
+        .metrics.keys()
+        .isdisjoint(("steps_to_target", "time_to_target_s"))
+    )
 
 
 @pytest.mark.slow

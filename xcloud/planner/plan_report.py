@@ -24,9 +24,10 @@ from xcloud.planner.search import (
     over_micro_batches,
     step_at,
 )
+from xcloud.record.run_record import epochs_text
 from xcloud.record.timeline import PLAN_FILE
 from xcloud.show.canvas import FAINT, INK, LINES, TITLE_POINTS, canvas, plain, save, wrapped
-from xcloud.show.tables import Column, console_of, epochs_text, print_table, say
+from xcloud.show.tables import Column, console_of, print_table, say
 from xcloud.simulator.plan import NO_COMPRESSION, Plan, Priced
 from xcloud.simulator.pricing import OverEpochs, Pricer
 

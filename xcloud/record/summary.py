@@ -35,6 +35,7 @@ from xcloud.record.events import (
 )
 from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
+from xcloud.record.run_record import RunRecord
 from xcloud.record.usage import RankPrice, Usage
 
 Summary = dict[str, Any]
@@ -122,6 +123,10 @@ class RunStatistics:
 
     def events(self, *kinds: str) -> list[Event]:
         return [event for event in self._events if event["event"] in kinds]
+
+    def record(self, summary: Summary, figures: Sequence[FeatureFigure]) -> RunRecord:
+        """Return all that is shown of the run. figures: the metrics that features add."""
+        return RunRecord(summary, figures, steps=self.steps, events=self._events)
 
     def _go_back(self, step: int) -> None:
         again = self.steps.drop_after(step) | {s for s in self.collector.open_steps if s > step}

@@ -37,6 +37,7 @@ from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 from xcloud.record.files import files_of_samples, may_quote_data
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.security.audit import AUDIT_FILE, compact, join_audit
 from xcloud.show.smoothing import Smoothed, rate_in_words
@@ -244,19 +245,20 @@ def write_record(
         with _may_lack(run_dir, what="figures that are measured after a run"):
             summary |= job.measured(run_dir)
     _write_summary(run_dir, summary)
+    more = [one for one in job.figures if one not in FIGURES]
+    record = run.record(summary, (*FIGURES, *more))
     pictures = list[Path]()
     num_lost = len(run.lost_files)
-    if (
-        run.num_steps
-    ):  # after the summary, which must not wait for what others' reports make us draw
-        pictures = _draw(job, run_dir=run_dir, run=run)
+    if run.num_steps:
+        # After the summary, which must not wait for what others' reports make us draw.
+        pictures = _draw(job, run_dir, run, record)
     if lost := run.lost_files[num_lost:]:
-        summary["lost_files"] = [*summary.get("lost_files", ()), *lost]
-        _write_summary(run_dir, summary)
-    tracked = summary
+        record = record.changed(lost_files=[*summary.get("lost_files", ()), *lost])
+        _write_summary(run_dir, record.summary)
+    tracked = record
     texts = [SUMMARY_FILE]
     if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
-        tracked = {**summary, "cause": f"see {SUMMARY_FILE} in the run folder: it may quote data"}
+        tracked = record.changed(cause=f"see {SUMMARY_FILE} in the run folder: it may quote data")
         texts = []
     files = (*texts, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
     for path in [*(run_dir / name for name in files), *pictures]:
@@ -268,15 +270,15 @@ def write_record(
         places["model"] = run_dir / MODEL_DIR
         if cause is None and (command := job.next_command(run_dir)) is not None:
             places["next"] = command
-    shown = summary
+    shown = record
     if cause is not None and not facts["has_step"]:
-        shown = {**summary, "num_steps": 0, "num_resumes": 0, "wall_s": None}
+        shown = shown.changed(num_steps=0, num_resumes=0, wall_s=None)
     if facts["is_raised"]:
-        shown = {**shown, "cause": None}
-    if shown["num_steps"]:  # else there is nothing to compare
+        shown = shown.changed(cause=None)
+    if shown.summary["num_steps"]:  # else there is nothing to compare
         places |= recording.places()
     print_report(shown, places=places)
-    return summary
+    return dict(record.summary)
 
 
 def _write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -286,7 +288,7 @@ def _write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
 
 
-def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
+def note_of(record: RunRecord, run_dir: Path) -> str:
     """Return what a tracker shows first of a run, as Markdown: why it ended early, its closing
     table, its command, its code and where its record lies. MLflow folds all but a few lines."""
     # A command of the user's may name a secret address.
@@ -294,8 +296,9 @@ def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
     command = shlex.join([Path(sys.argv[0]).name or "python", *words])
     if Path(sys.argv[0]).name == "run.py":
         command = f"python {command}"
+    summary = record.summary
     lines = [
-        markdown_of(summary),
+        markdown_of(record),
         f"`{printable(command)}`",
         f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
     ]
@@ -314,7 +317,7 @@ def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> 
             lost_files.append(what)
 
 
-def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
+def _draw(job: Job, run_dir: Path, run: RunStatistics, record: RunRecord) -> list[Path]:
     facts = facts_of(job)
     written = list[Path]()
     with _may_lack(run_dir, what="pictures", lost_files=run.lost_files):
@@ -328,7 +331,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
         title += f"link: {facts['link']}, compression: {facts['compression']}"
         predicted = timelines.read_predicted(run_dir)
         written += write_pictures(
-            run_dir, run=run, timeline=timeline, title=title, predicted=predicted
+            run_dir, run=record, timeline=timeline, title=title, predicted=predicted
         )
     return written
 

@@ -92,7 +92,6 @@ class Monitor:
             run_dir=run_dir,
             steps=experiment.statistics().collector,
             num_steps=experiment.max_steps,
-            figures=experiment.figures,
         )
         about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
         self._notices = Notices(command=experiment.launch.on_event, about=about)

@@ -23,9 +23,9 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from xcloud.base.units import human_seconds
-from xcloud.feature_list import FIGURES
 from xcloud.record.events import OWN
-from xcloud.record.summary import RunStatistics, num_warmup_steps
+from xcloud.record.run_record import RunRecord
+from xcloud.record.summary import num_warmup_steps
 from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
 from xcloud.show.canvas import (
     COLOURS,
@@ -73,7 +73,7 @@ _CHARACTER_IN = 0.075  # at 8 points, generously
 
 def write_pictures(
     run_dir: Path,
-    run: RunStatistics,
+    run: RunRecord,
     timeline: Timeline | None,
     title: str,
     predicted: Timeline | None = None,
@@ -91,17 +91,7 @@ def write_pictures(
     return [path for path in drawn if path is not None]
 
 
-def dev_quality(run: RunStatistics) -> dict[str, list[tuple[int, float, float]]]:
-    """(step, score, its error), by name."""
-    curves: dict[str, list[tuple[int, float, float]]] = {}
-    for event in run.events("quality"):
-        for name, value in event["values"].items() if event["split"] == "dev" else ():
-            error = event["errors"].get(name) or 0.0
-            curves.setdefault(name, []).append((event["step"], value, error))
-    return curves
-
-
-def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
+def write_loss(path: Path, run: RunRecord, title: str) -> Path | None:
     """Loss over steps, raw and smoothed; dev quality below it. None if there is no loss yet."""
     step = np.asarray(run.steps.step)
     loss = np.asarray(run.steps["loss"])
@@ -110,7 +100,7 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
         return None
     step = step[known]
     loss = loss[known]
-    quality = dev_quality(run)
+    quality = run.dev_quality
     figure = canvas(title, width_in=8, height_in=6.4 if quality else 4.2)
     panels = column(figure, heights=[2, 1] if quality else [1])
     mean, window = smoothed(loss)
@@ -135,27 +125,23 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     return save(figure, path=path)
 
 
-def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
+def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     """How each cloud spent a step, and step time over the run. None without steps."""
-    if not run.num_steps:
+    num_steps = len(run.steps.step)
+    if not num_steps:
         return None
-    skip = num_warmup_steps(run.num_steps)
+    skip = num_warmup_steps(num_steps)
+    clouds = run.steps.below(OWN)
     step = np.asarray(run.steps.step)[skip:]
     step_s = np.asarray(run.steps["step_s"])[skip:]
-    figure = canvas(title, width_in=11, height_in=3.2 + 0.4 * len(run.clouds))
+    figure = canvas(title, width_in=11, height_in=3.2 + 0.4 * len(clouds))
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     unit, per_s = ("ms", 1e3) if np.median(step_s) < 1 else ("s", 1.0)
     _draw_parts(left, run=run, skip=skip, per_s=per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
     _draw_times(right, step=step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
-    marks = [
-        (event["step"], figure.mark(event))
-        for figure in FIGURES
-        if figure.mark is not None
-        for event in run.events(*figure.kinds)
-    ]
-    for at_step, text in marks:
+    for at_step, text in run.marks:
         after = at_step + 0.5
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
         right.text(after, 0.02 * top, f" {text}", fontsize=7, rotation=90, va="bottom")
@@ -183,18 +169,20 @@ def _draw_times(
     over_steps(axes)
 
 
-def _draw_parts(axes: Axes, run: RunStatistics, skip: int, per_s: float) -> None:
+def _draw_parts(axes: Axes, run: RunRecord, skip: int, per_s: float) -> None:
     """A bar for each cloud, as long as its ranks' steps; "other" is the unaccounted rest."""
+
+    clouds = run.steps.below(OWN)
 
     def mean(kind: str) -> NDArray[np.float64]:
         seconds, ranks = (run.steps.sums(name, first=skip) for name in (kind, "num_ranks"))
-        return per_s * np.array([seconds[cloud] / ranks[cloud] for cloud in run.clouds])
+        return per_s * np.array([seconds[cloud] / ranks[cloud] for cloud in clouds])
 
     whole = mean(OWN)
     parts = [(label, mean(kind), colour) for kind, (label, colour) in PARTS.items()]
     rest = np.maximum(whole - sum(values for _, values, _ in parts), 0)
     for bars, values in stacked(
-        axes, labels=run.clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
+        axes, labels=clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
     ):
         texts = [short(value) if value > 0.08 * whole.max() else "" for value in values]
         ink = ink_on(to_hex(bars[0].get_facecolor()))

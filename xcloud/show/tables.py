@@ -15,20 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xcloud.base.terminal import is_terminal, printable
-from xcloud.base.units import (
-    UNKNOWN,
-    human_bytes,
-    human_duration,
-    human_number,
-    human_percent,
-    human_seconds,
-    score_name,
-    score_text,
-    score_with_error,
-)
-from xcloud.feature_list import FIGURES
+from xcloud.base.units import human_bytes, human_duration, human_seconds
 from xcloud.record.events import MEMORY, OTHER_MEMORY
-from xcloud.record.feature_figures import Row
+from xcloud.record.run_record import RunRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,11 +125,12 @@ def _with_room(
 
 
 def print_report(
-    summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
+    record: RunRecord, places: Mapping[str, object], console: Console | None = None
 ) -> None:
     """places: where things were written, label -> text, in print order: the run folder, the
     exported model, what the tracker recorded."""
     console = console or console_of()
+    summary = record.summary
     heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
     if (wall_s := summary.get("wall_s")) is not None:
         heading += f", {human_duration(wall_s)}"
@@ -151,7 +141,7 @@ def print_report(
     if summary.get("cause"):
         say(console, text=f"cause: {summary['cause']}", style="red")
     if summary["num_steps"]:
-        _print_figures(summary, console=console)
+        _print_figures(record, console=console)
     margin = max(map(len, places), default=0)
     for label, place in places.items():
         say(console, text=f"{label:<{margin}}  {place}")
@@ -176,21 +166,22 @@ def no_formula(cell: Any) -> Any:
     return cell if _NUMBER.match(cell) else f"'{cell}"
 
 
-def markdown_of(summary: Mapping[str, Any]) -> str:
+def markdown_of(record: RunRecord) -> str:
     """Return the closing table of a run as Markdown; empty for a run without a step."""
-    if not summary["num_steps"]:
+    if not record.summary["num_steps"]:
         return ""
     lines = ["| | | |", "|---|---:|---|"]
-    for row in _rows(summary):
+    for row in record.rows:
         cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
+def _print_figures(record: RunRecord, console: Console) -> None:
+    summary = record.summary
     remark = Column(heading="", right=False, wraps=True, dim=True)
     columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
-    print_table(console, columns=columns, rows=_rows(summary), heads=False)
+    print_table(console, columns=columns, rows=record.rows, heads=False)
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
         times = [
@@ -212,94 +203,6 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
         print_table(
             console, columns=["", *(rank["cloud"] for rank in by_rank)], rows=cells, title=title
         )
-
-
-def epochs_text(epochs: Mapping[str, float]) -> str:
-    """Describe the predicted steps of a run that keeps frozen rows. epochs: the values of
-    OverEpochs (pricing.py)."""
-    first = human_seconds(epochs["first_epoch_s"])
-    later = human_seconds(epochs["later_epochs_s"])
-    kept = epochs["kept_share"]
-    return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
-
-
-def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    for rows in (_quality_rows, _time_rows, _traffic_rows):
-        yield from rows(summary)
-    for figure in FIGURES:
-        yield from figure.rows(summary)
-    yield "samples per second", human_number(summary["samples_per_s"], form=",.1f"), ""
-    if summary["tokens_per_s"] is not None:
-        remark = "all that were computed"
-        if (learned := summary.get("learned_tokens_per_s")) is not None:
-            num_learned = human_number(learned, form=",.0f")
-            remark = f"computed, of which {num_learned} are learned (in the loss)"
-        yield "tokens per second", human_number(summary["tokens_per_s"], form=",.0f"), remark
-
-
-def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """Scores and loss; what did not arrive, or did not count."""
-    errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
-    at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
-    for name, value in summary["quality"].items():
-        remark = f"test set{at_step}"
-        if (started := before.get(name)) is not None:
-            remark += f"; {score_text(name, value=started)} before training"
-        yield score_name(name), score_with_error(name, value=value, error=errors.get(name)), remark
-    loss = human_number(summary["final_loss"], form=".4f")
-    yield "final loss", loss, "training loss of the last step"
-    if num_skipped := summary.get("num_skipped_updates"):
-        yield "updates skipped", str(num_skipped), "loss or gradient not finite"
-    if lost := summary.get("lost_event_lines"):
-        yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
-    if lost_files := summary.get("lost_files"):
-        yield "files lost", str(len(lost_files)), ", ".join(lost_files)
-
-
-def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    left_out = summary.get("num_warmup_steps_left_out")
-    median_s = summary["step_time_s"]["median"]
-    remark = ""
-    if left_out:
-        first = "the first step" if left_out == 1 else f"{left_out} first steps"
-        remark = f"times and rates leave out {first}"
-    yield "step time, median", human_seconds(median_s), remark
-    if (predicted_s := summary.get("predicted_step_time_s")) is not None:
-        remark = ""
-        if median_s:
-            remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
-        if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
-            remark = f"on average: {epochs_text(epochs)}"
-        yield "step time, predicted", human_seconds(predicted_s), remark
-    yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
-
-
-def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    sent = summary["wan_bytes_per_step"]
-    use = summary.get("link_utilisation") or {}
-    remark = ", without the waits of averaging" * ("averaging" in sent)
-    if summary["bubble_ratio"] != 0:
-        bubble = human_number(summary["bubble_ratio"], form=".3f")
-        yield "bubble ratio", bubble, f"waiting / computing{remark}"
-    for kind, num_bytes in sent.items():
-        if kind != "other" and num_bytes != 0:
-            busy = use.get(kind)
-            remark = ""
-            if busy is not None:
-                remark = f"link {human_percent(busy)} used"
-            yield f"sent {kind}, per step", human_bytes(num_bytes), remark
-    if sent["other"]:
-        yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
-    per_token = summary.get("bytes_per_token") or {}  # runs of 0.2.0 have none
-    if per_token.get("total") is not None:
-        parts = {kind: n for kind, n in per_token.items() if kind not in ("total", "boundaries")}
-        at = {f"boundary {name}": n for name, n in per_token.get("boundaries", {}).items()}
-        remark = ", ".join(f"{kind} {n:,.1f}" for kind, n in (parts | at).items() if n is not None)
-        yield "sent per token", f"{per_token['total']:,.1f} B", remark
-    known = summary["compression_ratio"]
-    ratios = {kind: UNKNOWN if r is None else f"{r:.2f}x" for kind, r in known.items()}
-    total = ratios.pop("total")
-    yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
 
 
 # Pages.

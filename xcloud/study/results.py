@@ -34,6 +34,7 @@ from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import settings_of
 from xcloud.record.evaluation import evaluation_metrics
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     STATE_FILE,
@@ -46,7 +47,7 @@ from xcloud.study.points import (
     read_points,
     varying,
 )
-from xcloud.tracking.mlflow_store import Store, final_metrics
+from xcloud.tracking.mlflow_store import Store, legal
 
 COMPUTE = "compute_s_"  # and a cloud: seconds of a step
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
@@ -86,6 +87,11 @@ class PointResult:
             return None
         began_s = datetime.fromisoformat(str(begun)).timestamp()
         return began_s, began_s + max(0.0, float(took_s) - 1.0)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Its numbers that tables compare, by the names that MLflow has."""
+        return legal(RunRecord(self.summary, FIGURES).metrics)
 
     @property
     def scores(self) -> list[str]:
@@ -129,7 +135,7 @@ class Results:
                 "commit": run.summary.get("commit"),
                 "identity": identity(run.settings),
                 **{key: run.settings.get(key) for key in keys},
-                **final_metrics(run.summary, figures=FIGURES),
+                **run.metrics,
                 "cause": run.summary.get("cause"),
                 "folder": str(run.run_dir),
             }
@@ -150,7 +156,7 @@ class Results:
         rows = pd.DataFrame([_row(runs) for runs in self.of_row])
         _tell_apart(rows)
         figures = pd.DataFrame(
-            {**final_metrics(run.summary, figures=FIGURES), "row": number}
+            {**run.metrics, "row": number}
             for number, runs in enumerate(self.of_row)
             for run in runs
             if run.status == "finished"

@@ -40,6 +40,7 @@ from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.job.misfits import misfits
 from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.launch.processes import RunStopped, num_threads
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     Decision,
@@ -49,7 +50,7 @@ from xcloud.study.points import (
     name_points,
     same_overrides,
 )
-from xcloud.tracking.mlflow_store import final_metrics
+from xcloud.tracking.mlflow_store import legal
 from xcloud.tracking.tracker import Tracker
 
 FINISHED = 0
@@ -475,7 +476,7 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    known = final_metrics(summary, figures=FIGURES)
+    known = legal(RunRecord(summary, FIGURES).metrics)
     score = next(iter(summary.get("quality", ())), "")
     texts: dict[str, Callable[[float], str]] = {
         score: lambda value: f"{score_name(score)} {score_text(score, value=value)}",

@@ -46,8 +46,7 @@ from xcloud.base.project import project_root, python_command
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.base.wording import check_name
-from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
-from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.events import Event, StepTotals
 
 # where `python -m xcloud ui` serves by default
 UI_HOST = "127.0.0.1"
@@ -59,12 +58,6 @@ PROCESS_TAG = "xcloud_process"  # which process of which machine records a run
 CLOCK_SET_S = 60.0  # by which the start of a process may seem to change while it runs
 LOAD = "system/cpu_utilization_percentage"
 KIND_TAG = "mlflow.experimentKind"  # without it MLflow shows an experiment as a chat application
-
-# Of summary.json, what has the same name in a table of runs.
-AS_THEY_ARE = (
-    "predicted_step_time_s", "final_loss", "bubble_ratio",
-    "samples_per_s", "tokens_per_s", "learned_tokens_per_s", "num_steps",
-)  # fmt: skip
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
@@ -78,50 +71,13 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     metrics |= {f"update/{name}": getattr(totals, name) for name in ("grad_norm", "learning_rate")}
     # The time comes last, so once MLflow has it, MLflow has all of the step.
     metrics["train/step_s"] = totals.step_s
-    return _legal(metrics)
+    return legal(metrics)
 
 
 def quality_metrics(event: Event) -> dict[str, float]:
     """Return the values of a split's scores for its curves, from a "quality" event; its step is
     event["step"]."""
-    return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
-
-
-def final_metrics(
-    summary: Mapping[str, Any], figures: Sequence[FeatureFigure] = ()
-) -> dict[str, float]:
-    """Return the values of summary.json that a table of runs compares, without nulls.
-
-    figures: the metrics that features add to those of the core.
-    """
-    step_time_s = summary.get("step_time_s", {})
-    ratio = summary.get("compression_ratio", {})
-    per_token = dict(summary.get("bytes_per_token") or {})
-    at_boundaries = per_token.pop("boundaries", {})
-    of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
-    names = AS_THEY_ARE + (of_resumed if summary.get("num_resumes") else ())
-    metrics = {
-        **summary.get("quality", {}),
-        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
-        "step_time_s": step_time_s.get("median"),
-        "step_time_p90_s": step_time_s.get("p90"),
-        "wan_bytes_per_step": sum(n or 0 for n in summary.get("wan_bytes_per_step", {}).values()),
-        "compression_ratio": ratio.get("total"),
-        **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
-        "bytes_per_token": per_token.pop("total", None),
-        **{f"bytes_per_token_{kind}": value for kind, value in per_token.items()},
-        **{f"bytes_per_token_boundary_{n}": value for n, value in at_boundaries.items()},
-        **{name: summary.get(name) for name in names},
-        "num_skipped_updates": summary.get("num_skipped_updates") or None,
-    }
-    for figure in figures:
-        metrics |= dict(figure.metrics(summary))
-    for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
-        metrics |= {f"{name}_{part}": value for part, value in summary.get(name, {}).items()}
-    kinds = (*MEMORY, OTHER_MEMORY)
-    for rank in summary.get("memory", ()):
-        metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in kinds}
-    return _legal(metrics)
+    return legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
 
 
 def legal_name(name: str) -> str:
@@ -131,7 +87,8 @@ def legal_name(name: str) -> str:
     return re.sub(r"^\.+", "_", legal)[:250].rstrip("/ ") or "_"  # ".." would be a folder
 
 
-def _legal(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def legal(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return metrics that are known, by names that MLflow accepts."""
     return {legal_name(name): float(x) for name, x in metrics.items() if x is not None}
 
 

@@ -32,8 +32,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Address, WritePath, settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector, moment
-from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.files import read_json, replace_text
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import read_summary
 from xcloud.tracking.mlflow_store import (
     COSTS,
@@ -43,7 +43,7 @@ from xcloud.tracking.mlflow_store import (
     Store,
     Thinner,
     check_no_password,
-    final_metrics,
+    legal,
     legal_name,
     points_of,
     prepare_environment,
@@ -88,7 +88,6 @@ class TrackedRun:
     run_dir: Path
     steps: StepCollector
     num_steps: int
-    figures: Sequence[FeatureFigure] = ()
 
 
 class Recording:
@@ -97,7 +96,7 @@ class Recording:
     def artifact(self, path: Path) -> None:
         """Keep a file; it must not change until `finish` returns."""
 
-    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
+    def finish(self, status: Status, record: RunRecord, note: str = "") -> None:
         """End the record of a run. note: what a reader is to see first, as Markdown."""
 
     def places(self) -> Mapping[str, str]:
@@ -195,15 +194,15 @@ class MlflowSender(threading.Thread, Recording):
         path = path.absolute()
         self._waiting.append((path.name, lambda: keep(self._client, str(self.run_id), path)))
 
-    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
+    def finish(self, status: Status, record: RunRecord, note: str = "") -> None:
         """Send the rest and the final values; takes at most `finish_timeout_s`."""
+        summary = record.summary
         tags = {k: v for k in ("commit", "profile", "cause") if (v := summary.get(k)) is not None}
         if note:
             tags[NOTE_TAG] = note
         now_s = time.time()
         step = final_step(summary)
-        metrics = final_metrics(summary, figures=self._run.figures)
-        values = points_of(metrics, at_s=now_s, step=step)
+        values = points_of(legal(record.metrics), at_s=now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
             (
