@@ -20,7 +20,7 @@ from tests.replicas import Post
 from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import MOVED
+from xcloud.base.settings import DROPPED, MOVED
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.feature_settings import OUTCOMES
 from xcloud.features.autopilot.settings import Autopilot
@@ -418,13 +418,17 @@ def test_one_setting_of_a_compression_is_named_by_itself() -> None:
     assert found.said == ["compression.backward.bits 8 -> 4", f"{other} 1 -> 2"]
 
 
-def test_a_class_that_has_moved_is_no_change() -> None:
+def test_a_class_that_has_moved_or_a_key_that_is_no_more_is_no_change() -> None:
     """A checkpoint of an earlier release has the earlier name."""
     assert MOVED
     both = ModelPlacement("pipeline", ALONE)
     for earlier, name in MOVED.items():
         saved = {"key._target_": as_text(earlier)}
         assert changes(saved, {"key._target_": as_text(name)}, both, both).said == []
+    for kind, dropped in DROPPED.items():
+        now = {"feed._target_": as_text(kind)}
+        saved = {**now, **{f"feed.{key}": as_text(value) for key, value in dropped.items()}}
+        assert changes(saved, now, both, both).said == []
 
 
 def test_a_compression_is_named_by_its_label() -> None:

@@ -13,8 +13,9 @@ from tests.nightly import each_once, first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.base.wording import WISHED
 from xcloud.base.yaml_text import to_yaml
+from xcloud.features.one_way.feed import Feed
 from xcloud.job import config as configs
-from xcloud.job.config import Settings, check_keys, fill_in, looked_up
+from xcloud.job.config import Settings, check_keys, drop_keys, fill_in, looked_up
 from xcloud.job.given import Composer, explained, with_overrides
 from xcloud.job.given import composed as composed_words
 
@@ -246,3 +247,13 @@ def test_points_that_share_their_options_are_composed_as_each_by_itself() -> Non
         composer(["+exp=abnet_iwslt", "compression=in8"])
     with pytest.raises(ConfigError, match="cannot stand in a value"):
         composer(["+exp=abnet_iwslt", "name=a (b)"])
+
+
+def test_a_key_that_is_no_more_is_taken_with_its_old_value_alone() -> None:
+    """Experiment files hold every setting, also those that a release has dropped since."""
+    kind = f"{Feed.__module__}.Feed"
+    plain = {"feed": {"_target_": kind, "order": "fixed", "run_ahead": 9}}
+    drop_keys(plain)
+    assert plain == {"feed": {"_target_": kind, "run_ahead": 9}}
+    with pytest.raises(ConfigError, match=r"feed\.order is no setting any more: .* 'fixed'"):
+        drop_keys({"feed": {"_target_": kind, "order": "arrival"}})

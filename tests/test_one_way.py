@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from threading import Thread
 
@@ -142,21 +141,6 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
     assert all(made[n] <= feed["producers"][n]["num_batches"] + 8 for n in made)  # run_ahead
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_whoever_is_ready_is_taken_by_order_of_arrival(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    summary = in_threads(
-        tmp_path, monkeypatch, WIDE, feed={"order": "arrival", "on_slow": "redistribute"},
-        model={"batch_s": {"two": 0.1}, "step_s": 0.02}, training={"max_steps": 60},
-    )  # fmt: skip
-    producers = summary["feed"]["producers"]
-
-    assert summary["num_steps"] == 60 and summary["feed"]["num_batches"] == 120
-    assert producers["one"]["share_taken"] > 0.5 > producers["two"]["share_taken"] > 0
-
-
 def test_the_others_take_over_from_a_dead_producer(tmp_path: Path) -> None:
     clouds = {"disc": cloud(2), "one": cloud(1, 1.0), "two": cloud(2, 1.0)}
     summary = start(
@@ -214,35 +198,6 @@ def test_the_run_fails_when_nobody_is_left_to_feed(tmp_path: Path) -> None:
         )  # fmt: skip
 
     assert no_workers(tmp_path)
-
-
-def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -> None:
-    outcome: dict = {}
-
-    def work() -> None:
-        outcome.update(
-            start(
-                tmp_path, TWO, training={"max_steps": 30}, feed={"on_dead": "pause"},
-                model={"fail_cloud": "two", "fail_how": "raise", "step_s": 0.01},
-            )
-        )  # fmt: skip
-
-    thread = Thread(target=work)
-    thread.start()
-    wait_for(lambda: "paused at step" in read(tmp_path / "events.jsonl"))
-    before = len(losses(tmp_path))
-    time.sleep(0.5)
-    assert len(losses(tmp_path)) == before
-    (tmp_path / "go_on").touch()
-    thread.join(180)
-
-    assert outcome["status"] == "finished" and outcome["num_steps"] == 30
-    producers = outcome["feed"]["producers"]
-    assert {name: found["finished"] for name, found in producers.items()} == {
-        "one": True, "two": False
-    }  # fmt: skip
-    assert "two is gone (RuntimeError: the toy producer was asked to fail)" in notes(tmp_path)
-    assert "producer two did not finish" in notes(tmp_path)
 
 
 @pytest.mark.slow
@@ -352,7 +307,7 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
     [
         ({"training": {"batches_per_step": 3}}, "make it a multiple of 2"),
         ({"feed": {"run_ahead": 1}}, "feed.run_ahead is 1"),
-        ({"feed": {"order": "any"}}, "feed.order must be one of fixed, arrival"),
+        ({"feed": {"on_dead": "pause"}}, "feed.on_dead must be one of redistribute, stop"),
         ({"feed": {"min_producers": 3}}, "feed.min_producers is 3, but only 2 clouds feed"),
         ({"feed": {"on_ded": "stop"}}, "did you mean 'on_dead'"),
         ({"model": {"fail_cloud": "x"}}, "model.fail_cloud must be one of one, two"),

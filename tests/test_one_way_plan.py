@@ -62,9 +62,8 @@ def test_numbers_go_up_by_one_for_every_source_and_are_dealt_to_ranks_in_turn() 
         assert all(len(step[c]) == 2 for step in taken)
 
 
-@pytest.mark.parametrize("order", ["fixed", "arrival"])
-def test_nobody_runs_further_ahead_than_allowed(order: str) -> None:
-    plan = plan_of([0.7, 0.3], [1, 2], consumers=2, batches=4, run_ahead=5, order=order)
+def test_nobody_runs_further_ahead_than_allowed() -> None:
+    plan = plan_of([0.7, 0.3], [1, 2], consumers=2, batches=4, run_ahead=5)
     orders = plan.orders()
     counts = Counter(order.source for order in orders)
 
@@ -154,19 +153,6 @@ def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_u
     assert used + plan.slots[0].count(one) == len(new) + skips
 
 
-def test_by_arrival_the_share_decides_among_the_ready_and_a_bound_holds_if_asked() -> None:
-    free = plan_of([0.8, 0.2], [1, 1], order="arrival", on_slow="redistribute")
-    bound = plan_of([0.8, 0.2], [1, 1], order="arrival", on_slow="wait", run_ahead=4)
-
-    assert free.choose([0, 1], {}) == 0
-    assert free.choose([0, 1], {0: 2}) == 1
-    assert free.choose([0, 1], {0: 8, 1: 1}) == 1
-    assert free.choose([1], {1: 100}) == 1
-    assert free.choose([], {}) is None
-    assert bound.choose([1], {0: 0, 1: 2}) == 1
-    assert bound.choose([1], {0: 0, 1: 10}) is None
-
-
 def test_the_consumer_comes_first_whatever_the_order() -> None:
     layout = OneWayLayout(
         {"a": OneWayCloud(2, 3.0), "d": OneWayCloud(2), "b": OneWayCloud(1, 1.0)}, "free"
@@ -250,17 +236,6 @@ def test_all_ranks_of_a_cloud_hear_the_same_of_the_same_batch(lost_at: int) -> N
 
     assert all(len(plans) == 1 for plans in told.values())
     assert len({n for plans in told.values() for n in plans}) == 2
-
-
-def test_by_arrival_the_plan_follows_what_each_really_gives() -> None:
-    plan = plan_of([0.5, 0.5], [1, 1], num_batches=100, order="arrival", on_slow="redistribute")
-    orders = []
-    for _ in range(50):
-        orders += plan.orders()
-        end(plan, consumed=[(0, 0)] * 2)
-    told = [order.num_planned for order in orders if order.source == 0]
-
-    assert told[0] == 50 and told[-1] == 99 and told == sorted(told)
 
 
 def test_links_of_their_own_are_described() -> None:

@@ -75,6 +75,10 @@ MAX_SECONDS = 1e9
 MOVED: dict[str, str] = {}
 """Names of classes in files of earlier releases, with those that they have now."""
 
+DROPPED: dict[str, Mapping[str, object]] = {}
+"""Keys that files of earlier releases have, by class: now all is done as if they had this
+value."""
+
 UNIONS = (Union, types.UnionType)
 
 T = TypeVar("T")
@@ -85,7 +89,12 @@ _CONFIG = ConfigDict(
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(
-    path: str = "", *, kw_only: bool = False, frozen: bool = True, formerly: str = ""
+    path: str = "",
+    *,
+    kw_only: bool = False,
+    frozen: bool = True,
+    formerly: str = "",
+    dropped: Mapping[str, object] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass whose fields are held to their annotations, without
     conversions: "8" is no int, True no number; an int is a float.
@@ -93,6 +102,7 @@ def settings(
     path: the key of these settings in a config, such as "training.checkpoint"; named in messages.
     frozen: false for what also keeps a state of its own, such as a warm start.
     formerly: the name of the class in files of earlier releases, which keep working.
+    dropped: keys in files of earlier releases, each with the one value that is still taken.
     Bounds are given as Annotated[int, Field(ge=1, le=8)]. Building one raises ConfigError that
     names the key, what came and what is allowed, and the `advice` of a class that is expected.
     """
@@ -113,6 +123,8 @@ def settings(
                 _check_time(value, path=path, name=field.name)
 
         made.__init__ = init
+        if dropped:
+            DROPPED[f"{made.__module__}.{made.__qualname__}"] = dropped
         if formerly:
             MOVED[formerly] = f"{made.__module__}.{made.__qualname__}"
         return cast(type[T], made)

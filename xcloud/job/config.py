@@ -5,6 +5,7 @@ OmegaConf ends here: workers, tests and notebooks see only the job.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import inspect
@@ -22,7 +23,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
-from xcloud.base.settings import MOVED, with_defaults
+from xcloud.base.settings import DROPPED, MOVED, with_defaults
 from xcloud.base.walk import walk
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.base.yaml_text import from_yaml, to_yaml
@@ -59,6 +60,7 @@ class Settings:
         plain = looked_up(config)
         if policy is not None:
             policy.check_build(plain)
+        drop_keys(plain)
         check_keys(plain)
         check_values(plain)
         plain = fill_in(plain, by_position=policy is None)
@@ -189,6 +191,23 @@ def renamed(settings: Any) -> None:
     for node in walk(settings):
         if isinstance(node.value, dict) and isinstance(target := node.value.get("_target_"), str):
             node.value["_target_"] = MOVED.get(target, target)
+
+
+def drop_keys(settings: Any) -> None:
+    """Take keys that are no more out of settings of earlier releases. Raises ConfigError where
+    such a key asks for what is no more."""
+    for node in walk(settings):
+        given = node.value
+        if not isinstance(given, dict) or "_target_" not in given:
+            continue
+        with contextlib.suppress(Exception):  # check_keys refuses what cannot be had
+            _named(str(given["_target_"]))  # its class says which keys
+        for key, only in DROPPED.get(str(given["_target_"]), {}).items():
+            if given.pop(key, only) != only:
+                raise ConfigError(
+                    f"{node.path}.{key} is no setting any more: it is {only!r} always. Take it "
+                    "out, or run this experiment with the release that it was written for"
+                )
 
 
 def check_values(settings: Mapping[str, Any]) -> None:

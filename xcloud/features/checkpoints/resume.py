@@ -19,7 +19,7 @@ from xcloud import __version__
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.outcome import EQUAL, GOES_ON, Outcome
-from xcloud.base.settings import MOVED
+from xcloud.base.settings import DROPPED, MOVED
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.feature_settings import OUTCOMES
 from xcloud.features.checkpoints.common_step import newest_common
@@ -103,7 +103,7 @@ TABLE: Mapping[str, Row] = {
     ),
     CUT: Row("", Outcome(refused="stages hold other layers then"), others=_NONE),
     "model, task, data, seed, batch size, strategy, release": Row(
-        r"_target_|model|task|seed|strategy|hooks|feed\.(_target_|order|run_ahead)|"
+        r"_target_|model|task|seed|strategy|hooks|feed\.(_target_|run_ahead)|"
         r"training\.(_target_|batch_size|batches_per_step|optimizer\._target_)", OTHER_RUN,
     ),
 }  # fmt: skip
@@ -162,6 +162,10 @@ def changes(
     found = Changes()
     names = {as_text(earlier): as_text(name) for earlier, name in MOVED.items()}
     saved = {key: names.get(value, value) for key, value in saved.items()}
+    for kind, dropped in DROPPED.items():
+        for key in [key for key, value in saved.items() if value == as_text(kind)]:
+            for name in dropped:
+                saved.pop(key.replace("_target_", name), None)
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved=saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)

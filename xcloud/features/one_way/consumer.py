@@ -7,9 +7,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from xcloud.comm.state import State as Saved
 from xcloud.comm.state import Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import SUMS, Consumer
-from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
+from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State
 from xcloud.features.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.ranks import CARRIES, OneWayRank
@@ -31,8 +29,6 @@ from xcloud.rank.saving import CheckpointMessage, Saver
 from xcloud.rank.task_data import report_scores
 from xcloud.record.files import failure_of
 
-GO_ON_FILE = "go_on"
-
 
 class ConsumerRun(StatefulTree):
     """The training of one rank of the consumer; `train` does all steps.
@@ -40,7 +36,7 @@ class ConsumerRun(StatefulTree):
     part: the part of the model that learns.
     """
 
-    own_names = ("step", "taken")
+    own_names = ("step", "taken")  # the second one stands in checkpoints of release 0.2
 
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
         job = rank.job
@@ -78,11 +74,9 @@ class ConsumerRun(StatefulTree):
         """Return this rank's own state, between two steps, once every batch that was ordered is
         here.
         """
-        taken = [self._intake.taken[p] for p in range(len(self._names))]
-        return {"step": self.num_updates, "taken": packed(taken)}
+        return {"step": self.num_updates}
 
     def take(self, own: Saved) -> None:
-        self._intake.taken = Counter(dict(enumerate(unpacked(own, name="taken"))))
         self.num_updates = whole_number(own, name="step")
 
     def load_state_dict(self, state: Saved) -> None:
@@ -169,8 +163,6 @@ class ConsumerRun(StatefulTree):
     def _move_on(self, step: int, agreed: Round, checkpoints: Saver) -> None:
         """Take the changes of a step into the plan, and act on those of producers."""
         changes = self.plan.end_step(agreed)
-        if changes:
-            self._intake.taken.clear()
         for p, (before, now) in changes.items():
             why_gone = ""
             if now is State.DEAD:
@@ -198,22 +190,6 @@ class ConsumerRun(StatefulTree):
         if rank.job.feed.on_dead == "stop":
             advice = "To continue without it set feed.on_dead=redistribute"
             raise LinkClosed(f"producer {name!r} is gone: {why}. {advice}")
-        if rank.job.feed.on_dead == "pause" and not self.plan.is_exhausted:
-            with self._clock.during("wait"):
-                if self._leads:
-                    self._wait_for_user(rank.context.run_dir / GO_ON_FILE)
-                rank.group.barrier()
-
-    def _wait_for_user(self, file: Path) -> None:
-        file.unlink(missing_ok=True)
-        self._intake.note(
-            f"paused at step {self.num_updates} (feed.on_dead=pause); to continue without it make "
-            f"the file {file}, to end the run press Ctrl+C"
-        )
-        while not file.exists():
-            time.sleep(POLL_S)
-        file.unlink()
-        self._intake.note("continuing")
 
     def _save(self, checkpoints: Saver, signal: Signal) -> bool:
         """Do between two steps what the signal says. Return whether the run ends here.

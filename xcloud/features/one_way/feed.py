@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal, NamedTuple
@@ -37,28 +37,26 @@ NOBODY = -1
 at the same number; it is kept until a rank of the consumer wants it."""
 
 
-@settings("feed")
+@settings("feed", dropped={"order": "fixed"})
 class Feed:
-    """The settings by which the consumer takes batches from producers (docs/pretraining.md).
+    """The settings by which the consumer takes batches from producers, in turn by their shares
+    (docs/pretraining.md).
 
     run_ahead: the number of batches of one rank of a producer that may be ordered and not yet
         consumed. null = twice what one producer alone would have to give for a step, at least 8.
-    order: the order of batches. fixed = in turn by share, the same in every run of the same seed;
-        arrival = from whichever producer has a batch ready, nearest to the shares.
     on_slow: the reaction to a slow producer. wait = wait for it; redistribute = the others take
         over its share until it has caught up.
     slow_after_s: the seconds of silence after which a producer is slow.
-    on_dead: the reaction to a dead producer. redistribute = the others take over its share; pause
-        = wait for the user, who continues without it or ends the run; stop = the run fails.
+    on_dead: the reaction to a dead producer. redistribute = the others take over its share; stop =
+        the run fails.
     min_producers: the number of ready producers at which the run starts; the others join later.
         null = all.
     """
 
     run_ahead: Annotated[int, Field(ge=1, le=4096)] | None = None
-    order: Literal["fixed", "arrival"] = "fixed"
     on_slow: Literal["wait", "redistribute"] = "wait"
     slow_after_s: Annotated[float, Field(gt=0.0)] = 30.0
-    on_dead: Literal["redistribute", "pause", "stop"] = "redistribute"
+    on_dead: Literal["redistribute", "stop"] = "redistribute"
     min_producers: Positive | None = None
 
     @property
@@ -149,8 +147,8 @@ class ConsumptionPlan(StatefulTree):
     ordered, consumed: the batches ordered and consumed, by source and rank of the consumer.
     turns: the number of batches that each producer is owed.
     promised: the value of Order.num_planned that was sent with each order, by producer and number.
-    slots: the sources of the next batches, by rank of the consumer, with order=fixed.
-    surplus: the batches that came too late for their slots and are not used yet, with order=fixed.
+    slots: the sources of the next batches, by rank of the consumer.
+    surplus: the batches that came too late for their slots and are not used yet.
     """
 
     own_names = ("plan", "turns", "promised")
@@ -191,29 +189,12 @@ class ConsumptionPlan(StatefulTree):
         return Round(num_producers=len(self.state), pairs=self.ordered.shape, num_sums=num_sums)
 
     def step_slots(self, consumer: int) -> list[int]:
-        """Return, with order=fixed, the sources of this rank's next batches, in order.
+        """Return the sources of this rank's next batches, in order.
 
         They are fewer than per_consumer only if no producer is active: then there is nothing to do
         but wait.
         """
         return list(self.slots[consumer])[: self.per_consumer]
-
-    def choose(self, ready: Sequence[int], taken: Mapping[int, int]) -> int | None:
-        """Return, with order=arrival, the producer to take from; None = better wait.
-
-        It is the one of those with a batch ready that has given least for its share among those
-        that are able to feed.
-        taken: the number of batches that this rank took since a producer last came or went, by
-            producer.
-        """
-        able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
-        total = sum(taken.get(p, 0) for p in able) + 1
-        whole = self._together(able) or 1.0
-        ahead = {p: taken.get(p, 0) + 1 - total * self._shares[p] / whole for p in ready}
-        if self.feed.on_slow == "wait" and len(able) > 1:
-            most = self.feed.max_ahead
-            ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
-        return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def orders(self) -> list[Order]:
         """Return what to order now, so that producers never idle and never run too far ahead."""
@@ -223,11 +204,6 @@ class ConsumptionPlan(StatefulTree):
             if not self.active or len(self.active) < min(wanted, alive):
                 return []
             self.has_started = True
-        if self.feed.order == "fixed":
-            return self._orders_in_turn()
-        return self._orders_by_need()
-
-    def _orders_in_turn(self) -> list[Order]:
         orders: list[Order] = []
         planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
@@ -253,23 +229,6 @@ class ConsumptionPlan(StatefulTree):
                 self.surplus[source, consumer] -= 1
             else:
                 orders.append(self._order(chosen, source=source, consumer=consumer))
-        return orders
-
-    def _orders_by_need(self) -> list[Order]:
-        orders: list[Order] = []
-        sources = [(p, source) for p in self.active for source in self._sources[p]]
-        open_ = self.ordered - self.consumed
-        to_come = sum(open_[source] for _, source in sources)
-        room = {source: self.feed.max_ahead - open_[source].sum() for _, source in sources}
-        # One each in turn, to the rank with the least to come, so that none runs dry.
-        while any(left > 0 for left in room.values()):
-            for p, source in ((p, source) for p, source in sources if room[source] > 0):
-                keys = [(to_come[c], open_[source, c], c) for c in range(self.num_consumers)]
-                consumer = min(keys)[-1]
-                room[source] -= 1
-                to_come[consumer] += 1
-                open_[source, consumer] += 1
-                orders.append(self._order(p, source=source, consumer=consumer))
         return orders
 
     def _order(self, p: int, source: int, consumer: int) -> Order:
@@ -325,17 +284,15 @@ class ConsumptionPlan(StatefulTree):
         """Take in what happened in a step. Return the producers whose state changed: (before,
         now).
 
-        Shares of what is left are divided again when a producer comes or goes; with order=arrival,
-        where they are not kept, after every step.
+        Shares of what is left are divided again when a producer comes or goes.
         """
         consumed, skipped = (n.long().numpy() for n in (agreed.consumed, agreed.skipped))
         self.consumed += consumed
         self._num_skipped += int(skipped.sum())
-        if self.feed.order == "fixed":
-            for slots in self.slots:
-                for _ in range(min(self.per_consumer, len(slots))):
-                    slots.popleft()
-            self.surplus += skipped
+        for slots in self.slots:
+            for _ in range(min(self.per_consumer, len(slots))):
+                slots.popleft()
+        self.surplus += skipped
         changes = {}
         for p, before in enumerate(self.state):
             now = self._next_state(p, agreed=agreed)
@@ -343,7 +300,7 @@ class ConsumptionPlan(StatefulTree):
                 self.state[p] = now
                 self.turns[p] = 0.0
                 changes[p] = (before, now)
-        if changes or self.feed.order == "arrival":
+        if changes:
             self._used_before = [int(self.consumed[sources].sum()) for sources in self._sources]
             self._num_used = sum(self._used_before) + self._num_skipped
         return changes

@@ -1,5 +1,5 @@
 """Batches that have come to one rank of the consumer, and what is known of the producers (Inbox);
-which of them it takes in a step, as planned or as they come, and what it reports (Intake).
+which of them it takes in a step, as planned, and what it reports (Intake).
 """
 
 from __future__ import annotations
@@ -198,11 +198,6 @@ class Inbox(StatefulTree):
         """The sources of which there are batches."""
         return [source for source, box in enumerate(self._boxes) if box.waiting]
 
-    @property
-    def here(self) -> list[int]:
-        """The producers of which there are batches."""
-        return sorted({self._boxes[source].producer for source in self.filled})
-
     def next_of(self, sources: Iterable[int]) -> Arrived | None:
         """Return the unused batch with the lowest number of any of these; None: there is none."""
         heads = [self._boxes[source].waiting for source in sources if source in self.filled]
@@ -261,7 +256,6 @@ class Intake:
     """The intake of one rank of the consumer; the first one reports on producers and sums over
     all.
 
-    taken: the number of batches by producer, since one last came or went.
     used: the batches of this step so far.
     skipped: the number of batches that this step did without, by name of the producer.
     """
@@ -272,7 +266,6 @@ class Intake:
     inbox: Inbox
     group_rank: int
     clock: StepClock
-    taken: Counter[int] = field(default_factory=Counter)
     used: list[Arrived] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     _other_bytes: int = 0
@@ -286,20 +279,16 @@ class Intake:
         late: Counter[int] = Counter()  # by source
         self._look_for_slow(step)
         with self.clock.during("wait"):
-            if self.plan.feed.order == "fixed":
-                for source in self.plan.step_slots(self.group_rank):
-                    if (one := self._await(step, source=source)) is None:
-                        late[source] += 1
-                    else:
-                        arrived.append(one)
-            else:
-                while len(arrived) < self.plan.per_consumer:
-                    if (one := self._await_any(step)) is None:
-                        break
-                    self.taken[one.producer] += 1
+            for source in self.plan.step_slots(self.group_rank):
+                if (one := self._await(step, source=source)) is None:
+                    late[source] += 1
+                else:
                     arrived.append(one)
-            if not arrived and not late:
-                self._await_a_change()
+            if not arrived and not late:  # until a producer is there that feeds
+                inbox = self.inbox
+                states = enumerate(self.plan.state)
+                idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
+                inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
         for one in arrived:
             mine.consumed[one.source, self.group_rank] += 1
         for source, number in late.items():
@@ -344,29 +333,6 @@ class Intake:
             if self._is_left_out(p):
                 return None
             inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
-
-    def _await_any(self, step: int) -> Arrived | None:
-        """Return a batch of whoever has one, nearest to the shares; None if nothing more will
-        come.
-        """
-        inbox = self.inbox
-        sources = self.job.cluster.sources
-        while True:
-            due = inbox.due
-            here = inbox.here
-            if (chosen := self.plan.choose(here, taken=self.taken)) is not None:
-                return inbox.next_of(sources[chosen])
-            self._look_for_slow(step)
-            if all(self._is_left_out(p) for p in due):
-                # Nobody else will come: shares do not matter any more.
-                return inbox.next_of(sources[here[0]]) if here else None
-            inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
-
-    def _await_a_change(self) -> None:
-        inbox = self.inbox
-        states = enumerate(self.plan.state)
-        idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
-        inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
 
     def _look_for_slow(self, step: int) -> None:
         """Say once that the run waits for a slow producer, and when it sends again.

@@ -98,9 +98,9 @@ class OneWayExperiment(Job):
     @property
     def labels(self) -> Labels:
         """The names of the job. Nothing is compressed: only packed integers cross."""
-        schedule = f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
+        schedule = f"order fixed, run-ahead {self.feed.run_ahead}"
         return Labels(
-            variant=self.feed.order,
+            variant="fixed",
             compression="ids" if self.cluster.crosses_clouds else "off",
             schedule=schedule,
             described=(self.model.describe(), self.cluster.describe(), schedule),
