@@ -17,7 +17,6 @@ from xcloud.base.project import project_root
 from xcloud.base.units import human_bytes, human_duration
 from xcloud.comm.precision import BlockInt
 from xcloud.net.link_profile import line_bytes
-from xcloud.pipeline.schedule import GPipe
 from xcloud.simulator import formulas
 from xcloud.simulator.costs import write_profile
 
@@ -73,7 +72,7 @@ def test_a_pipeline_without_bytes_is_formula_2_with_overlap() -> None:
 
     tf, tb = 2 * LAYER_S, 4 * LAYER_S
     whole_s = formulas.step_of_overlapped_transfers(2, 8, tf, tb, 0.0, 0.02)
-    assert row.split == "2 x 2" and row.plan.schedule == GPipe(8)
+    assert row.split == "2 x 2" and row.plan.micro_batches == 8
     # Stage 1 has the answer on the gradient norm a latency later.
     assert row.priced.step_s == pytest.approx(whole_s + 0.02, rel=2e-3)
 

@@ -1,7 +1,8 @@
-"""Find the best plans of a space with few simulations.
+"""Find the best plans of a space.
 
-A quick estimate says which cuts and numbers of micro-batches are worth one. Also finds where
-compressors begin to pay, and sets the paper's formulas beside the simulation.
+Of a space that takes seconds every plan is simulated. Of a larger one a quick estimate says which
+cuts and numbers of micro-batches are worth it. Also finds where compressors begin to pay, and sets
+the paper's formulas beside the simulation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.simulator.pricing import Pricer
 
 MAX_SPLITS = 5000
+MAX_WORK = 50_000  # stages times micro-batches of all plans that are simulated: some 2 s
 TRIES = 24
 REFINED = 4  # of a search; see fastest
 NEAR = 12  # plans that differ from the job's own in one thing
@@ -212,9 +214,10 @@ def fastest(
 ) -> Fastest:  # fmt: skip
     """Return the fastest plans that fit, as into the memory of a what-if question.
 
-    Where strategy or compression vary, they are the best one of each pair of them. Of each pair
-    the `tries` cuts and numbers of micro-batches with the least estimates are simulated with the
-    first schedule that fits, and the fastest `refined` of them with all.
+    Where strategy or compression vary, they are the best one of each pair of them. Of a space
+    beyond MAX_WORK only the `tries` cuts and numbers of micro-batches of each pair with the least
+    estimates are simulated with the first schedule that fits, and the fastest `refined` of them
+    with all.
     """
 
     shapes = cache(space.schedules_for)
@@ -239,6 +242,13 @@ def fastest(
     pairs: dict[tuple[str, str], list[Plan]] = {}
     for plan in space.groups(pricer.arranged):
         pairs.setdefault((plan.strategy, plan.compression), []).append(plan)
+    work = sum(
+        len(plan.ends) * plan.micro_batches * len(allowed_for(plan))
+        for groups in pairs.values()
+        for plan in groups
+    )
+    if work <= MAX_WORK:
+        tries = refined = work
     found: list[_Timed] = []
     num_plans = num_simulated = 0
     for groups in pairs.values():
