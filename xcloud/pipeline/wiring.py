@@ -313,24 +313,24 @@ class Boundaries:
         ends = self._ends
         ports = self.ports[stage]
         boundary = ports.boundary
-        wan = job.cluster.wan_between(sender, peer=receiver)
-        fields = boundary.fields
-        outs = ports.forward_out
-        ins = ports.forward_in
-        if direction == "backward":
-            fields = boundary.gradient_fields
-            outs = ports.backward_out
-            ins = ports.backward_in
-        if sender == receiver:
+        if direction == "forward":
+            fields, outs, ins = boundary.fields, ports.forward_out, ports.forward_in
+            # A measured cut sends its decoder over the same link before the first micro-batch.
+            least_bytes = sum(spec.num_bytes for spec in boundary.start) + FRAME_SLACK_BYTES
+            ahead = _FORWARD_AHEAD
+        else:
+            fields, outs, ins = boundary.gradient_fields, ports.backward_out, ports.backward_in
+            least_bytes = ahead = 0
+        if sender == receiver:  # one rank holds both stages: what it sends it takes itself
             outs[receiver] = ins[sender] = Loopback()
             return
+
+        # Inside a cloud messages cross as they are.
+        wan = job.cluster.wan_between(sender, peer=receiver)
         compression = Compression() if wan is None else job.compression.at_boundary(stage)
         codecs = partial(codecs_of, compression, direction, partial(self.shared, Selection))
         frame, capacity = self._frame_bytes(boundary, fields=fields, codecs=codecs())
-        if direction == "forward":
-            start = sum(spec.num_bytes for spec in boundary.start)
-            capacity = max(capacity, start + FRAME_SLACK_BYTES)
-        ahead = _FORWARD_AHEAD if direction == "forward" else 0
+        capacity = max(capacity, least_bytes)
         window = ends.window(under_way, frame_bytes=frame, ahead=ahead)
         line = f"{stage}.{direction}"
         identity = ChannelId(
@@ -349,10 +349,11 @@ class Boundaries:
                 link=link, fields=fields, new_codecs=codecs, clock=self._clock, identity=identity
             )
             self.channels[str(identity)] = outs[receiver] = channel
-            if wan is not None:
+            if wan is not None:  # a defence changes what leaves the cloud, in front of the channel
                 self.wan_sends.append(channel)
                 outs[receiver] = guarded(job, stage, direction, channel)
             return
+        # Only an autopilot that may change the compression asks how fast the line is.
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
             measure = self.shared(LineMeters).of(identity)
