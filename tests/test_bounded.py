@@ -17,8 +17,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
 from xcloud.base.errors import DataError
+from xcloud.models.backbone import PretrainedBackbone
 from xcloud.pretrained import (
     WeightFiles,
+    check_checkpoints,
     check_tokenizer_files,
     generation_config,
     on_hub,
@@ -230,3 +232,10 @@ def test_a_name_on_the_hub_may_say_its_revision(
     assert on_hub("owner/name") == ("owner/name", {})
     (tmp_path / "run@home").mkdir()
     assert on_hub("run@home") == ("run@home", {})
+
+
+def test_a_checkpoint_is_looked_at_that_settings_name_otherwise(tmp_path: Path) -> None:
+    """A backbone names it in `name_or_path`."""
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json"):
+        check_checkpoints({"encoder": PretrainedBackbone(str(tmp_path))})

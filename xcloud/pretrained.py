@@ -248,11 +248,12 @@ def check_unread(name: str, unread: Iterable[str], num_blocks: int) -> list[str]
 
 def check_checkpoints(settings: object) -> None:
     """Raise DataError if a local checkpoint that these settings name, at whatever depth, has a
-    file that is cut off or a placeholder. They name one as their `checkpoint`."""
+    file that is cut off or a placeholder. They name one in an attribute `checkpoint`."""
     for node in walk(settings):
-        if node.name != "checkpoint" or not isinstance(node.value, str):
+        name = getattr(node.value, "checkpoint", None)
+        if not isinstance(name, str):
             continue
-        folder = Path(resolve(node.value) if is_available(node.value) else node.value).expanduser()
+        folder = Path(resolve(name) if is_available(name) else name).expanduser()
         if folder.is_dir():
             check_tokenizer_files(folder)
             for path in sorted(folder.glob("*.safetensors")):
