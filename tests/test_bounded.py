@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -106,6 +107,27 @@ def test_json_too_large_is_not_even_read(
     (tmp_path / file).write_text(json.dumps({"a": "b" * 1000}))
     monkeypatch.setattr(Path, "read_bytes", None)
     with pytest.raises(DataError, match=r"at most 1,000 are read"):
+        read(tmp_path / file)
+
+
+@pytest.mark.parametrize("stands_for", ["pipe", "device"])
+@pytest.mark.parametrize(
+    "name", [key for key in READERS if "corpus" not in key and "chats" not in key]
+)
+def test_what_never_ends_is_not_opened_for_a_file(
+    name: str, stands_for: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe waits for its writer, and a device has size 0 and no end."""
+    file, read = READERS[name]
+    if stands_for == "pipe":
+        os.mkfifo(tmp_path / file)
+    else:
+        (tmp_path / file).symlink_to("/dev/zero")
+    monkeypatch.setattr(Path, "read_bytes", None)
+    if name == "generation config":  # which a checkpoint need not have
+        assert read(tmp_path / file) == {}
+        return
+    with pytest.raises(DataError):
         read(tmp_path / file)
 
 

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from xcloud.base.bounded import read_json
+from xcloud.base.bounded import check_is_ordinary, read_json
 from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
 from xcloud.base.placeholders import AGAIN, check_is_data, check_is_json, check_is_safetensors
@@ -264,7 +264,11 @@ def check_checkpoints(settings: object) -> None:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raise DataError if a tokenizer's file in this folder is cut off or a placeholder."""
+    """Raise DataError if a tokenizer's file in this folder is cut off or a placeholder, or if
+    anything beside it, which transformers may read, is neither a file nor a folder."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir():
+            check_is_ordinary(path)
     for path in (folder / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")):
         if path.is_file() and path.suffix == ".json":
             check_is_json(path)

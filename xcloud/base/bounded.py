@@ -53,7 +53,15 @@ def read_json(path: Path) -> Any:
     return parsed_json(path.read_bytes())
 
 
+def check_is_ordinary(path: Path) -> None:
+    """Raise DataError for a pipe, which waits for its writer, a device or a folder."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no ordinary file; put the file itself there")
+
+
 def check_size(path: Path, max_bytes: int) -> None:
+    """Raise DataError for a file that is larger, and for what may never end: a pipe, a device."""
+    check_is_ordinary(path)
     size = path.stat().st_size
     if size > max_bytes:
         raise DataError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
