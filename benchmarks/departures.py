@@ -42,7 +42,7 @@ from xcloud.net.frame import Kind, MessageKey, TensorSpec
 from xcloud.pipeline.hook import Hook
 
 COMMON = [
-    "cluster.wan=free", "tracker=none", "task.num_dev=8", "task.num_test=8",
+    "cluster.wan=free", "tracker=none", "task.data.num_dev=8", "task.data.num_test=8",
     "training.checkpoint.every_steps=0", "training.checkpoint.every_minutes=0",
     "+hooks.record._target_=benchmarks.departures.Record",
 ]  # fmt: skip

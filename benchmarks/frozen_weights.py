@@ -145,8 +145,8 @@ def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
     """Return the overrides of a run of the drawn model."""
     return [
         "model.own=null", f"model.checkpoint={checkpoint}", f"model.weights={kind}",
-        "compression=none", "task.max_length=32", "task.num_train=64", "task.num_dev=1",
-        "task.num_test=1", "training.eval_batch_size=1", "training.batch_size=1",
+        "compression=none", "task.max_length=32", "task.data.num_train=64", "task.data.num_dev=1",
+        "task.data.num_test=1", "training.eval_batch_size=1", "training.batch_size=1",
         "schedule.num_micro_batches=1", "model.lora.targets=[q_proj,v_proj]",
         f"cache_dir={checkpoint}.cache",
     ]  # fmt: skip

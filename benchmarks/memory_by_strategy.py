@@ -56,7 +56,8 @@ def run(
         f"model.own.num_kv_heads={given.width // 64}", "model.own.num_texts=200",
         f"model.own.feed_forward={3 * given.width}", "training.precision=fp32",
         f"training.max_steps={given.steps}", "training.batch_size=2", "task.max_length=32",
-        "schedule.num_micro_batches=2", "task.num_train=60", "task.num_dev=2", "task.num_test=2",
+        "schedule.num_micro_batches=2", "task.data.num_train=60", "task.data.num_dev=2",
+        "task.data.num_test=2",
         "training.eval_batch_size=1", f"cache_dir={given.cache}", f"hydra.run.dir={folder}",
         *overrides,
     ]  # fmt: skip

@@ -86,7 +86,7 @@ BASE = (
     "+exp=lora_clm", "plan=show", "tracker=none",
     "model.lora=null", "model.own.num_texts=2000", f"model.own.num_layers={BLOCKS}",
     "model.own.num_heads=8", "model.own.num_kv_heads=4", "model.own.pretraining.steps=0",
-    "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8",
+    "task.max_length=64", "task.data.num_train=400", "task.data.num_dev=8", "task.data.num_test=8",
     "training.checkpoint.every_steps=0", "training.checkpoint.every_minutes=0", "compression=none",
 )  # fmt: skip
 

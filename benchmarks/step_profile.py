@@ -47,7 +47,8 @@ TORCH, MODEL, OTHER = "torch", "model and data", "other Python"
 OWN = {"comm": "codecs", "net": "frames and links"}
 LOOP = "our loop"  # pipeline, trainer, roles, records
 ROOMS = OWN | {"models": MODEL, "tasks": MODEL}
-SMALL = ["model.own.pretraining.steps=0", "task.num_dev=8", "task.num_test=8", "tracker=none",
+SMALL = ["model.own.pretraining.steps=0", "task.data.num_dev=8", "task.data.num_test=8",
+         "tracker=none",
          "training.evaluate_every=0"]  # fmt: skip
 
 

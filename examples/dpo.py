@@ -3,7 +3,7 @@
     python examples/dpo.py [SETTING=VALUE ...]
 
 With a model and pairs of your own, in the form that TRL reads:
-    profile=files model.checkpoint=DIR task.path=DIR
+    profile=files model.checkpoint=DIR task.data.path=DIR
 """
 
 import sys

@@ -4,7 +4,7 @@ another, in 8 bits each way over a line of 100 Mbit/s. Then make one folder of i
     python examples/lora_over_two_clouds.py [SETTING=VALUE ...]
 
 With a model and texts of your own:
-    profile=files model.checkpoint=DIR task.path=DIR
+    profile=files model.checkpoint=DIR task.data.path=DIR
 """
 
 import subprocess

@@ -21,7 +21,8 @@ from xcloud.models.causal_stage import NextTokenPretraining, OwnCausal
 WORDS, WIDTH, BLOCKS = 40, 16, 4
 SMALL = [
     "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
-    "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
+    "training.batch_size=8", "task.data.num_train=60", "task.data.num_dev=10",
+    "task.data.num_test=10",
     "task.tokenizer.vocab_size=400", "task.max_length=64", "model.own.hidden=32",
     "model.own.num_texts=200", "model.own.feed_forward=64", "model.own.pretraining.steps=30",
     "model.lora.dropout=0.1", "training.optimizer.warmup_steps=1",

@@ -1,7 +1,14 @@
 """Corpora in a folder that several tests read."""
 
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
+
+from xcloud.tasks.rows import Source
+
+T = TypeVar("T")
 
 SPLIT_SIZES = {"train": 40, "dev": 5, "test": 5}
 HEAD = "<url>http://www.ted.com/talks/{n}</url>\n<keywords>talks, science</keywords>\n"
@@ -53,3 +60,10 @@ def corpus(kind: str, folder: Path) -> None:
                 for a, b in rows
             ]
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, asked)) + "\n")
+
+
+def given(task: Callable[..., T], source: Callable[..., Source], /, **settings: Any) -> T:
+    """Build a task that has a source. The settings of both stand beside each other."""
+    names = inspect.signature(source).parameters
+    of_source = {name: settings.pop(name) for name in [*settings] if name in names}
+    return task(data=source(**of_source), **settings)

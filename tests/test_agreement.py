@@ -138,9 +138,11 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
         return settings(
             name=cloud, sweep=cloud, label=cloud, tracker={"_target_": cloud, "uri": cloud},
             _target_="xcloud.experiment.Experiment",
-            cache_dir=f"/home/{cloud}", follow_up=[f"task.path=/{cloud}"],
-            task={"_target_": "xcloud.tasks.classification.FolderClassification", "path": cloud,
-                  "train_file": f"train.{cloud}", "cache_dir": cloud,
+            cache_dir=f"/home/{cloud}", follow_up=[f"task.data.path=/{cloud}"],
+            task={"_target_": "xcloud.tasks.classification.Classification",
+                  "data": {"_target_": "xcloud.tasks.sources.Folder", "path": cloud,
+                           "train_file": f"train.{cloud}"},
+                  "cache_dir": cloud,
                   "sizes": None if cloud == "a" else {"train": 3}},
             model={"_target_": "collections.UserDict", "tape": f"/secret/{cloud}",
                    "encoder": base(f"./bert/{cloud}")},
@@ -193,9 +195,9 @@ def test_every_setting_of_conf_that_names_a_place_may_differ_between_clouds(
 @pytest.mark.parametrize(
     ("target", "key", "is_compared"),
     [
-        ("xcloud.tasks.classification.HubClassification", "path", True),
-        ("xcloud.tasks.classification.FolderClassification", "path", False),
-        ("xcloud.tasks.classification.FolderClassification", "dev_file", False),
+        ("xcloud.tasks.sources.Hub", "dataset", True),
+        ("xcloud.tasks.sources.Folder", "path", False),
+        ("xcloud.tasks.sources.Folder", "dev_file", False),
         ("xcloud.models.causal.CausalLM", "checkpoint", True),
         ("xcloud.tasks.text_sources.HubText", "name", True),
         ("xcloud.planner.settings.Planning", "profile", False),

@@ -23,7 +23,7 @@ SHOWN = "import os; print(os.environ.get('FORCE_COLOR'))"
 
 TINY = (
     "model=transformer", "tracker=none",
-    "task.num_pairs=60", "+task.num_dev=10", "+task.num_test=10",
+    "task.data.num_pairs=60", "+task.data.num_dev=10", "+task.data.num_test=10",
     "task.source_tokenizer.vocab_size=400", "task.target_tokenizer.vocab_size=400",
     "model.hidden=16", "model.feed_forward=32", "model.num_heads=2", "model.num_encoder_layers=1",
     "model.num_decoder_layers=1", "training.batch_size=8", "training.max_steps=3",

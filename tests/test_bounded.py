@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tests.corpora import given
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
 from xcloud.base.errors import DataError
@@ -27,9 +28,10 @@ from xcloud.pretrained import (
     on_hub,
     raw_config,
 )
-from xcloud.tasks.language_modelling import FolderLanguageModelling, HubLanguageModelling
+from xcloud.tasks.language_modelling import LanguageModelling
 from xcloud.tasks.language_modelling import read_chats as to_answer
-from xcloud.tasks.sources import list_files, read_lines
+from xcloud.tasks.question_answering import QuestionAnswering
+from xcloud.tasks.sources import Hub, list_files, read_lines
 from xcloud.tasks.text_reader import TextReader
 from xcloud.tasks.tokenizer import Tokenizer as OurTokenizer
 
@@ -37,15 +39,14 @@ DEEP = "[" * 100_000
 
 
 def read_chats(path: Path) -> object:
-    [file] = list_files(path.parent, FolderLanguageModelling.form)
-    return list(file.rows(("messages",), "task.path"))
+    [file] = list_files(path.parent, LanguageModelling.form)
+    return list(file.rows(("messages",), "task.data.path"))
 
 
 def read_squad(path: Path) -> object:
-    from xcloud.tasks.question_answering import FolderQuestionAnswering
 
-    [file] = list_files(path.parent, FolderQuestionAnswering.form)
-    return list(file.rows(("context",), "task.path"))
+    [file] = list_files(path.parent, QuestionAnswering.form)
+    return list(file.rows(("context",), "task.data.path"))
 
 
 def read_generation_config(path: Path) -> object:
@@ -237,7 +238,7 @@ def test_a_data_set_lists_its_own_files_only(place: str, tmp_path: Path) -> None
         f"  - {{split: train, path: {train.get(place, 'own.jsonl')}}}\n"
         "  - {split: validation, path: dev.jsonl}\n  - {split: test, path: test.jsonl}\n---\n"
     )
-    task = HubLanguageModelling(path=str(folder), column="text", max_length=32)
+    task = given(LanguageModelling, Hub, dataset=str(folder), column="text", max_length=32)
     if place == "own":
         assert task.read(frozenset({"text"})).splits["train"].num_rows == 3
         return

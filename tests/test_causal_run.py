@@ -100,7 +100,7 @@ def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
     summary = start(
         tmp_path, cache, "cluster=two_clouds_dp", "cluster/wan=free", "model.lora=null",
         "+cluster.clouds.cloud_b.shard=true", "model.activation_checkpointing=true",
-        "training.eval_batch_size=4", "task.num_test=10",
+        "training.eval_batch_size=4", "task.data.num_test=10"
     )  # fmt: skip
     assert losses(tmp_path) == pytest.approx(losses(all_weights), rel=1e-5)
     ours, theirs = weights(tmp_path), weights(all_weights)
@@ -156,7 +156,7 @@ def test_an_owner_of_text_and_labels_trains_over_another_cloud(
 
 MARK = "xylophone"
 OWN_TEXTS = {
-    "_target_": "xcloud.tasks.language_modelling.FolderLanguageModelling",
+    "_target_": "xcloud.tasks.language_modelling.LanguageModelling",
     "tokenizer": {"_target_": "xcloud.tasks.tokenizer.TrainedTokenizer", "vocab_size": 400},
     "max_length": 64,
     "dev_share": 8,
@@ -188,7 +188,8 @@ def test_no_file_that_goes_to_the_tracker_has_a_text_that_may_not(
     if whose != "public":
         documents = [f"the {MARK} of number {n} is here" for n in range(80)]
         (tmp_path / "train.txt").write_text("\n\n".join(documents))
-        config.task = {**OWN_TEXTS, "path": str(tmp_path), "cache_dir": str(cache)}
+        folder = {"_target_": "xcloud.tasks.sources.Folder", "path": str(tmp_path)}
+        config.task = {**OWN_TEXTS, "data": folder, "cache_dir": str(cache)}
     in_threads(run_dir, config, monkeypatch)
     kept: dict[str, str] = {}
     monkeypatch.setattr(

@@ -11,11 +11,13 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.corpora import given
 from tests.nightly import NIGHTLY
 from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks import chat_template
-from xcloud.tasks.language_modelling import CausalTokenizer, FolderLanguageModelling
+from xcloud.tasks.language_modelling import CausalTokenizer, LanguageModelling
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 
 CHAT = [
@@ -81,8 +83,12 @@ def test_a_run_says_its_date_and_is_another_run_with_another(tmp_path: Path) -> 
     (tmp_path / "train.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
 
     def loaded(**settings: str) -> Any:
-        task = FolderLanguageModelling(
-            path=str(tmp_path), tokenizer=PretrainedTokenizer(str(folder)), **settings
+        task = given(
+            LanguageModelling,
+            Folder,
+            path=str(tmp_path),
+            tokenizer=PretrainedTokenizer(str(folder)),
+            **settings,
         )
         return task.load(frozenset(task.fields), 0)
 
@@ -92,11 +98,11 @@ def test_a_run_says_its_date_and_is_another_run_with_another(tmp_path: Path) -> 
     assert first.own_digests() == same.own_digests()
     name = "tokens of text of train"
     assert first.own_digests()[name] != other.own_digests()[name]
-    task = FolderLanguageModelling(path=str(tmp_path), date="2026-01-02")
+    task = given(LanguageModelling, Folder, path=str(tmp_path), date="2026-01-02")
     first.save_tokenizers(tmp_path / "model")
     assert task.saved_text(tmp_path / "model").date == "2026-01-02"
     with pytest.raises(ConfigError, match=r"task\.date"):
-        FolderLanguageModelling(path=str(tmp_path), date="today")
+        given(LanguageModelling, Folder, path=str(tmp_path), date="today")
 
 
 TOO_MUCH = {

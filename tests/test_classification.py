@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.corpora import given
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head, Task, TaskData
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,
-    DemoClassification,
-    DemoCrossLingual,
-    FolderClassification,
-    FolderCrossLingual,
+    CrossLingual,
+    DemoInference,
+    DemoReviews,
+    LanguageFolder,
 )
 from xcloud.tasks.labels import GLUE
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.text_task import PairTable
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
@@ -30,7 +32,7 @@ TEXT, LABEL, NONE = frozenset({"text", "types"}), frozenset({"label"}), frozense
 
 @pytest.fixture(scope="module")
 def task() -> Classification:
-    return DemoClassification(
+    return given(Classification, DemoReviews, 
         name="qnli", num_train=60, num_dev=10, num_test=20, tokenizer=SmallTokenizer(),
         max_length=24,
     )  # fmt: skip
@@ -98,7 +100,7 @@ def test_settings_and_sizes_change_the_fingerprint(
 ) -> None:
     for other in (
         replace(task, max_length=25),
-        replace(task, num_train=61),
+        replace(task, data=replace(task.data, num_train=61)),
         replace(task, tokenizer=SmallTokenizer(2)),
     ):
         assert other.load(NONE, 1).fingerprint() != data.fingerprint()
@@ -158,7 +160,7 @@ def test_a_cloud_that_sees_nothing_needs_no_file_where_sizes_are_given(tmp_path:
     sizes = {"train": 30, "dev": 4, "test": 5}
 
     def view(path: Path, fields: frozenset[str], sizes: dict[str, int]) -> ClassificationData:
-        task = FolderClassification(
+        task = given(Classification, Folder, 
             name="sst2", path=str(path), tokenizer=SmallTokenizer(), sizes=sizes  # type: ignore[arg-type]
         )  # fmt: skip
         return task.load(fields, 1)
@@ -180,8 +182,14 @@ def write(folder: Path, rows: list[tuple[str, str]], name: str = "train") -> Non
 
 
 def own(folder: Path, **settings: object) -> ClassificationData:
-    task = FolderClassification(
-        path=str(folder), tokenizer=SmallTokenizer(), dev_share=2, test_share=2, **settings
+    task = given(
+        Classification,
+        Folder,
+        path=str(folder),
+        tokenizer=SmallTokenizer(),
+        dev_share=2,
+        test_share=2,
+        **settings,
     )  # type: ignore[arg-type]
     return task.load(ALL, 1)
 
@@ -323,7 +331,9 @@ def test_hidden_test_labels_are_said(tmp_path: Path) -> None:
     write(tmp_path, [("a", "0"), ("b", "1")] * 10)
     write(tmp_path, [("a", "0"), ("b", "1")], "dev")
     write(tmp_path, [("a", "-1")] * 3, "test")
-    with pytest.raises(DataError, match=r"3 of 3 rows have no label.*'-1'.*task.test_file=dev"):
+    with pytest.raises(
+        DataError, match=r"3 of 3 rows have no label.*'-1'.*task.data.test_file=dev"
+    ):
         own(tmp_path)
     assert own(tmp_path, test_file="dev").num_samples("test") == 2
 
@@ -351,13 +361,19 @@ def test_every_glue_task_has_its_own_score(tmp_path: Path) -> None:
         "stsb": "pearson", "mnli": "accuracy", "rte": "accuracy", "wnli": "accuracy",
     }  # fmt: skip
     for name in GLUE:
-        task = FolderClassification(name=name, path=str(tmp_path))
+        task = given(Classification, Folder, name=name, path=str(tmp_path))
         assert task.scores[0] == main[name] and task.name == name
 
 
 def test_languages_are_scored_apart_and_their_mean_first() -> None:
-    task = DemoCrossLingual(
-        num_train=20, num_dev=4, num_test=12, tokenizer=SmallTokenizer(), max_length=48
+    task = given(
+        CrossLingual,
+        DemoInference,
+        num_train=20,
+        num_dev=4,
+        num_test=12,
+        tokenizer=SmallTokenizer(),
+        max_length=48,
     )
     data = task.load(LABEL, 1)
     assert data.num_samples("test") == 24 and data.num_samples("train") == 20
@@ -370,7 +386,7 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
     assert list(data.signature()) == ["accuracy", "accuracy_en", "accuracy_es"]
     assert data.signature()["accuracy"].startswith("mean over en, es of")
     assert list(data.score("dev", {0: [0]}).values) == ["accuracy"]
-    only = DemoCrossLingual(train_language="es", languages=["en"], num_test=5,
+    only = given(CrossLingual, DemoInference, train_language="es", languages=["en"], num_test=5,
                                    num_train=5, num_dev=1)  # fmt: skip
     assert only.load(LABEL, 1).num_samples("test") == 5
     for settings, said_ in [
@@ -378,9 +394,9 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
         ({"name": "pawsx"}, "one of xnli in"),
     ]:
         with pytest.raises(ConfigError, match=said_):
-            DemoCrossLingual(**settings)  # type: ignore[arg-type]
+            given(CrossLingual, DemoInference, **settings)
     with pytest.raises(ConfigError, match=r"task\.name must be one of xnli, pawsx"):
-        FolderCrossLingual(name="xnil", path="somewhere")
+        given(CrossLingual, LanguageFolder, name="xnil", path="somewhere")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +412,8 @@ def test_one_file_a_split_is_taken_from_a_folder_of_languages(
 ) -> None:
     for name in [*there, "dev.de", "test.de", "test.en"]:
         (tmp_path / f"{name}.tsv").touch()
-    found = FolderCrossLingual(path=str(tmp_path)).find()
+    task = given(CrossLingual, LanguageFolder, path=str(tmp_path))
+    found = task.data.find(task.form)
     assert found.facts == {"train": trained, "languages": ["en", "de"]}
     sets = {split: list(tables) for split, tables in found.tables.items()}
     expected = {"train": [""], "dev": [""], "test": ["en", "de"]}
@@ -422,14 +439,14 @@ def test_one_file_a_split_is_taken_from_a_folder_of_languages(
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        FolderClassification(path="x", **settings)  # type: ignore[arg-type]
+        given(Classification, Folder, path="x", **settings)
 
 
 def test_wrong_fields_and_demo_names_are_refused(task: Classification) -> None:
     with pytest.raises(ConfigError, match="text, types, label"):
         task.load(frozenset({"source"}), 1)
     with pytest.raises(ConfigError, match=r"must be one of sst2, qnli in this profile; got mrpc"):
-        DemoClassification(name="mrpc")
+        given(Classification, DemoReviews, name="mrpc")
 
 
 def test_a_trained_tokenizer_learns_from_public_sentences_alone(
@@ -445,5 +462,5 @@ def test_a_trained_tokenizer_learns_from_public_sentences_alone(
     monkeypatch.setattr(TrainedTokenizer, "prepare", prepare)
     monkeypatch.setattr("xcloud.tasks.text_task.TOKENIZER_TEXTS", 50)
     write(tmp_path, [("confidential", "0"), ("confidential", "1")] * 10)
-    FolderClassification(path=str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
+    given(Classification, Folder, path=str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
     assert len(seen) == 50 and "confidential" not in " ".join(seen)

@@ -49,7 +49,7 @@ def test_every_experiment_builds_in_every_profile(
     experiment: tuple[str, str], profile: str
 ) -> None:
     exp, model = experiment
-    path = [] if profile == "demo" else ["task.path=somewhere"]
+    path = [] if profile == "demo" else ["task.path=somewhere"]  # its earlier name
     if model == "electra":
         path = ["model.text.source.path=somewhere"] if profile == "files" else []
         path += ["model.text.tokenizer.path=somewhere"] if profile == "files" else []
@@ -102,7 +102,7 @@ def test_every_glue_task_builds_by_its_name(name: str) -> None:
         ("glue", {"name": "mrpc"}, "must be one of sst2, qnli in this profile"),
         ("glue", {"max_train_pairs": 3}, "unknown setting 'task.max_train_pairs'"),
         ("squad", {"stride": 0}, "task.stride must be"),
-        ("xnli", {"languages": ["de"]}, "one of en, es, got 'de'"),
+        ("xnli", {"languages": ["de"]}, "one of en, es in this profile; got 'de'"),
         ("classification", {"metrics": ["bleu"]}, "'bleu' is not a score for classes"),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_wrong_setting_is_named(override: str, named: str) -> None:
 
 
 def test_a_setting_without_a_value_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no value yet: task\.path"):
+    with pytest.raises(ConfigError, match=r"no value yet: task\.data\.path"):
         build("+exp=abnet_iwslt", "profile=files")
 
 
@@ -389,7 +389,7 @@ def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
 
     assert str(raised.value) == (
         "model.backbone.name_or_path follows from task.tokenizer.name_or_path, which the chosen "
-        "task (DemoTranslation) does not have: this model and this task do not fit "
+        "task (Translation) does not have: this model and this task do not fit "
         "together; choose another of the two"
     )
 

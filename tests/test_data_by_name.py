@@ -1,4 +1,4 @@
-"""Data by name: `task.dataset` reads a data set of the hub, a folder of parquet and what
+"""Data by name: `task.data.dataset` reads a data set of the hub, a folder of parquet and what
 save_to_disk wrote by the same words, in all five forms."""
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
+from tests.corpora import given
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.classification import HubClassification
-from xcloud.tasks.language_modelling import HubLanguageModelling
-from xcloud.tasks.preferences import HubPreferences
-from xcloud.tasks.translation import HubTranslation
+from xcloud.tasks.classification import Classification
+from xcloud.tasks.language_modelling import LanguageModelling
+from xcloud.tasks.preferences import Preferences
+from xcloud.tasks.sources import Hub
+from xcloud.tasks.translation import Translation
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 FORMS: dict[str, tuple[type[Any], dict[str, Any], str]] = {
-    "chats": (HubLanguageModelling, {"messages": CHAT}, "messages"),
-    "texts": (HubLanguageModelling, {"text": "  a text"}, "text"),
-    "preferences": (HubPreferences, {"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
-    "classification": (HubClassification, {"text": "a", "label": "good"}, "first"),
-    "translation": (HubTranslation, {"translation": {"es": "hola", "en": "hello"}}, "source"),
+    "chats": (LanguageModelling, {"messages": CHAT}, "messages"),
+    "texts": (LanguageModelling, {"text": "  a text"}, "text"),
+    "preferences": (Preferences, {"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen"),
+    "classification": (Classification, {"text": "a", "label": "good"}, "first"),
+    "translation": (Translation, {"translation": {"es": "hola", "en": "hello"}}, "source"),
 }
 CELLS = {"chats": CHAT, "texts": "  a text", "preferences": "b", "classification": "a",
          "translation": "hola"}  # fmt: skip
@@ -53,8 +55,8 @@ def test_every_form_is_read_from_a_folder_by_the_same_word(
     settings: dict[str, Any] = {"dataset": str(tmp_path / "set"), "dev_share": 2, "test_share": 3}
     if form == "classification":
         settings |= {"classes": ["good", "bad"], "tokenizer": SmallTokenizer()}
-    task = kind(**settings)
-    task.check_source()
+    task = given(kind, Hub, **settings)
+    task.check()
     corpus = task.read(frozenset(task.fields))
     counts = [4, 2, 3] if place == "saved, one set" else [9, 9, 9]
     assert list(corpus.counts.values()) == counts
@@ -62,11 +64,9 @@ def test_every_form_is_read_from_a_folder_by_the_same_word(
     assert not task.is_public, "files of a folder are somebody's own"
 
 
-def test_the_older_word_still_names_a_data_set_and_none_is_refused() -> None:
-    assert HubLanguageModelling(path="owner/name").where == "owner/name"
-    assert HubLanguageModelling(dataset="owner/name", path="other/name").where == "owner/name"
-    with pytest.raises(ConfigError, match=r"task\.dataset must name a data set"):
-        HubLanguageModelling()
+def test_a_data_set_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.data\.dataset must name a data set"):
+        given(LanguageModelling, Hub)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.arrow", "/etc/passwd", "missing.arrow"])
@@ -76,6 +76,6 @@ def test_a_saved_set_that_names_files_elsewhere_is_refused(name: str, tmp_path: 
     content = json.loads(state.read_text())
     content["_data_files"] = [{"filename": name}]
     state.write_text(json.dumps(content))
-    task = HubLanguageModelling(dataset=str(tmp_path / "set"))
+    task = given(LanguageModelling, Hub, dataset=str(tmp_path / "set"))
     with pytest.raises(DataError, match=r"no file beside it|is missing"):
         task.read(frozenset(task.fields))

@@ -156,7 +156,7 @@ def test_an_experiment_runs_from_a_wheel_in_an_empty_folder(tmp_path: Path) -> N
     empty = tmp_path / "empty"
     empty.mkdir()
 
-    words = ["+exp=abnet_iwslt", "model=transformer", "tracker=none", "task.num_pairs=2600",
+    words = ["+exp=abnet_iwslt", "model=transformer", "tracker=none", "task.data.num_pairs=2600",
              "training.max_steps=4", "training.batch_size=16"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "xcloud", "run", *words], cwd=empty, capture_output=True, text=True,

@@ -396,8 +396,8 @@ def test_what_this_machine_lacks_is_red(
     plain = {
         **cases[0].settings.plain,
         "task": {
-            "_target_": "xcloud.tasks.translation.FolderTranslation",
-            "path": str(missing),
+            "_target_": "xcloud.tasks.translation.Translation",
+            "data": {"_target_": "xcloud.tasks.sources.Folder", "path": str(missing)},
             "source": "es",
             "target": "en",
         },

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.causal_models import build, saved, through, where
+from tests.corpora import given
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.evaluate.command import _key_of, evaluate
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.models.causal import CausalLM
 from xcloud.tasks.chat_template import DATE
-from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer, FolderLanguageModelling
+from xcloud.tasks.language_modelling import FOLDER_NAME, CausalTokenizer, LanguageModelling
+from xcloud.tasks.sources import Folder
 from xcloud.use import TextGenerator
 
 LENGTH = 32
@@ -32,7 +34,7 @@ CHATS = [
 
 def generator_of(folder: Path, stages: Any = ()) -> TextGenerator:
     """What of a finished run is asked for."""
-    task = SimpleNamespace(max_length=LENGTH, cache_dir=str(folder), date=DATE)
+    task = SimpleNamespace(max_length=LENGTH, cache_dir=str(folder), date=DATE, data=None)
     training = SimpleNamespace(eval_batch_size=2)
     found = SimpleNamespace(
         folder=folder,
@@ -81,7 +83,9 @@ def test_texts_are_cut_into_documents_as_the_run_was_told(tmp_path: Path) -> Non
     generator = generator_of(tmp_path)
     found = {}
     for document in ("line", "blank_line", "file"):
-        trained = FolderLanguageModelling(path=str(tmp_path), max_length=LENGTH, document=document)
+        trained = given(
+            LanguageModelling, Folder, path=str(tmp_path), max_length=LENGTH, document=document
+        )
         generator.experiment.task = trained
         data = read_texts(generator, file=file)
         found[document] = sum(map(len, data._documents["test"]))

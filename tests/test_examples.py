@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 SHORT = ("training.max_steps=4", "training.optimizer.warmup_steps=1", "cluster/wan=free")
 TRANSLATION = (
     *SHORT, "tracker=none", "model=transformer",
-    "task.num_pairs=60", "+task.num_dev=10", "+task.num_test=10",
+    "task.data.num_pairs=60", "+task.data.num_dev=10", "+task.data.num_test=10",
     "task.source_tokenizer.vocab_size=400", "task.target_tokenizer.vocab_size=400",
     "model.hidden=16", "model.feed_forward=32", "model.num_heads=2",
     "model.num_encoder_layers=1", "model.num_decoder_layers=1", "training.batch_size=8",
@@ -25,7 +25,7 @@ TEXTS = (
     "tracker=none", "training.batch_size=8", "model.own.pretraining.steps=2",
     "model.own.pretraining.warmup_steps=1", "+model.own.num_texts=200", "+model.own.hidden=64",
     "+model.own.num_layers=2", "+model.own.feed_forward=64", "task.tokenizer.vocab_size=400",
-    "+task.num_train=60", "+task.num_dev=10", "+task.num_test=10",
+    "+task.data.num_train=60", "+task.data.num_dev=10", "+task.data.num_test=10"
 )  # fmt: skip
 MERGES = (
     "training.max_steps=4", "training.optimizer.warmup_steps=1", "strategy.averaging.every=2",

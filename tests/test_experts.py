@@ -325,7 +325,8 @@ def test_a_run_over_two_clouds_is_that_of_one_and_goes_on_from_its_checkpoint(
         "model.lora.targets=[q_proj]", "model.lora.experts=true", "model.weights=nf4",
         "training.precision=fp32", "training.max_steps=4", "training.batch_size=8",
         "training.optimizer.decay=constant", "training.optimizer.warmup_steps=1",
-        "task.num_train=60", "task.num_dev=10", "task.num_test=10", "task.max_length=64",
+        "task.data.num_train=60", "task.data.num_dev=10", "task.data.num_test=10",
+        "task.max_length=64",
         "training.checkpoint.every_steps=1", "task.tokenizer.vocab_size=400", "cluster/wan=free",
         f"cache_dir={tmp_path / 'cache'}",
     ]  # fmt: skip

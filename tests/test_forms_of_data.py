@@ -16,20 +16,22 @@ import torch
 from safetensors.torch import save_file
 
 from tests import causal_models
+from tests.corpora import given
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import DataError
 from xcloud.base.placeholders import HEAD, check_is_json, check_is_safetensors, check_is_text
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.causal import CausalLM
 from xcloud.pretrained import WeightFiles, check_checkpoints
-from xcloud.tasks.classification import FolderClassification, HubClassification
-from xcloud.tasks.language_modelling import FolderLanguageModelling
-from xcloud.tasks.question_answering import FolderQuestionAnswering
-from xcloud.tasks.sources import HubTable, read_lines
+from xcloud.tasks.classification import Classification
+from xcloud.tasks.language_modelling import LanguageModelling
+from xcloud.tasks.question_answering import QuestionAnswering
+from xcloud.tasks.rows import Source
+from xcloud.tasks.sources import Folder, Hub, HubTable, read_lines
 from xcloud.tasks.text_sources import FolderText, HubText, PublicText
-from xcloud.tasks.text_task import SourceTask
+from xcloud.tasks.text_task import TextTask
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer
-from xcloud.tasks.translation import FolderTranslation, HubTranslation
+from xcloud.tasks.translation import Translation
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0c\nsize 1012\n"
 ROWS = [f"a film number {i}\t{i % 2}" for i in range(40)]
@@ -38,8 +40,8 @@ OBJECTS = [{"text": text, "label": label} for text, label in (row.split("\t") fo
 SHARES = {"dev_share": 4, "test_share": 4}
 
 
-def labelled(folder: Path) -> FolderClassification:
-    return FolderClassification(path=str(folder), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+def labelled(folder: Path) -> Classification:
+    return given(Classification, Folder, path=str(folder), tokenizer=SmallTokenizer(), **SHARES)
 
 
 BY_DATASETS: dict[str, tuple[str, bytes, str]] = {
@@ -56,7 +58,7 @@ def test_what_datasets_would_refuse_in_its_words_or_take_is_refused_in_ours(
 ) -> None:
     name, content, message = BY_DATASETS[case]
     (tmp_path / name).write_bytes(content)
-    task = HubClassification(path=str(tmp_path), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+    task = given(Classification, Hub, dataset=str(tmp_path), tokenizer=SmallTokenizer(), **SHARES)
     with pytest.raises(DataError, match=message):
         task.check()
 
@@ -152,7 +154,7 @@ def test_a_test_set_of_a_form_that_is_not_read_is_not_passed_over(tmp_path: Path
 def test_a_line_pair_of_pointers_is_refused_on_either_side(tmp_path: Path) -> None:
     for name in ("train.es", "train.en"):
         (tmp_path / name).write_text("".join(f"{i}\n" for i in range(30)))
-    task = FolderTranslation(path=str(tmp_path), dev_share=2, test_share=2)
+    task = given(Translation, Folder, path=str(tmp_path), dev_share=2, test_share=2)
     task.check()
     (tmp_path / "train.en").write_bytes(POINTER)
     with pytest.raises(DataError, match=r"train\.en is a Git LFS pointer"):
@@ -173,8 +175,8 @@ def test_a_character_on_the_border_of_what_is_looked_at_is_text(tmp_path: Path) 
 
 
 OTHER_FILES: dict[str, Callable[[str], object]] = {
-    "further texts": lambda path: FolderTranslation(
-        path=str(Path(path).parent), source_monolingual_file=path
+    "further texts": lambda path: given(
+        Translation, Folder, path=str(Path(path).parent), source_monolingual_file=path
     ).check(),
     "a multilingual text": lambda path: FolderText(str(Path(path).parent)).check(["es"]),
     "a folder of the hub's form": lambda path: HubText(str(Path(path).parent)).check(["es"]),
@@ -191,15 +193,15 @@ def test_every_other_file_that_is_read_is_looked_at(case: str, tmp_path: Path) -
         OTHER_FILES[case](str(tmp_path / "es.txt"))
 
 
-@pytest.mark.parametrize("source", [FolderTranslation, HubTranslation])
+@pytest.mark.parametrize("source", [Folder, Hub])
 def test_a_column_called_translation_may_hold_texts(
-    source: Callable[..., FolderTranslation], tmp_path: Path
+    source: Callable[..., Source], tmp_path: Path
 ) -> None:
     rows = [{"source": f"uno {i}", "translation": f"one {i}"} for i in range(30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = source(
-        path=str(tmp_path), source_column="source", target_column="translation", dev_share=2,
-        test_share=2,
+    task = Translation(
+        data=source(**{"path" if source is Folder else "dataset": str(tmp_path)}),
+        source_column="source", target_column="translation", dev_share=2, test_share=2
     )  # fmt: skip
     task.check()
     found = task.read(frozenset({"source", "target"})).train_set
@@ -211,9 +213,7 @@ def test_a_missing_label_in_a_data_set_of_the_hub_is_refused(cell: object, tmp_p
     good = [{"text": f"film {i}", "label": str(i % 2)} for i in range(20)]
     bad = {"text": "film", "label": cell if isinstance(cell, str | None) else str(cell)}
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*good, bad])))
-    task = HubClassification(
-        path=str(tmp_path), name="classification", tokenizer=SmallTokenizer(), **SHARES  # type: ignore[arg-type]
-    )  # fmt: skip
+    task = given(Classification, Hub, dataset=str(tmp_path), tokenizer=SmallTokenizer(), **SHARES)
     with pytest.raises(DataError, match="1 of 21 rows have no label; the first is row 21"):
         task.read(frozenset({"label"}))
 
@@ -222,7 +222,7 @@ def test_a_pointer_among_files_of_the_hubs_form_is_refused(tmp_path: Path) -> No
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-00000.parquet").write_bytes(POINTER)
     with pytest.raises(DataError, match=r"train-00000\.parquet is a Git LFS pointer"):
-        HubTranslation(path=str(tmp_path)).check()
+        given(Translation, Hub, dataset=str(tmp_path)).check()
 
 
 LONG = "lorem ipsum " * 10_000
@@ -233,19 +233,19 @@ def quoting(folder: Path, name: str, content: object) -> None:
     (folder / name).write_text(text + "\n")
 
 
-def asked(folder: Path) -> FolderQuestionAnswering:
-    return FolderQuestionAnswering(path=str(folder), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+def asked(folder: Path) -> QuestionAnswering:
+    return given(QuestionAnswering, Folder, path=str(folder), tokenizer=SmallTokenizer(), **SHARES)
 
 
-def spoken(folder: Path) -> FolderLanguageModelling:
-    return FolderLanguageModelling(path=str(folder), **SHARES)  # type: ignore[arg-type]
+def spoken(folder: Path) -> LanguageModelling:
+    return given(LanguageModelling, Folder, path=str(folder), **SHARES)
 
 
-def translated(folder: Path) -> FolderTranslation:
-    return FolderTranslation(path=str(folder), **SHARES)  # type: ignore[arg-type]
+def translated(folder: Path) -> Translation:
+    return given(Translation, Folder, path=str(folder), **SHARES)
 
 
-QUOTING: dict[str, tuple[Callable[[Path], SourceTask], str, object]] = {
+QUOTING: dict[str, tuple[Callable[[Path], TextTask], str, object]] = {
     "a string for an object": (translated, "train.jsonl", LONG.join('""')),
     "a list for a text": (translated, "train.jsonl", {"es": [LONG], "en": "a"}),
     "long keys": (translated, "train.jsonl", {LONG: "a", "en": "a"}),

@@ -47,13 +47,14 @@ def test_the_nearest_key_and_all_beside_it_are_named() -> None:
 
 
 def test_a_right_key_beside_a_wrong_one_is_not_accused() -> None:
-    words = ["+exp=abnet_iwslt", "profile=files", "task.path=DIR", "compresion=int8"]
-    (line,) = hints(words)  # task.path has no value before this line gives it one
+    words = ["+exp=abnet_iwslt", "profile=files", "task.data.path=DIR", "compresion=int8"]
+    (line,) = hints(words)  # task.data.path has no value before this line gives it one
     assert line.startswith("unknown setting 'compresion'; did you mean 'compression'?")
 
 
 def test_a_corpus_without_its_profile_is_told_so() -> None:
-    assert hint("task.path=DIR").endswith("; with profile=files it is the folder of your corpus")
+    said = "; with profile=files task.data.path is the folder of your corpus"
+    assert hint("task.data.path=DIR").endswith(said) and hint("task.path=DIR").endswith(said)
 
 
 def test_a_key_of_another_part_of_the_config_is_found() -> None:
@@ -67,7 +68,7 @@ def test_optional_keys_are_listed() -> None:
 
 # Of classes, beside what the YAML of each sets.
 OPTIONAL = {
-    "task.num_dev": 10,
+    "task.data.num_dev": 10,
     "cluster.clouds.cloud_b.slowdown": 2.0,
     "training.optimizer.eps": 1e-6,
     "training.checkpoint.every_steps": 7,  # of a group that no YAML names
@@ -90,7 +91,7 @@ def test_a_run_that_goes_on_takes_an_optional_key(tmp_path: Path, plus: str) -> 
 
 
 def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:
-    words = ["+exp=abnet_iwslt", "task.num_dev=10", "task.num_dv=10"]
+    words = ["+exp=abnet_iwslt", "task.data.num_dev=10", "task.num_dv=10"]
     (line,) = hints(words)
     assert line.startswith("unknown setting 'task.num_dv'; did you mean")
 
@@ -230,7 +231,7 @@ def test_a_part_that_does_not_exist_is_one_line_of_ours(
 
 POINTS = [
     ["+exp=abnet_iwslt", "compression=int8", "seed=3", "training.optimizer.weight_decay=0"],
-    ["+exp=abnet_iwslt", "compression=int8", "seed=4", "task.num_dev=7", "name='a (b)'"],
+    ["+exp=abnet_iwslt", "compression=int8", "seed=4", "task.data.num_dev=7", "name='a (b)'"],
     ["+exp=abnet_iwslt", "compression=int8", "cache_dir=/other"],  # others refer to it
     ["+exp=lora_clm", "model.checkpoint=null", "model.lora={r: 16}", "model.lora.alpha=3"],
     ["+exp=lora_clm", "model.checkpoint=some/model", "~model.lora", "model.lora.r=4"],

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.causal_models import saved, where
 from tests.combinations import FIRST, STEPS, experiment, run
+from tests.corpora import given
 from tests.nightly import first_daily
 from tests.pipelines import in_threads
 from tests.understanding_models import backbone
@@ -32,13 +33,14 @@ from xcloud.net.transport import Rendezvous
 from xcloud.pretrained import contents_of, kept_digest
 from xcloud.rank.agreement import agree_where_shared
 from xcloud.rank.task_data import shown_digest
-from xcloud.tasks.classification import FolderClassification
-from xcloud.tasks.language_modelling import FolderLanguageModelling
-from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.classification import Classification
+from xcloud.tasks.language_modelling import LanguageModelling
+from xcloud.tasks.question_answering import QuestionAnswering
 from xcloud.tasks.rows import digest_of
-from xcloud.tasks.text_task import SourceTask
+from xcloud.tasks.sources import Folder
+from xcloud.tasks.text_task import TextTask
 from xcloud.tasks.tokenizer import TrainedTokenizer
-from xcloud.tasks.translation import FolderTranslation
+from xcloud.tasks.translation import Translation
 from xcloud.train import building
 
 SPLITS = {"train": 30, "dev": 4, "test": 4}
@@ -70,12 +72,12 @@ def texts(folder: Path, word: str, answer: str, split: str) -> None:
 
 
 TOKENIZER = TrainedTokenizer(vocab_size=290)
-TASKS: dict[
-    str, tuple[Callable[[Path, str, str, str], None], Callable[[str, str], SourceTask]]
-] = {
+TASKS: dict[str, tuple[Callable[[Path, str, str, str], None], Callable[[str, str], TextTask]]] = {
     "translation": (
         translation,
-        lambda path, cache: FolderTranslation(
+        lambda path, cache: given(
+            Translation,
+            Folder,
             path=path,
             source_tokenizer=TOKENIZER,
             target_tokenizer=TOKENIZER,
@@ -84,13 +86,15 @@ TASKS: dict[
     ),
     "classification": (
         classification,
-        lambda path, cache: FolderClassification(
-            path=path, tokenizer=TOKENIZER, max_length=16, cache_dir=cache
+        lambda path, cache: given(
+            Classification, Folder, path=path, tokenizer=TOKENIZER, max_length=16, cache_dir=cache
         ),
     ),
     "question answering": (
         answering,
-        lambda path, cache: FolderQuestionAnswering(
+        lambda path, cache: given(
+            QuestionAnswering,
+            Folder,
             path=path,
             tokenizer=TOKENIZER,
             max_length=64,
@@ -101,8 +105,13 @@ TASKS: dict[
     ),
     "language modelling": (
         texts,
-        lambda path, cache: FolderLanguageModelling(
-            path=path, tokenizer=TOKENIZER, max_length=32, cache_dir=cache
+        lambda path, cache: given(
+            LanguageModelling,
+            Folder,
+            path=path,
+            tokenizer=TOKENIZER,
+            max_length=32,
+            cache_dir=cache,
         ),
     ),
 }
@@ -282,7 +291,7 @@ def test_a_public_base_is_made_on_the_processor_that_all_have(tmp_path: Path) ->
     [
         ("model.public_text", "xcloud.tasks.text_sources.PublicText", True),
         ("model.backbone.words", "xcloud.tasks.text_sources.PublicText", True),
-        ("task", "xcloud.tasks.translation.FolderTranslation", False),
+        ("task.data", "xcloud.tasks.sources.Folder", False),
         ("model.text", "xcloud.tasks.text_sources.FolderText", False),
     ],
 )
@@ -408,7 +417,7 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(
 @pytest.mark.parametrize(
     ("key", "counts"),
     [
-        ("task.path", True),
+        ("task.data.path", True),
         ("task.source_monolingual_file", True),
         ("task.tokenizer.name_or_path", True),
         ("task.tokenizer.path", True),

@@ -247,17 +247,13 @@ def depths(files: Iterable[Path], base: str) -> dict[str, int]:
     return {name: depth(name) for name in bases if depth(name) > 0}
 
 
-def test_classes_of_jobs_and_tasks_inherit_no_deeper_than_today() -> None:
-    """docs/decisions/0011 says why tasks have that many levels."""
+def test_classes_of_jobs_and_tasks_inherit_from_two_at_most() -> None:
     jobs = depths([path for path in FILES if path.parent.name != "tasks"], base="Job")
     assert jobs == {"PipelineJob": 1, "Experiment": 2, "OneWayExperiment": 1}
-    tasks = depths([path for path in FILES if path.parent.name == "tasks"], base="Source")
-    assert tasks["DemoTranslation"] == 3
-    assert {name for name, depth in tasks.items() if depth > 4} == {
-        "FolderCrossLingual", "HubCrossLingual", "DemoCrossLingual",
-        "FolderPreferences", "HubPreferences", "DemoPreferences",
-    }  # fmt: skip
-    assert max(tasks.values()) == 5
+    files = [path for path in FILES if path.parent.name == "tasks"]
+    tasks = depths(files, base="TextTask")
+    assert {name for name, depth in tasks.items() if depth == 2} == {"CrossLingual", "Preferences"}
+    assert max([*tasks.values(), *depths(files, base="Source").values()]) == 2
 
 
 def test_depth_of_inheritance_is_counted_over_all_bases(tmp_path: Path) -> None:

@@ -11,22 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpora import given
 from tests.nightly import first_daily
 from xcloud import pretrained as hub_access
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.classification import (
-    Classification,
-    FolderClassification,
-    FolderCrossLingual,
-    HubClassification,
-    HubCrossLingual,
-)
-from xcloud.tasks.question_answering import (
-    FolderQuestionAnswering,
-    HubQuestionAnswering,
-    QuestionAnswering,
-)
+from xcloud.tasks.classification import Classification, CrossLingual, LanguageFolder, LanguageHub
+from xcloud.tasks.question_answering import QuestionAnswering
 from xcloud.tasks.rows import Corpus, Rows, interleaved
+from xcloud.tasks.sources import Folder, Hub
 
 ALL, TEXT, LABEL = frozenset({"text", "label"}), frozenset({"text"}), frozenset({"label"})
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -55,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_all_splits_as_they_are(folder: Path) -> None:
-    corpus = FolderClassification(path=str(folder)).read(ALL)
+    corpus = given(Classification, Folder, path=str(folder)).read(ALL)
     assert cells(corpus, "train", "first") == [f"train {i}" for i in range(100)]
     assert cells(corpus, "test", "label") == ["0", "1", "0", "1", "0"]
     assert list(corpus.remarks) == ["columns sentence → label"]
@@ -64,8 +56,9 @@ def test_all_splits_as_they_are(folder: Path) -> None:
 @pytest.mark.parametrize("visible", [TEXT, LABEL, frozenset[str]()], ids=sorted)
 def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) -> None:
     corpora: list[Classification] = [
-        FolderClassification(path=str(folder)), HubClassification(path=str(folder / "hub"))
-    ]  # fmt: skip
+        given(Classification, Folder, path=str(folder)),
+        given(Classification, Hub, dataset=str(folder / "hub")),
+    ]
     (folder / "hub").mkdir()
     for name in ("train", "validation", "test"):
         line = json.dumps({"sentence": "secret", "label": 1})
@@ -80,7 +73,7 @@ def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) ->
 
 def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     write_tsv(folder / "test.tsv.gz", ["index", "sentence"], [["0", "hidden"]])
-    corpus = FolderClassification(path=str(folder), dev_share=8).read(ALL)
+    corpus = given(Classification, Folder, path=str(folder), dev_share=8).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [92, 8, 10]
     assert cells(corpus, "test", "first") == [f"dev {i}" for i in range(10)]
     train, dev = cells(corpus, "train", "first"), cells(corpus, "dev", "first")
@@ -88,17 +81,17 @@ def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     assert "test: the dev set, as there is no labelled test set" in corpus.remarks
     assert "test.tsv.gz has no column label: not used" in corpus.remarks
     with pytest.raises(DataError, match="no column label, so it cannot be scored"):
-        FolderClassification(path=str(folder), test_file="test").read(ALL)
+        given(Classification, Folder, path=str(folder), test_file="test").read(ALL)
 
 
 def test_a_set_that_is_empty_is_not_passed_over(folder: Path) -> None:
     (folder / "test.tsv.gz").unlink()
     (folder / "test.tsv").touch()
     with pytest.raises(DataError, match=r"test\.tsv is empty"):
-        FolderClassification(path=str(folder)).check()
+        given(Classification, Folder, path=str(folder)).check()
     write_tsv(folder / "test.tsv", ["sentence", "label"], [])
     with pytest.raises(DataError, match="the set of test has no rows"):
-        FolderClassification(path=str(folder)).read(ALL)
+        given(Classification, Folder, path=str(folder)).read(ALL)
 
 
 def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
@@ -106,7 +99,7 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", header, [["0", "q", "a", "h", "p", "2.5", "yes"]] * 200)
 
     def read(**choice: object) -> Mapping[str, Sequence[str]]:
-        task = FolderClassification(path=str(tmp_path), **choice)  # type: ignore[arg-type]
+        task = given(Classification, Folder, path=str(tmp_path), **choice)
         return task.read(ALL).splits["train"].texts
 
     assert {key: found[0] for key, found in read().items()} == {
@@ -136,14 +129,14 @@ def test_a_folder_of_no_usual_columns_lists_them(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"has the columns x, y by its first line, .*task.text_columns"
     ):
-        FolderClassification(path=str(tmp_path)).check()
+        given(Classification, Folder, path=str(tmp_path)).check()
     write_tsv(tmp_path / "train.tsv", ["text", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"none has a usual label name.*task.label_column"):
-        FolderClassification(path=str(tmp_path)).check()
+        given(Classification, Folder, path=str(tmp_path)).check()
     with pytest.raises(DataError, match="none has a usual name for 2 text"):
-        FolderClassification(name="mrpc", path=str(tmp_path)).check()
-    with pytest.raises(DataError, match=r"does not exist; task.path must be a folder"):
-        FolderClassification(path=str(tmp_path / "nowhere")).check()
+        given(Classification, Folder, name="mrpc", path=str(tmp_path)).check()
+    with pytest.raises(DataError, match=r"does not exist; task.data.path must be a folder"):
+        given(Classification, Folder, path=str(tmp_path / "nowhere")).check()
 
 
 def test_languages_in_file_names(tmp_path: Path) -> None:
@@ -151,22 +144,22 @@ def test_languages_in_file_names(tmp_path: Path) -> None:
         for split in ("train", "dev", "test"):
             write_tsv(tmp_path / f"{split}.{language}.tsv", ["text", "label"], [[language, "1"]])
     for language in ("en", "de"):
-        corpus = FolderClassification(path=str(tmp_path), language=language).read(ALL)
+        corpus = given(Classification, Folder, path=str(tmp_path), language=language).read(ALL)
         assert cells(corpus, "train", "first") == cells(corpus, "test", "first") == [language]
     with pytest.raises(DataError, match="no training set"):
-        FolderClassification(path=str(tmp_path), language="fr").check()
+        given(Classification, Folder, path=str(tmp_path), language="fr").check()
 
 
 def test_cola_and_mnli_name_their_files_in_their_own_way(tmp_path: Path) -> None:
     for name, num in (("in_domain_train", 200), ("in_domain_dev", 4), ("out_of_domain_dev", 3)):
         write_tsv(tmp_path / "cola" / f"{name}.tsv", ["sentence", "label"], singles(name, num))
-    corpus = FolderClassification(name="cola", path=str(tmp_path / "cola")).read(ALL)
+    corpus = given(Classification, Folder, name="cola", path=str(tmp_path / "cola")).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [196, 4, 7]
     assert "part" not in corpus.splits["test"].texts
     pairs = ["sentence1", "sentence2", "gold_label"]
     for name, num in (("train", 200), ("dev_matched", 3), ("dev_mismatched", 3)):
         write_tsv(tmp_path / "mnli" / f"{name}.tsv", pairs, [[name, "b", "neutral"]] * num)
-    corpus = FolderClassification(name="mnli", path=str(tmp_path / "mnli")).read(ALL)
+    corpus = given(Classification, Folder, name="mnli", path=str(tmp_path / "mnli")).read(ALL)
     assert cells(corpus, "test", "part") == ["matched", "mismatched"] * 3
     assert cells(corpus, "test", "first")[:2] == ["dev_matched", "dev_mismatched"]
 
@@ -174,11 +167,11 @@ def test_cola_and_mnli_name_their_files_in_their_own_way(tmp_path: Path) -> None
 def test_json_lines_may_hold_numbers(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": i % 3} for i in range(200)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = FolderClassification(path=str(tmp_path)).read(ALL)
+    corpus = given(Classification, Folder, path=str(tmp_path)).read(ALL)
     assert set(cells(corpus, "train", "label")) == {"0", "1", "2"}
     (tmp_path / "train.jsonl").write_text('{"text": 5, "label": 1}\n{"label": 0}\n')
     with pytest.raises(DataError, match=r"line 2: no text under 'text'.*task.text_columns"):
-        FolderClassification(path=str(tmp_path)).read(TEXT)
+        given(Classification, Folder, path=str(tmp_path)).read(TEXT)
 
 
 def test_parts_are_interleaved_and_sampled_alike() -> None:
@@ -198,12 +191,18 @@ def by_language(folder: Path) -> None:
 
 def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
     by_language(tmp_path)
-    corpus = FolderCrossLingual(path=str(tmp_path), dev_share=5).read(ALL)
+    corpus = given(CrossLingual, LanguageFolder, path=str(tmp_path), dev_share=5).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [15, 5, 90]
     assert "no training file: dev.en.tsv is the training set" in corpus.remarks
     assert cells(corpus, "test", "part")[:4] == ["en", "de", "zh", "en"]
     write_tsv(tmp_path / "train.en.tsv", ["premise", "hypothesis", "label"], [["p", "h", "x"]] * 9)
-    task = FolderCrossLingual(path=str(tmp_path), languages=["zh", "de"], max_eval_samples=4)
+    task = given(
+        CrossLingual,
+        LanguageFolder,
+        path=str(tmp_path),
+        languages=["zh", "de"],
+        max_eval_samples=4,
+    )
     corpus = task.read(TEXT)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [9, 4, 8]
     first = cells(corpus, "test", "first")
@@ -216,28 +215,28 @@ def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
         ({"languages": ["fr"]}, "no test.fr.tsv"),
     ]:
         with pytest.raises(DataError, match=said):
-            FolderCrossLingual(path=str(tmp_path), **arguments).check()  # type: ignore[arg-type]
+            given(CrossLingual, LanguageFolder, path=str(tmp_path), **arguments).check()
     write_tsv(tmp_path / "dev.de.tsv.gz", ["premise", "hypothesis", "label"], [])
     with pytest.raises(DataError, match=r"dev\.de\.tsv and dev\.de\.tsv\.gz are both dev\.de"):
-        FolderCrossLingual(path=str(tmp_path)).check()
+        given(CrossLingual, LanguageFolder, path=str(tmp_path)).check()
     with pytest.raises(ConfigError, match=r"task\.languages must be a list"):
-        FolderCrossLingual(path=str(tmp_path), languages="de")  # type: ignore[arg-type]
+        given(CrossLingual, LanguageFolder, path=str(tmp_path), languages="de")
 
 
 def test_every_tested_language_must_have_labels(tmp_path: Path) -> None:
     by_language(tmp_path)
     write_tsv(tmp_path / "test.de.tsv", ["premise", "hypothesis"], [["p", "h"]])
     with pytest.raises(DataError, match=r"test\.de\.tsv: no column label.*task\.languages"):
-        FolderCrossLingual(path=str(tmp_path)).check()
+        given(CrossLingual, LanguageFolder, path=str(tmp_path)).check()
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.max_train_samples must be"):
-        FolderClassification(name="sst2", path=str(tmp_path), max_train_samples=0)
+        given(Classification, Folder, name="sst2", path=str(tmp_path), max_train_samples=0)
     with pytest.raises(ConfigError, match=r"task.name must be one of sst2, cola"):
-        FolderClassification(name="sst3", path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"task.path must be a text"):
-        FolderClassification(path="")
+        given(Classification, Folder, name="sst3", path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"task.data.path must be a text"):
+        given(Classification, Folder, path="")
 
 
 def hub_folder(folder: Path, test_label: int = -1) -> Path:
@@ -249,15 +248,19 @@ def hub_folder(folder: Path, test_label: int = -1) -> Path:
 
 
 def test_glue_in_the_hubs_form_is_tested_on_its_dev_set(tmp_path: Path) -> None:
-    corpus = HubClassification(
-        path=str(hub_folder(tmp_path / "hub")), name="sst2", config="default"
+    corpus = given(
+        Classification,
+        Hub,
+        dataset=str(hub_folder(tmp_path / "hub")),
+        name="sst2",
+        config="default",
     ).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [98, 2, 4]
     assert Counter(cells(corpus, "test", "label")) == {"0": 4}
-    asked = HubClassification(path=str(tmp_path / "hub"), test="validation").read(ALL)
+    asked = given(Classification, Hub, dataset=str(tmp_path / "hub"), test="validation").read(ALL)
     assert cells(asked, "test", "first") == cells(corpus, "test", "first")
-    with pytest.raises(DataError, match=r"nothing for task\.test=tset; found: train"):
-        HubClassification(path=str(tmp_path / "hub"), test="tset").read(ALL)
+    with pytest.raises(DataError, match=r"nothing for task\.data\.test=tset; found: train"):
+        given(Classification, Hub, dataset=str(tmp_path / "hub"), test="tset").read(ALL)
 
 
 def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
@@ -270,10 +273,10 @@ def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
     }
     loaded["test"] = loaded["test"].remove_columns("label")
     monkeypatch.setattr("xcloud.tasks.sources.load_hub", lambda *arguments, **which: loaded)
-    corpus = HubClassification(path="owner/name").read(ALL)
+    corpus = given(Classification, Hub, dataset="owner/name").read(ALL)
     assert cells(corpus, "test", "first") == ["validation"] * 100
-    with pytest.raises(DataError, match=r"cannot be scored; choose another task\.test"):
-        HubClassification(path="owner/name", test="test").read(ALL)
+    with pytest.raises(DataError, match=r"cannot be scored; choose another task\.data\.test"):
+        given(Classification, Hub, dataset="owner/name", test="test").read(ALL)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
@@ -282,9 +285,9 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
     monkeypatch.setattr(hub_access, "_answers", lambda url: False)
     hub_access.go_offline_if_unreachable.cache_clear()
     for corpus in (
-        HubClassification(path="nyu-mll/glue", name="mrpc"),
-        HubCrossLingual(languages=["de"]),
-        HubQuestionAnswering(path="rajpurkar/squad"),
+        given(Classification, Hub, dataset="nyu-mll/glue", name="mrpc"),
+        given(CrossLingual, LanguageHub, languages=["de"]),
+        given(QuestionAnswering, Hub, dataset="rajpurkar/squad"),
     ):
         with pytest.raises(
             DataError, match="the hub cannot be reached and no copy is in the cache"
@@ -293,16 +296,16 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
 
 
 REAL = {
-    "trec": (FolderClassification, (5_343, 109, 500)),
-    "sick": (partial(FolderClassification, kind="value"), (4_500, 500, 4_927)),
-    "mrpc": (partial(FolderClassification, name="mrpc"), (3_576, 500, 1_725)),
-    "squad_v1": (FolderQuestionAnswering, (6_731, 151, 1_774)),
-    "pawsx": (partial(FolderCrossLingual, name="pawsx"), (1_960, 40, 13_824)),
-    "sst2": (partial(FolderClassification, name="sst2"), (66_003, 1_346, 872)),
-    "qnli": (partial(FolderClassification, name="qnli"), (41_114, 839, 957)),
-    "cola": (partial(FolderClassification, name="cola"), (8_380, 171, 1_043)),
-    "stsb_multi": (partial(FolderClassification, name="stsb"), (5_749, 1_500, 1_379)),
-    "xnli": (partial(FolderCrossLingual, name="xnli"), (2_441, 49, 75_150)),
+    "trec": (partial(given, Classification, Folder), (5_343, 109, 500)),
+    "sick": (partial(given, Classification, Folder, kind="value"), (4_500, 500, 4_927)),
+    "mrpc": (partial(given, Classification, Folder, name="mrpc"), (3_576, 500, 1_725)),
+    "squad_v1": (partial(given, QuestionAnswering, Folder), (6_731, 151, 1_774)),
+    "pawsx": (partial(given, CrossLingual, LanguageFolder, name="pawsx"), (1_960, 40, 13_824)),
+    "sst2": (partial(given, Classification, Folder, name="sst2"), (66_003, 1_346, 872)),
+    "qnli": (partial(given, Classification, Folder, name="qnli"), (41_114, 839, 957)),
+    "cola": (partial(given, Classification, Folder, name="cola"), (8_380, 171, 1_043)),
+    "stsb_multi": (partial(given, Classification, Folder, name="stsb"), (5_749, 1_500, 1_379)),
+    "xnli": (partial(given, CrossLingual, LanguageFolder, name="xnli"), (2_441, 49, 75_150)),
 }
 
 

@@ -20,24 +20,24 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.configs import build
+from tests.corpora import given
 from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, NOT_FINITE, Scores
 from xcloud.tasks.language_modelling import (
     CausalTokenizer,
-    DemoLanguageModelling,
+    DemoStories,
     Document,
-    FolderLanguageModelling,
-    HubLanguageModelling,
     LanguageData,
+    LanguageModelling,
     columns_of,
     fitted,
     pack,
     read_chats,
 )
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.sources import HubTable, list_files
+from xcloud.tasks.sources import Folder, Hub, HubTable, list_files
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -57,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def task(data: Path, tokenizer: Path, **settings: Any) -> FolderLanguageModelling:
-    return FolderLanguageModelling(
+def task(data: Path, tokenizer: Path, **settings: Any) -> LanguageModelling:
+    return given(LanguageModelling, Folder, 
         path=str(data), tokenizer=PretrainedTokenizer(str(tokenizer)),
         **({"max_length": 64} | settings),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def test_plain_text_is_guessed_whole_and_ends_with_the_end_token(
 
 
 def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: Path) -> None:
-    task = DemoLanguageModelling(tokenizer=PretrainedTokenizer(str(tmp_path)))
+    task = given(LanguageModelling, DemoStories, tokenizer=PretrainedTokenizer(str(tmp_path)))
     with pytest.raises(DataError, match="holds no tokenizer"):
         task.check()
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -166,7 +166,11 @@ def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: 
 def test_what_a_document_is_can_be_said(tmp_path: Path, document: str, count: int) -> None:
     for split in ("train", "dev", "test"):
         written(tmp_path, f"{split}.txt", "One line.", "Another.", "", "", "Second text.")
-    rows = FolderLanguageModelling(path=str(tmp_path), document=document).read(ALL).splits["train"]  # type: ignore[arg-type]
+    rows = (
+        given(LanguageModelling, Folder, path=str(tmp_path), document=document)
+        .read(ALL)
+        .splits["train"]
+    )
     assert rows.num_rows == count
 
 
@@ -245,8 +249,13 @@ def test_perplexity_is_a_mean_over_tokens_not_over_documents_or_samples(
 
 
 def test_the_demo_splits_share_no_text() -> None:
-    task = DemoLanguageModelling(
-        num_train=30, num_dev=10, num_test=10, tokenizer=TrainedTokenizer(400)
+    task = given(
+        LanguageModelling,
+        DemoStories,
+        num_train=30,
+        num_dev=10,
+        num_test=10,
+        tokenizer=TrainedTokenizer(400),
     )
     texts = [text for rows in task.read(ALL).splits.values() for text in rows.texts["text"]]
     assert len(set(texts)) == len(texts) == 50
@@ -396,7 +405,8 @@ def test_what_a_chat_would_lose_is_refused(
 def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
     written(tmp_path, "train.jsonl", *4 * [{"messages": CHAT[:2]}])
     own = TrainedTokenizer(300)
-    made = FolderLanguageModelling(path=str(tmp_path), tokenizer=own, cache_dir=str(tmp_path))
+    folder = Folder(path=str(tmp_path))
+    made = LanguageModelling(data=folder, tokenizer=own, cache_dir=str(tmp_path))
     with pytest.raises(DataError, match=r"chat 1: the chat template of .* cannot write it"):
         made.check()
 
@@ -472,7 +482,7 @@ def test_a_text_keeps_its_indentation(document: str, tmp_path: Path, folder: Pat
     [table] = [t for t in list_files(tmp_path, made.form) if t.kind == "json"]
     assert made.rows_of(table).texts["text"] == [text + "\n"]
     rows = datasets.Dataset.from_list([{"text": text + "\n"}])
-    hub = HubLanguageModelling(path="owner/name")
+    hub = given(LanguageModelling, Hub, dataset="owner/name")
     assert hub.rows_of(HubTable(rows, "hub")).texts["text"] == [text + "\n"]
 
 
@@ -523,7 +533,7 @@ def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -
 
 
 def test_a_folder_that_is_not_there_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder"):
+    with pytest.raises(DataError, match=r"does not exist; task\.data\.path must be a folder"):
         task(tmp_path / "nowhere", folder).check()
     with pytest.raises(ConfigError, match=r"task\.max_length"):
         task(tmp_path, folder, max_length=2)
@@ -652,7 +662,9 @@ def test_samples_are_shown_document_by_document(
         (tmp_path / "train.jsonl").write_text("\n".join(rows))
     else:
         (tmp_path / "train.txt").write_text("\n\n".join(f"text {n} is\nhere" for n in range(12)))
-    task = FolderLanguageModelling(
+    task = given(
+        LanguageModelling,
+        Folder,
         path=str(tmp_path),
         tokenizer=PretrainedTokenizer(str(folder)),
         max_length=128,

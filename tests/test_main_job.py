@@ -13,7 +13,7 @@ from tests.runs import completed
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("main_job")]  # one run for all of them
 ROOT = Path(__file__).parent.parent
 TINY = [
-    "+exp=abnet_iwslt", "tracker=none", "task.num_pairs=2600", "training.max_steps=6",
+    "+exp=abnet_iwslt", "tracker=none", "task.data.num_pairs=2600", "training.max_steps=6",
     "training.eval_samples=20", "model.encoder.pretraining.steps=3",
     "model.decoder.pretraining.steps=3", "training.optimizer.warmup_steps=2",
 ]  # fmt: skip

@@ -96,7 +96,7 @@ def test_of_single_samples_a_tracker_has_what_their_writer_has_allowed(
         (DataError("the label 'secret' is not a number"), True, True),
         (ValueError("could not convert 'secret'"), False, False),
         (LinkClosed("rank 1 of 'secret' is gone"), False, True),
-        (ConfigError("task.path 'secret' is not set"), False, True),
+        (ConfigError("task.data.path 'secret' is not set"), False, True),
     ],
 )
 def test_a_cause_that_may_quote_private_data_stays_in_the_run_folder(

@@ -52,9 +52,9 @@ def value_of(word: str) -> object:
 def test_a_path_that_cannot_be_read_is_told_with_its_character_and_what_to_type(
     path: str,
 ) -> None:
-    (line,) = unreadable([f"task.path={path}"])
-    assert line.startswith(f"task.path={path}: {PATHS[path]!r} cannot stand")
-    typed = re.search(r"type (task\.path=.*?)(; several values.*)?$", line)
+    (line,) = unreadable([f"task.data.path={path}"])
+    assert line.startswith(f"task.data.path={path}: {PATHS[path]!r} cannot stand")
+    typed = re.search(r"type (task\.data\.path=.*?)(; several values.*)?$", line)
     assert typed is not None
     (word,) = shlex.split(typed[1])  # as a shell passes it on
     assert value_of(word) == path
@@ -70,7 +70,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("path", ["/data/corpus (v2)", "/data/a,b", "/data/epoch=3", "/it's"])
 def test_wherever_overrides_are_taken_the_same_line_answers(place: str, path: str) -> None:
-    words = [f"task.path={path}"]
+    words = [f"task.data.path={path}"]
     try:
         said = "\n".join(PLACES[place](words))
     except ConfigError as error:
@@ -79,13 +79,13 @@ def test_wherever_overrides_are_taken_the_same_line_answers(place: str, path: st
 
 
 def test_in_a_sweep_commas_are_meant_and_other_characters_are_told() -> None:
-    assert unreadable(["seed=1,2", "task.path=/a,/b"], is_sweep=True) == []
+    assert unreadable(["seed=1,2", "task.data.path=/a,/b"], is_sweep=True) == []
     assert grid(["seed=1,2", "name=x"]) == [("seed=1", "name=x"), ("seed=2", "name=x")]
     with pytest.raises(ConfigError, match=r"'\(' cannot stand"):
-        grid(["seed=1,2", "task.path=/corpus (v2)"])
+        grid(["seed=1,2", "task.data.path=/corpus (v2)"])
 
 
-@pytest.mark.parametrize("word", ["task.path", "a b=1", "seed=range(3)", "seed=choice(1,2)"])
+@pytest.mark.parametrize("word", ["task.data.path", "a b=1", "seed=range(3)", "seed=choice(1,2)"])
 def test_what_is_no_setting_of_one_run_is_one_line(word: str) -> None:
     (line,) = unreadable([word])
     assert line.startswith(f"{word}: ")
@@ -94,15 +94,15 @@ def test_what_is_no_setting_of_one_run_is_one_line(word: str) -> None:
 
 def test_what_can_be_read_is_not_complained_of() -> None:
     fine = ["seed=1", "~task.tokenizer", "+a={b: [1, 2]}", "a=[x,y]", "a='/b (c)'", "a=${seed}"]
-    assert unreadable([*fine, "task.path=/data/two words", "a=", "compression@b=int8"]) == []
+    assert unreadable([*fine, "task.data.path=/data/two words", "a=", "compression@b=int8"]) == []
 
 
 def test_the_users_folder_can_be_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/an (odd) name")
-    assert value_of("task.path=~/corpus") == "/home/an (odd) name/corpus"
-    assert value_of("task.path=~") == "/home/an (odd) name"
-    assert unreadable(["task.path=~/corpus"]) == []
-    points = grid(["task.path=~/a,~/b"])
+    assert value_of("task.data.path=~/corpus") == "/home/an (odd) name/corpus"
+    assert value_of("task.data.path=~") == "/home/an (odd) name"
+    assert unreadable(["task.data.path=~/corpus"]) == []
+    points = grid(["task.data.path=~/a,~/b"])
     assert [value_of(word) for (word,) in points] == [
         "/home/an (odd) name/a",
         "/home/an (odd) name/b",
@@ -120,10 +120,10 @@ def test_any_text_can_be_written_so_that_it_is_read_again(text: str) -> None:
 def test_words_put_together_with_a_path_are_read_as_they_were_meant() -> None:
     """Rows of claims, points with `also`, the command after pre-training, a follow-up."""
     for path in PATHS:
-        assert value_of(readable(f"task.path={path}")) == path
-        ((_, word),) = with_also([("seed=1",)], {"task.path": path})[1:]
+        assert value_of(readable(f"task.data.path={path}")) == path
+        ((_, word),) = with_also([("seed=1",)], {"task.data.path": path})[1:]
         assert value_of(word) == path
-        assert value_of(as_override("++task.path", path)) == path
+        assert value_of(as_override("++task.data.path", path)) == path
     assert readable("task.languages=[en,es]") == "task.languages=[en,es]"
 
 

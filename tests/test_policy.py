@@ -338,12 +338,12 @@ PLACES = [
     ("cache_dir", ".cache/../conf"),
     ("tracker.root", "/srv/other"),
     ("tracker.uri", "http://inside:5000"),
-    ("task.path", "/srv/other_department"),
-    ("task.path", "~root/corpus"),
-    ("task.path", "../../elsewhere"),
-    ("task.path", "a\0b"),
-    ("task.path", "tests"),  # nothing of the project is, by itself
-    ("task.path", ".cache"),
+    ("task.data.path", "/srv/other_department"),
+    ("task.data.path", "~root/corpus"),
+    ("task.data.path", "../../elsewhere"),
+    ("task.data.path", "a\0b"),
+    ("task.data.path", "tests"),  # nothing of the project is, by itself
+    ("task.data.path", ".cache"),
     ("task.source_monolingual_file", "/etc/passwd"),
     ("task.source_tokenizer.name_or_path", "/srv/model"),
     ("task.source_tokenizer.name_or_path", "company-b/private-model"),
@@ -356,8 +356,10 @@ def test_attack_9_folders_addresses_and_ranks_are_bounded(
     reader: str, setting: tuple[str, object], tmp_path: Path, policy: object
 ) -> None:
     key, value = setting
-    folder = {"task___target_": "xcloud.tasks.translation.FolderTranslation"}
-    folder["task__path"] = str(tmp_path)
+    folder = {
+        "task___target_": "xcloud.tasks.translation.Translation",
+        "task__data": {"_target_": "xcloud.tasks.sources.Folder", "path": str(tmp_path)},
+    }
     tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
     given = {"task__source_tokenizer": tokenizer, **folder, key.replace(".", "__"): value}
     message = refused(SHARING[reader], written(tmp_path, **given))
@@ -470,11 +472,10 @@ def test_a_folder_that_holds_too_much_to_look_through_is_refused(
 def test_a_name_on_the_hub_is_named_by_the_policy_with_its_revision(tmp_path: Path) -> None:
     def check(policy: Policy, name: str, revision: str | None = None) -> None:
         tokenizer = "xcloud.tasks.tokenizer.PretrainedTokenizer"
-        target = "xcloud.tasks.language_modelling.HubLanguageModelling"
         if revision is None:
             policy.check({"a": {"_target_": tokenizer, "name_or_path": name}}, tmp_path)
-        task = {"_target_": target, "path": name, "column": "text", "cache_dir": str(tmp_path)}
-        policy.check({"task": {**task, "revision": revision}}, tmp_path)
+        data = {"_target_": "xcloud.tasks.sources.Hub", "dataset": name, "revision": revision}
+        policy.check({"task": {"data": data, "cache_dir": str(tmp_path)}}, tmp_path)
 
     for name, revision in (("gpt2", None), ("b/private", None), ("b/public", "refs/pr/7")):
         with pytest.raises(ConfigError, match="of the hub "):
@@ -600,15 +601,15 @@ def test_all_that_a_policy_refuses_comes_in_one_round(
     policy(
         holders={"source": ["cloud_b"]},
         weights={"head": ["cloud_a"]},
-        require={"training.max_steps": {"max": 1}, "task.path": "/srv/others"},
+        require={"training.max_steps": {"max": 1}, "task.path": "/srv/others"},  # earlier name
     )
     for reader in ("worker", "approve"):
         said = refused(READERS[reader], file)
         for each in (
-            "task.path is '/srv/pairs', but",
+            "task.data.path is '/srv/pairs', but",
             "tracker.uri is 'http://inside:5000'",
             "requires max 1",
-            "task.path is '/srv/pairs', but policy.yaml of this cloud requires /srv/others",
+            "task.data.path is '/srv/pairs', but policy.yaml of this cloud requires /srv/others",
             "a cloud that holds 'source' is 'cloud_a'",
             "read: [/srv/pairs]",
             "holders: {source: [cloud_b, cloud_a]}",
@@ -949,9 +950,13 @@ def test_a_strict_policy_is_not_made_by_running_what_a_file_names(
 
 
 def test_a_strict_policy_names_what_its_experiment_leads_to(tmp_path: Path) -> None:
-    task = {"_target_": "xcloud.tasks.translation.FolderTranslation", "path": str(tmp_path)}
-    tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
-    task["source_tokenizer"] = {**tokenizer, "name_or_path": "owner/name"}  # type: ignore[assignment]
+    task = {
+        "_target_": "xcloud.tasks.translation.Translation",
+        "data": {"_target_": "xcloud.tasks.sources.Folder", "path": str(tmp_path)},
+        "source_tokenizer": {
+            "_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer", "name_or_path": "owner/name"
+        }
+    }  # fmt: skip
     tracker = {"_target_": "xcloud.tracking.tracker.MlflowTracker", "uri": "http://here:5000"}
     found = strict_policy.strict_policy(written(tmp_path, task=task, tracker=tracker), "cloud_b")
     assert found["read"] == [str(tmp_path)] and found["hub"] == ["owner/name"]

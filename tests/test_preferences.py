@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.causal_models import batch_of, loss_of, saved, through, where, words
 from tests.causal_models import build as built_stages
 from tests.configs import build, composed
+from tests.corpora import given
 from tests.nightly import first_daily
 from tests.runs import in_threads, losses, weights
 from tests.small_tokenizer import write_chat_tokenizer
@@ -32,13 +33,8 @@ from xcloud.models.causal_network import Lora
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.tasks import preferences
 from xcloud.tasks.language_modelling import CausalTokenizer, Chat
-from xcloud.tasks.preferences import (
-    DemoPreferences,
-    FolderPreferences,
-    HubPreferences,
-    PreferenceData,
-    review_pairs,
-)
+from xcloud.tasks.preferences import DemoAnswers, PreferenceData, Preferences, review_pairs
+from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -69,8 +65,12 @@ def written(folder: Path, rows: Sequence[object], *splits: str) -> None:
 def load(
     folder: Path, tokenizer: Path, fields: frozenset[str] = ALL, **settings: Any
 ) -> PreferenceData:
-    task = FolderPreferences(
-        path=str(folder), tokenizer=PretrainedTokenizer(str(tokenizer)), **settings
+    task = given(
+        Preferences,
+        Folder,
+        path=str(folder),
+        tokenizer=PretrainedTokenizer(str(tokenizer)),
+        **settings,
     )
     task.check()
     data = task.load(fields, seed=0)
@@ -294,7 +294,9 @@ def test_a_data_set_in_the_form_of_the_hub_has_the_same_samples(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     written(tmp_path, [CHATS, CHATS])
-    task = HubPreferences(path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint)))
+    task = given(
+        Preferences, Hub, dataset=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint))
+    )
     found = task.load(ALL, seed=0)
     own = load(tmp_path, checkpoint)
     for name, column in own.batch("train", torch.arange(2)).items():
@@ -330,7 +332,9 @@ def test_chats_of_the_test_set_are_shown_with_the_chosen_answer(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     written(tmp_path, [CHATS, CHATS])
-    task = FolderPreferences(path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint)))
+    task = given(
+        Preferences, Folder, path=str(tmp_path), tokenizer=PretrainedTokenizer(str(checkpoint))
+    )
     assert task.test_chats(1) == [Chat([GREETED, ASKED, ANA])]
 
 
@@ -452,13 +456,13 @@ def test_a_longer_run_asks_the_model_of_the_start_in_the_same_pieces(
 
 def test_praise_and_blame_of_the_demo_begin_alike_and_are_reviews() -> None:
     pairs = review_pairs()
-    assert len(set(pairs)) == len(pairs) and len(pairs) > DemoPreferences().total
+    assert len(set(pairs)) == len(pairs) and len(pairs) > DemoAnswers().total
     labels = dict(reviews(NUM_ROWS["reviews"]))
     for beginning, praise, blame in pairs:
         assert len(beginning.split()) == 3
         assert labels[beginning + praise] and not labels[beginning + blame]
     with pytest.raises(ConfigError, match=r"pairs of reviews, and 9,000 are asked for"):
-        DemoPreferences(num_train=8_400).load(ALL, seed=0)
+        given(Preferences, DemoAnswers, num_train=8_400).load(ALL, seed=0)
 
 
 # Whole runs, with their ranks in threads.
@@ -483,8 +487,9 @@ def config_of(folder: Path, checkpoint: Path, *overrides: str) -> DictConfig:
         "name_or_path": str(checkpoint),
     }
     config.task = {
-        "_target_": "xcloud.tasks.preferences.FolderPreferences",
-        "path": str(folder), "tokenizer": tokenizer, "max_length": 64,
+        "_target_": "xcloud.tasks.preferences.Preferences",
+        "data": {"_target_": "xcloud.tasks.sources.Folder", "path": str(folder)},
+        "tokenizer": tokenizer, "max_length": 64
     }  # fmt: skip
     config.model = {
         "_target_": "xcloud.models.causal.CausalLM",

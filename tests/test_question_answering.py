@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.corpora import given
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head, Task, TaskData
 from xcloud.tasks.question_answering import (
-    DemoQuestionAnswering,
-    FolderQuestionAnswering,
-    HubQuestionAnswering,
+    DemoQuestions,
+    QuestionAnswering,
     QuestionAnsweringData,
     Windows,
     rows_of,
@@ -25,7 +25,7 @@ from xcloud.tasks.question_answering import (
 )
 from xcloud.tasks.rows import Rows
 from xcloud.tasks.scores import bootstrap_error
-from xcloud.tasks.sources import list_files
+from xcloud.tasks.sources import Folder, Hub, list_files
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
 SMALL: dict[str, Any] = {
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def data() -> QuestionAnsweringData:
-    return DemoQuestionAnswering(**SMALL).load(ALL, 1)
+    return given(QuestionAnswering, DemoQuestions, **SMALL).load(ALL, 1)
 
 
 def right_answers(data: QuestionAnsweringData, split: str) -> dict[int, list[int]]:
@@ -53,7 +53,7 @@ def right_answers(data: QuestionAnsweringData, split: str) -> dict[int, list[int
 
 
 def test_it_is_a_task_whose_samples_are_windows(data: QuestionAnsweringData) -> None:
-    task: Task = DemoQuestionAnswering(**SMALL)
+    task: Task = given(QuestionAnswering, DemoQuestions, **SMALL)
     as_data: TaskData = data
     assert task.describe() == "squad (demo stories)"
     assert as_data.head == Head("span", 2)
@@ -134,7 +134,7 @@ def test_windows_cover_the_text(length: int, fits: int, stride: int, starts: lis
 
 
 def test_text_and_labels_must_be_seen_by_one_rank() -> None:
-    task = DemoQuestionAnswering(**SMALL)
+    task = given(QuestionAnswering, DemoQuestions, **SMALL)
     with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
         task.load(frozenset({"label"}), 1)
     with pytest.raises(ConfigError, match="text, types, label"):
@@ -142,7 +142,7 @@ def test_text_and_labels_must_be_seen_by_one_rank() -> None:
 
 
 def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringData) -> None:
-    view = DemoQuestionAnswering(**SMALL).load(NONE, 1)
+    view = given(QuestionAnswering, DemoQuestions, **SMALL).load(NONE, 1)
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
@@ -172,7 +172,12 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
     ]
     for name in ("train", "dev", "test"):
         write(tmp_path / f"{name}.jsonl.gz", rows)
-    read = FolderQuestionAnswering(path=str(tmp_path)).read(ALL).splits["train"].texts["answers"]
+    read = (
+        given(QuestionAnswering, Folder, path=str(tmp_path))
+        .read(ALL)
+        .splits["train"]
+        .texts["answers"]
+    )
     assert [answers[0][1] for answers in read] == [12, 0, 9, 2]
 
 
@@ -208,7 +213,7 @@ def test_malformed_paragraphs_are_named(
 ) -> None:
     write(tmp_path / "train.jsonl", [content])
     with pytest.raises(DataError) as raised:
-        FolderQuestionAnswering(path=str(tmp_path)).load(ALL, 1)
+        given(QuestionAnswering, Folder, path=str(tmp_path)).load(ALL, 1)
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -230,7 +235,7 @@ def test_every_form_of_answers_is_read_in_rows_and_in_paragraphs(
     asked = {"question": "q", "answers": ANSWERS[form]}
     content = {"context": "a b c", **(asked if is_flat else {"qas": [asked]})}
     write(tmp_path / "train.jsonl", [content])
-    [table] = list_files(tmp_path, FolderQuestionAnswering.form)
+    [table] = list_files(tmp_path, QuestionAnswering.form)
     assert rows_of(table).texts["answers"] == [[("b c", 2), ("c", 4)]]
 
 
@@ -242,18 +247,25 @@ def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:
 
     official("train", 40)
     official("dev", 5)
-    data = FolderQuestionAnswering(
-        path=str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()
+    data = given(
+        QuestionAnswering, Folder, path=str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()
     ).load(ALL, 1)
     assert [data.num_samples(s) for s in ("train", "dev", "test")] == [37, 3, 5]
     assert "test: the dev set, as there is no labelled test set" in data.describe()
-    few = FolderQuestionAnswering(path=str(tmp_path), max_train_samples=6, max_eval_samples=2,
-                           tokenizer=SmallTokenizer(), dev_share=3)  # fmt: skip
+    few = given(
+        QuestionAnswering,
+        Folder,
+        path=str(tmp_path),
+        max_train_samples=6,
+        max_eval_samples=2,
+        tokenizer=SmallTokenizer(),
+        dev_share=3,
+    )
     found = few.load(ALL, 1)
     assert [found.num_samples(s) for s in ("train", "dev", "test")] == [6, 2, 2]
     (tmp_path / "train-v1.1.json").write_text('{"a": 1}\n')
     with pytest.raises(DataError, match=r"must be named \.jsonl"):
-        FolderQuestionAnswering(path=str(tmp_path)).load(ALL, 1)
+        given(QuestionAnswering, Folder, path=str(tmp_path)).load(ALL, 1)
 
 
 def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
@@ -264,14 +276,14 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
             for i in range(num)
         ]  # fmt: skip
         write(tmp_path / f"{name}.jsonl", rows)
-    reading = HubQuestionAnswering(path=str(tmp_path)).read(ALL)
+    reading = given(QuestionAnswering, Hub, dataset=str(tmp_path)).read(ALL)
     assert [reading.splits[s].num_rows for s in ("train", "dev", "test")] == [58, 2, 4]
     assert reading.splits["test"].texts["context"][2:] == ["c 1 here"] * 2
     unanswerable = {"text": [], "answer_start": []}
     write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
                                       "answers": unanswerable}] * 9)  # fmt: skip
     with pytest.raises(DataError, match=r"^[^(]*: the question 'why\?' has no answer; SQuAD 2\.0"):
-        HubQuestionAnswering(path=str(tmp_path)).read(ALL)
+        given(QuestionAnswering, Hub, dataset=str(tmp_path)).read(ALL)
 
 
 @pytest.mark.parametrize(
@@ -286,4 +298,4 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        DemoQuestionAnswering(**settings)
+        given(QuestionAnswering, DemoQuestions, **settings)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpora import given
 from xcloud import pretrained as hub_access
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.classification import Classification, DemoClassification, DemoCrossLingual
-from xcloud.tasks.question_answering import DemoQuestionAnswering
+from xcloud.tasks.classification import Classification, CrossLingual, DemoInference, DemoReviews
+from xcloud.tasks.question_answering import DemoQuestions, QuestionAnswering
 from xcloud.tasks.rows import Corpus, Rows, chosen_rows
-from xcloud.tasks.translation import DemoTranslation, FolderTranslation, HubTranslation, learnable
+from xcloud.tasks.sources import Folder, Hub
+from xcloud.tasks.translation import DemoPairs, Translation, learnable
 
 SOURCE, BOTH = frozenset({"source"}), frozenset({"source", "target"})
 PAIRS = [(f"hola {i}", f"hello {i}") for i in range(100)]
@@ -46,7 +48,7 @@ def write_lines(folder: Path, name: str, pairs: list[tuple[str, str]]) -> None:
 
 
 def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
-    return FolderTranslation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
+    return given(Translation, Folder, path=str(path), **settings).read(visible)
 
 
 def pairs_of(rows: Rows) -> list[tuple[str, str]]:
@@ -154,7 +156,7 @@ def test_chosen_rows_are_pinned() -> None:
 def test_files_of_other_names_are_taken_when_asked(tmp_path: Path) -> None:
     for name in ("news2008", "news2009", "news2010", "news2011"):
         write_tsv(tmp_path / f"{name}.tsv", [(f"{name} {es}", en) for es, en in PAIRS])
-    with pytest.raises(DataError, match=r"no training set.*news2008\.tsv.*task\.train_file"):
+    with pytest.raises(DataError, match=r"no training set.*news2008\.tsv.*task\.data\.train_file"):
         read(tmp_path)
     corpus = read(
         tmp_path, train_file=["news2009.tsv", "news2008*"], dev_file="news2010", test_file="*11*"
@@ -180,7 +182,11 @@ def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
         (["train.tsv", "test_2016.tsv", "test_2017.tsv"], {}, "several for test.*test_file"),
         (["train.tsv", "train.tsv.gz"], {}, "several for train"),
         (["train.tsv", "dev.tsv", "val.tsv"], {}, "several for dev"),
-        (["train.tsv"], {"dev_file": "nope*"}, r"nothing for task\.dev_file=nope\*.*train\.tsv"),
+        (
+            ["train.tsv"],
+            {"dev_file": "nope*"},
+            r"nothing for task\.data\.dev_file=nope\*.*train\.tsv",
+        ),
         (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "for two splits"),
         (["readme.txt"], {}, "no training set.*found: none"),
     ],
@@ -258,16 +264,16 @@ def test_names_of_files_may_be_in_capitals_and_what_macos_adds_is_passed_over(
 def test_a_second_download_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("es\ten\n" + "a\tb\n" * 100)
     (tmp_path / "test (1).tsv").write_text("es\ten\n" + "c\td\n" * 3)
-    with pytest.raises(DataError, match=r"test \(1\).tsv has the .* task\.test_file=NAME"):
+    with pytest.raises(DataError, match=r"test \(1\).tsv has the .* task\.data\.test_file=NAME"):
         read(tmp_path)
     assert read(tmp_path, test_file="test (1)").counts["test"] == 3
 
 
 def test_a_wrong_column_is_found_before_any_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_bytes(b"fr\ten\na\tb\n")
-    FolderTranslation(path=str(tmp_path), source="fr").check()
+    given(Translation, Folder, path=str(tmp_path), source="fr").check()
     with pytest.raises(DataError, match=r"train\.tsv: no column es; it has fr, en"):
-        FolderTranslation(path=str(tmp_path)).check()
+        given(Translation, Folder, path=str(tmp_path)).check()
 
 
 def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:
@@ -281,10 +287,12 @@ def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder with train"):
+    with pytest.raises(
+        DataError, match=r"does not exist; task\.data\.path must be a folder with train"
+    ):
         read(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"task\.path must be a text, got ''"):
-        FolderTranslation(path="")
+    with pytest.raises(ConfigError, match=r"task\.data\.path must be a text, got ''"):
+        given(Translation, Folder, path="")
     (tmp_path / "corpus.tsv").touch()
     with pytest.raises(DataError, match="is a file"):
         read(tmp_path / "corpus.tsv")
@@ -303,7 +311,7 @@ def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
 )
 def test_nonsense_shares_are_refused_when_built(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"task\."):
-        FolderTranslation(path="x", **settings)  # type: ignore[arg-type]
+        given(Translation, Folder, path="x", **settings)
 
 
 def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
@@ -346,7 +354,9 @@ def test_further_texts_are_read_where_their_side_is_seen_and_without_those_that_
     write_tsv(tmp_path / "test.tsv", [("no", "no")])
     further = tmp_path / "further.es.gz"
     further.write_bytes(gzip.compress("uno\nsí\n\n dos \nno\n".encode()))
-    corpus = FolderTranslation(
+    corpus = given(
+        Translation,
+        Folder,
         path=str(tmp_path),
         source_monolingual_file=str(further),
         target_monolingual_file=str(tmp_path / "nowhere.en"),
@@ -362,7 +372,7 @@ def test_further_texts_are_read_where_their_side_is_seen_and_without_those_that_
     with pytest.raises(DataError, match=r"task\.source_monolingual_file=.*: no text in it"):
         corpus.read(SOURCE)
     with pytest.raises(ConfigError, match=r"task\.source_monolingual_file must be a text"):
-        FolderTranslation(path="x", source_monolingual_file=3)  # type: ignore[arg-type]
+        given(Translation, Folder, path="x", source_monolingual_file=3)
 
 
 @needs_shared
@@ -373,8 +383,12 @@ def test_tatoeba_leaves_train_extra_alone() -> None:
 
 ALL = frozenset({"text", "label"})
 SIZES = {"num_train": 1000, "num_dev": 100, "num_test": 200}
-REVIEWS = DemoClassification(**SIZES)  # type: ignore[arg-type]
-CORPORA = [REVIEWS, DemoClassification(name="qnli", **SIZES), DemoCrossLingual(**SIZES)]  # type: ignore[arg-type]
+REVIEWS = given(Classification, DemoReviews, **SIZES)
+CORPORA = [
+    REVIEWS,
+    given(Classification, DemoReviews, name="qnli", **SIZES),
+    given(CrossLingual, DemoInference, **SIZES),
+]
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -400,7 +414,11 @@ def test_labels_do_not_follow_the_sample_number() -> None:
 
 
 def test_answers_stand_in_their_stories_once_asked() -> None:
-    splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read(ALL).splits
+    splits = (
+        given(QuestionAnswering, DemoQuestions, num_train=31, num_dev=3, num_test=3)
+        .read(ALL)
+        .splits
+    )
     for rows in splits.values():
         stories = list(zip(rows.texts["group"], rows.texts["question"], strict=True))
         assert len(set(stories)) == rows.num_rows == 3 * len(set(rows.texts["group"]))
@@ -411,14 +429,14 @@ def test_answers_stand_in_their_stories_once_asked() -> None:
 
 
 def test_a_language_that_the_demo_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one of en, es, got 'fr'"):
-        DemoCrossLingual(train_language="fr")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"task\.num_train"):
-        DemoClassification(num_train=0)
+    with pytest.raises(ConfigError, match="one of en, es in this profile; got 'fr'"):
+        given(CrossLingual, DemoInference, train_language="fr")
+    with pytest.raises(ConfigError, match=r"task\.data\.num_train"):
+        given(Classification, DemoReviews, num_train=0)
 
 
 def test_splits_share_no_sentence_on_either_side() -> None:
-    corpus = DemoTranslation(num_pairs=3000, num_dev=300, num_test=300).read(BOTH)
+    corpus = given(Translation, DemoPairs, num_pairs=3000, num_dev=300, num_test=300).read(BOTH)
     assert {split: rows.num_rows for split, rows in corpus.splits.items()} == {
         "train": 2400,
         "dev": 300,
@@ -430,7 +448,7 @@ def test_splits_share_no_sentence_on_either_side() -> None:
 
 
 def test_only_the_visible_side_is_given() -> None:
-    corpus = DemoTranslation(num_pairs=100, num_dev=10, num_test=10)
+    corpus = given(Translation, DemoPairs, num_pairs=100, num_dev=10, num_test=10)
     seen = corpus.read(frozenset({"source"}))
     assert all(set(rows.texts) == {"source"} for rows in seen.splits.values())
     assert corpus.read(frozenset()).agreed == seen.agreed
@@ -440,13 +458,13 @@ def test_only_the_visible_side_is_given() -> None:
     "settings", [{"num_pairs": 10}, {"num_dev": 0}, {"num_pairs": 10**7}, {"num_pairs": 2.5}]
 )
 def test_nonsense_is_refused_when_built(settings: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"task\.num_"):
-        DemoTranslation(**settings)
+    with pytest.raises(ConfigError, match=r"task\.data\.num_"):
+        given(Translation, DemoPairs, **settings)
 
 
 def test_other_languages_are_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"es and en only.*task\.path"):
-        DemoTranslation(source="de").check()
+    with pytest.raises(ConfigError, match=r"es and en only.*task\.data\.path"):
+        given(Translation, DemoPairs, source="de").check()
 
 
 datasets = pytest.importorskip("datasets")
@@ -458,7 +476,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def read_hub(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
-    return HubTranslation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
+    return given(Translation, Hub, dataset=str(path), **settings).read(visible)
 
 
 @pytest.fixture
@@ -507,7 +525,7 @@ def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path
 def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
     corpus = read_hub(folder, dev="test", test="validation")
     assert (corpus.splits["dev"].num_rows, corpus.splits["test"].num_rows) == (2, 3)
-    with pytest.raises(DataError, match=r"nothing for task\.test=tst; found: train"):
+    with pytest.raises(DataError, match=r"nothing for task\.data\.test=tst; found: train"):
         read_hub(folder, test="tst")
 
 
@@ -534,7 +552,7 @@ def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatc
     hub_access.go_offline_if_unreachable.cache_clear()
     try:
         with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
-            HubTranslation(path="nobody/nothing").read(BOTH)
+            given(Translation, Hub, dataset="nobody/nothing").read(BOTH)
     finally:
         hub_access.go_offline_if_unreachable.cache_clear()
     assert len(tried) == 1  # left alone the library retries for 23 s

@@ -257,14 +257,16 @@ def test_a_point_whose_files_are_others_runs_again_from_the_start(
     run_sweep(folder, GRID[:1], FakeRuns(fail=["none s1"] if status == "failed" else []))
     capsys.readouterr()
     monkeypatch.setattr(
-        "xcloud.study.points.inputs_of", lambda *of, **named: {"task.path": "another"}
+        "xcloud.study.points.inputs_of", lambda *of, **named: {"task.data.path": "another"}
     )
     again = FakeRuns()
 
     assert run_sweep(folder, GRID[:1], again) == 0
     assert again.names == ["none s1"]
     if status == "finished":
-        assert "none s1 runs again; other contents since: task.path" in capsys.readouterr().out
+        assert (
+            "none s1 runs again; other contents since: task.data.path" in capsys.readouterr().out
+        )
     third = FakeRuns()
     assert run_sweep(folder, GRID[:1], third) == 0 and third.names == []
 

@@ -12,20 +12,22 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.corpora import given
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import Cut, NumCut, TokenIds
 from xcloud.rank.task_data import cuts_in_words, report_cuts
 from xcloud.record import intake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics
-from xcloud.tasks.classification import FolderClassification
-from xcloud.tasks.language_modelling import FolderLanguageModelling
+from xcloud.tasks.classification import Classification
+from xcloud.tasks.language_modelling import LanguageModelling
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
-from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.question_answering import QuestionAnswering
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.text_sources import FolderText
-from xcloud.tasks.text_task import PairTable, SourceTask
+from xcloud.tasks.text_task import PairTable, TextTask
 from xcloud.tasks.tokenizer import PretrainedTokenizer
-from xcloud.tasks.translation import FolderTranslation
+from xcloud.tasks.translation import Translation
 
 IDS = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
 
@@ -131,26 +133,32 @@ def question(length: int, answer: int) -> dict[str, object]:
     return {"context": text(120), "qas": [asked]}
 
 
-Make = Callable[[str, PretrainedTokenizer], SourceTask]
+Make = Callable[[str, PretrainedTokenizer], TextTask]
 
 
-def chats(path: str, words: PretrainedTokenizer) -> SourceTask:
-    return FolderLanguageModelling(path=path, tokenizer=words, max_length=LENGTH)
+def chats(path: str, words: PretrainedTokenizer) -> TextTask:
+    return given(LanguageModelling, Folder, path=path, tokenizer=words, max_length=LENGTH)
 
 
-def questions(path: str, words: PretrainedTokenizer) -> SourceTask:
-    return FolderQuestionAnswering(
-        path=path, tokenizer=words, max_length=LENGTH, max_question=8, stride=16
+def questions(path: str, words: PretrainedTokenizer) -> TextTask:
+    return given(
+        QuestionAnswering,
+        Folder,
+        path=path,
+        tokenizer=words,
+        max_length=LENGTH,
+        max_question=8,
+        stride=16,
     )
 
 
-def labelled(path: str, words: PretrainedTokenizer) -> SourceTask:
-    return FolderClassification(path=path, tokenizer=words, max_length=LENGTH)
+def labelled(path: str, words: PretrainedTokenizer) -> TextTask:
+    return given(Classification, Folder, path=path, tokenizer=words, max_length=LENGTH)
 
 
-def pairs(path: str, words: PretrainedTokenizer) -> SourceTask:
+def pairs(path: str, words: PretrainedTokenizer) -> TextTask:
     both: dict[str, Any] = {"source_tokenizer": words, "target_tokenizer": words}
-    return FolderTranslation(path=path, max_length=LENGTH, **both)
+    return given(Translation, Folder, path=path, max_length=LENGTH, **both)
 
 
 CASES: dict[str, tuple[Make, object, object, str]] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.corpora import given
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import SPLITS, TokenIds
 from xcloud.demo import pairs as demo_pairs
@@ -23,6 +24,7 @@ from xcloud.tasks.multilingual_text import (
     mixed,
     train_tokenizer,
 )
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.tokenizer import (
     FileTokenizer,
     PretrainedTokenizer,
@@ -34,7 +36,7 @@ from xcloud.tasks.tokenizer import (
     keep_tokenizers,
     rejoin_marks,
 )
-from xcloud.tasks.translation import FolderTranslation
+from xcloud.tasks.translation import Translation
 
 TEXTS = [es for es, _ in demo_pairs(400)]
 HARD = [
@@ -284,7 +286,9 @@ def test_a_run_that_goes_on_takes_its_own_tokenizer_from_the_run(
             "path": corpus(tmp_path / word, word),
             "cache_dir": str(tmp_path / "cache"),
         }
-        task = FolderTranslation(source="es", target="en", max_length=20, **where, **small)
+        task = given(
+            Translation, Folder, source="es", target="en", max_length=20, **where, **small
+        )
         own = keep_tokenizers(task, tmp_path / "run", goes_on)
         view = own.load(frozenset({"source"}), 1)
         assert view.fingerprint() == task.load(frozenset({"source"}), 1).fingerprint()

@@ -12,21 +12,21 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from tests.corpora import given
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import SPLITS, Task, TaskData, TokenIds
 from xcloud.tasks.rows import Corpus
+from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.text_task import PairTable, TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
-    DemoTranslation,
-    FolderTranslation,
-    HubTranslation,
+    DemoPairs,
     Translation,
     TranslationData,
     TranslationText,
     learnable,
 )
-from xcloud.tasks.wit3 import Wit3Translation
+from xcloud.tasks.wit3 import Wit3
 
 SOURCE, TARGET = frozenset({"source"}), frozenset({"target"})
 BOTH = SOURCE | TARGET
@@ -34,7 +34,9 @@ BOTH = SOURCE | TARGET
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Translation:
-    return DemoTranslation(
+    return given(
+        Translation,
+        DemoPairs,
         num_pairs=300,
         num_dev=20,
         num_test=30,
@@ -142,7 +144,7 @@ def test_nothing_of_the_other_sides_text_is_kept(task: Translation) -> None:
     "change",
     [
         {"max_length": 13},
-        {"num_dev": 21},
+        {"data": DemoPairs(num_pairs=300, num_dev=21, num_test=30)},
         {"source": "en", "target": "es"},
     ],
     ids=str,
@@ -159,7 +161,7 @@ def test_line_files_of_unequal_length_show_in_the_fingerprint(
 ) -> None:
     for side, rows in (("es", 200), ("en", 201)):
         (tmp_path / f"train.{side}").write_text("uno two\n" * rows)
-    own = FolderTranslation(
+    own = given(Translation, Folder, 
         path=str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
         target_tokenizer=TrainedTokenizer(270), dev_share=5, test_share=5,
     )  # fmt: skip
@@ -176,7 +178,7 @@ def test_weight_counts_predicted_target_tokens(data: TranslationData) -> None:
 def test_empty_sides_stay_samples(task: Translation, tmp_path: Path) -> None:
     rows = ["es\ten", "\tonly English", "sólo español\t", *["uno\tone"] * 60]
     (tmp_path / "train.tsv").write_text("\n".join(rows) + "\n")
-    own = FolderTranslation(
+    own = given(Translation, Folder, 
         path=str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
         target_tokenizer=TrainedTokenizer(270), dev_share=1, test_share=1,
     ).load(BOTH, 1)  # fmt: skip
@@ -264,7 +266,7 @@ def test_a_language_that_cannot_be_cut_into_words_is_refused_before_a_run(
         monkeypatch.delitem(
             sys.modules, f"sacrebleu.tokenizers.tokenizer_{tokenizer}", raising=False
         )
-    monkeypatch.setattr(type(task), "check_source", lambda *arguments: None)
+    monkeypatch.setattr(type(task.data), "check_source", lambda *arguments: None)
     with pytest.raises(ConfigError, match=rf"pip install 'sacrebleu\[{target}\]'"):
         replace(task, target=target).check()
     replace(task, target="zh").check()  # needs no library, so its lack refuses nothing
@@ -320,13 +322,15 @@ def test_a_token_table_is_a_sequence_of_sentences() -> None:
 )
 def test_nonsense_is_refused_when_built(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DemoTranslation(**settings)  # type: ignore[arg-type]
+        given(Translation, DemoPairs, **settings)
 
 
 def test_a_path_is_asked_for_by_its_config_name() -> None:
-    for make in (FolderTranslation, Wit3Translation, HubTranslation):
-        with pytest.raises(ConfigError, match=r"task\.path"):
-            make(path="")
+    for source in (Folder, Wit3):
+        with pytest.raises(ConfigError, match=r"task\.data\.path"):
+            source(path="")
+    with pytest.raises(ConfigError, match=r"task\.data\.dataset"):
+        Hub(dataset="")
 
 
 def test_unknown_fields_are_refused(task: Translation) -> None:
@@ -336,15 +340,15 @@ def test_unknown_fields_are_refused(task: Translation) -> None:
 
 def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="WIT3 site"):
-        Wit3Translation(path=str(tmp_path)).load(BOTH, 1)
+        given(Translation, Wit3, path=str(tmp_path)).load(BOTH, 1)
 
 
 def test_further_sentences_have_no_translation_and_are_learned_from() -> None:
     sizes = {"num_dev": 10, "num_test": 10}
     pairs, more, every = (
-        DemoTranslation(num_pairs=60, **sizes),
-        DemoTranslation(num_pairs=60, num_monolingual=30, **sizes),
-        DemoTranslation(num_pairs=120, **sizes),
+        given(Translation, DemoPairs, num_pairs=60, **sizes),
+        given(Translation, DemoPairs, num_pairs=60, num_monolingual=30, **sizes),
+        given(Translation, DemoPairs, num_pairs=120, **sizes),
     )
     before, found = pairs.read(BOTH), more.read(BOTH)
     assert found.splits == before.splits and found.agreed != before.agreed

@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
+from tests.corpora import given
 from tests.small_tokenizer import SmallTokenizer
 from xcloud import tasks
-from xcloud.tasks import (
-    classification,
-    language_modelling,
-    preferences,
-    question_answering,
-    text_sources,
-    translation,
-)
+from xcloud.tasks import text_sources
+from xcloud.tasks.classification import Classification, CrossLingual, LanguageFolder, LanguageHub
+from xcloud.tasks.language_modelling import LanguageModelling
+from xcloud.tasks.preferences import Preferences
+from xcloud.tasks.question_answering import QuestionAnswering
 from xcloud.tasks.rows import Demo, Source
+from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.text_sources import TextSource
+from xcloud.tasks.text_task import TextTask
+from xcloud.tasks.translation import Translation
+from xcloud.tasks.wit3 import Wit3
 
 PAIR = {"es": "hola", "en": "hello"}
 LABELLED = {"sentence": "a film", "label": "good"}
@@ -34,29 +36,25 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 ANSWERS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 QUESTION = {"context": "a b", "question": "c", "answers": {"text": ["b"], "answer_start": [2]}}
 
-ROWS: dict[type[Source], dict[str, Any]] = {
-    translation.FolderTranslation: PAIR,
-    translation.HubTranslation: PAIR,
-    classification.FolderClassification: LABELLED,
-    classification.HubClassification: LABELLED,
-    classification.FolderCrossLingual: INFERENCE,
-    classification.HubCrossLingual: INFERENCE,
-    language_modelling.FolderLanguageModelling: CHAT,
-    language_modelling.HubLanguageModelling: {"text": "a text"},
-    preferences.FolderPreferences: ANSWERS,
-    preferences.HubPreferences: ANSWERS,
-    question_answering.FolderQuestionAnswering: QUESTION,
-    question_answering.HubQuestionAnswering: QUESTION,
+ROWS: dict[str, tuple[type[TextTask], type[Source], dict[str, Any]]] = {
+    "translation, folder": (Translation, Folder, PAIR),
+    "translation, hub": (Translation, Hub, PAIR),
+    "classification, folder": (Classification, Folder, LABELLED),
+    "classification, hub": (Classification, Hub, LABELLED),
+    "cross-lingual, folder": (CrossLingual, LanguageFolder, INFERENCE),
+    "cross-lingual, hub": (CrossLingual, LanguageHub, INFERENCE),
+    "language modelling, folder": (LanguageModelling, Folder, CHAT),
+    "language modelling, hub": (LanguageModelling, Hub, {"text": "a text"}),
+    "preferences, folder": (Preferences, Folder, ANSWERS),
+    "preferences, hub": (Preferences, Hub, ANSWERS),
+    "question answering, folder": (QuestionAnswering, Folder, QUESTION),
+    "question answering, hub": (QuestionAnswering, Hub, QUESTION),
 }
 TEXTS: dict[type[TextSource], dict[str, Any]] = {
     text_sources.FolderText: {"text": "a text"},
     text_sources.HubText: {"text": "a text"},
 }
-WITHOUT_KEYS = {"Wit3Translation"}  # lines of text and of XML
-SETTINGS: dict[type[Source], dict[str, Any]] = {
-    classification.FolderCrossLingual: {"languages": ["en"]},
-    classification.HubCrossLingual: {"path": "owner/name", "languages": ["en"]},
-}
+WITHOUT_KEYS = {Wit3}  # lines of text and of XML
 
 
 def concrete(base: type) -> Iterator[type]:
@@ -69,9 +67,9 @@ def concrete(base: type) -> Iterator[type]:
 def test_every_reader_of_rows_is_in_the_tables_above() -> None:
     for module in pkgutil.iter_modules(tasks.__path__, "xcloud.tasks."):
         importlib.import_module(module.name)
-    readers = {one for one in concrete(Source) if not issubclass(one, Demo)}
-    found = {one for one in readers if one.__name__ not in WITHOUT_KEYS and hasattr(one, "find")}
-    assert {one.__name__ for one in found} == {one.__name__ for one in ROWS}
+    sources = {one for one in concrete(Source) if not issubclass(one, Demo)} - WITHOUT_KEYS
+    assert sources == {source for _, source, _ in ROWS.values()}
+    assert {*concrete(TextTask)} == {task for task, _, _ in ROWS.values()}
     texts = {one for one in concrete(TextSource) if one is not text_sources.DemoText}
     assert texts == {*TEXTS}
 
@@ -92,23 +90,28 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return held
 
 
-@pytest.mark.parametrize("reader", ROWS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("reader", ROWS)
 def test_keys_of_rows_that_are_not_used_are_named_once_with_their_files(
-    reader: type[Source], hub: dict[str, Any], tmp_path: Path
+    reader: str, hub: dict[str, Any], tmp_path: Path
 ) -> None:
-    row = ROWS[reader]
+    kind, source, row = ROWS[reader]
     rows = [{**row, "extra": "x"}, {**row, "extra": "y"}, {**row, "extra": "z"}, {**row}]
     for split in ("train", "validation", "test"):
         hub[split] = rows
         lines = "".join(json.dumps(one) + "\n" for one in rows)
-        language = ".en" if "CrossLingual" in reader.__name__ else ""
+        language = ".en" if kind is CrossLingual else ""
         (tmp_path / f"{split}{language}.jsonl").write_text(lines)
-    settings = {"path": str(tmp_path), "tokenizer": SmallTokenizer(), **SETTINGS.get(reader, {})}
-    if "Translation" in reader.__name__:
+    settings: dict[str, Any] = {"path": str(tmp_path), "tokenizer": SmallTokenizer()}
+    if kind is Translation:
         del settings["tokenizer"]
-    task: Any = reader(**settings)
+    if kind is CrossLingual:
+        settings["languages"] = ["en"]
+    if "hub" in reader:
+        settings["dataset"] = "owner/name" if kind is CrossLingual else settings["path"]
+        del settings["path"]
+    task: Any = given(kind, source, **settings)
     remarks = [one for one in task.read(frozenset(task.fields)).remarks if "not used" in one]
-    counted = "" if "Hub" in reader.__name__ else " of 9 rows"
+    counted = "" if "hub" in reader else " of 9 rows"
     [remark] = remarks
     assert remark.endswith(f"not used: 'extra'{counted}")
     assert "train" in remark and "test" in remark
@@ -130,14 +133,14 @@ def test_texts_for_pre_training_say_in_the_own_log_what_of_their_rows_is_not_use
 def test_a_key_without_anything_under_it_is_no_key_that_is_left_out(tmp_path: Path) -> None:
     rows = [{**CHAT, "tools": [], "images": None, "id": ""}] * 4
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = language_modelling.FolderLanguageModelling(path=str(tmp_path))
+    task = given(LanguageModelling, Folder, path=str(tmp_path))
     assert not any("not used" in one for one in task.read(frozenset(task.fields)).remarks)
 
 
 def test_many_keys_are_cut_and_long_ones_too(tmp_path: Path) -> None:
     row = {**LABELLED, **{f"key {n} " + "x" * 500: 1 for n in range(30)}}
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    task = classification.FolderClassification(path=str(tmp_path), classes=["good", "bad"])
+    task = given(Classification, Folder, path=str(tmp_path), classes=["good", "bad"])
     remarks = task.read(frozenset(task.fields)).remarks
     [remark] = [one for one in remarks if "not used" in one]
     assert remark.endswith(", 22 more") and len(remark) < 1500
@@ -146,6 +149,6 @@ def test_many_keys_are_cut_and_long_ones_too(tmp_path: Path) -> None:
 def test_keys_outside_of_a_translation_are_named_too(tmp_path: Path) -> None:
     row = {"translation": {**PAIR, "fr": "bonjour"}, "score": 1}
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    task = translation.FolderTranslation(path=str(tmp_path))
+    task = given(Translation, Folder, path=str(tmp_path))
     [remark] = [o for o in task.read(frozenset(task.fields)).remarks if "not used" in o]
     assert "'score' of 4 rows" in remark and "'fr' of 4 rows" in remark

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from experiments.gradient_leaks.meter import AveragesMeter
 from tests.configs import CONF, build, composed
-from tests.corpora import SPLIT_SIZES, corpus
+from tests.corpora import SPLIT_SIZES, corpus, given
 from tests.nightly import first_daily
 from tests.small_tokenizer import SmallTokenizer
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
@@ -28,13 +28,14 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, decode_facts
 from xcloud.rank.row_counts import load_or_be_told as load
-from xcloud.tasks.classification import FolderClassification, FolderCrossLingual
-from xcloud.tasks.language_modelling import FolderLanguageModelling
+from xcloud.tasks.classification import Classification, CrossLingual, LanguageFolder
+from xcloud.tasks.language_modelling import LanguageModelling
 from xcloud.tasks.multilingual_text import MultilingualText
-from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.question_answering import QuestionAnswering
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.text_sources import FolderText
-from xcloud.tasks.translation import FolderTranslation
-from xcloud.tasks.wit3 import Wit3Translation
+from xcloud.tasks.translation import Translation
+from xcloud.tasks.wit3 import Wit3
 
 FITTING = [
     ("u_shape", "owner_keeps_text_and_labels"),
@@ -239,9 +240,9 @@ def meetings() -> tuple[Rendezvous, Rendezvous]:
 
 
 def experiment(task: str, *overrides: str) -> Experiment:
-    small = [f"+exp=bert_split_{task}", "recipe=lowrank_small", "task.num_train=60",
-             f"data={'squad' if task == 'squad' else 'glue'}_small", "task.num_dev=10",
-             "task.num_test=10", "task.tokenizer.vocab_size=400"]  # fmt: skip
+    small = [f"+exp=bert_split_{task}", "recipe=lowrank_small", "task.data.num_train=60",
+             f"data={'squad' if task == 'squad' else 'glue'}_small", "task.data.num_dev=10",
+             "task.data.num_test=10", "task.tokenizer.vocab_size=400"]  # fmt: skip
     return build(*small, *overrides)
 
 
@@ -255,7 +256,7 @@ def test_a_rank_that_reads_nothing_opens_no_file(
     def read(*_: object) -> None:
         raise DataError("a rank without fields has opened the corpus")
 
-    monkeypatch.setattr(type(experiment(task).task), "find", read)
+    monkeypatch.setattr(type(experiment(task).task.data), "find", read)
     with pytest.raises(DataError, match="has opened"):
         load(experiment(task), first)
     other = load(experiment(task), second)
@@ -285,7 +286,8 @@ def test_sizes_that_are_none_are_refused() -> None:
 
 
 def test_a_defence_of_two_classes_is_refused_for_labels_of_tokens(tmp_path: Path) -> None:
-    small = ["task.num_train=20", "task.num_dev=5", "task.num_test=5", f"cache_dir={tmp_path}",
+    small = ["task.data.num_train=20", "task.data.num_dev=5", "task.data.num_test=5",
+             f"cache_dir={tmp_path}",
              "task.tokenizer.vocab_size=400", "security/defences/backward=marvell"]  # fmt: skip
     with pytest.raises(ConfigError, match="this task's are of kind 'tokens'"):
         load(build("+exp=lora_clm", *small), meetings()[1])
@@ -330,21 +332,24 @@ def named(*endings: str) -> set[str]:
 
 WIT3 = [f"IWSLT14.TED.{name}.es-en" for name in ("dev2010", "tst2010", "tst2011", "tst2012")]
 READERS = {
-    "one side of lines": ("lines", FolderTranslation, SIDES, SOURCE, named("es"), "hidden"),
-    "the other side": ("lines", FolderTranslation, SIDES, TARGET, named("en"), "secret"),
-    "one column of a table": ("table", FolderTranslation, SIDES, SOURCE, named("tsv"), "hidden"),
+    "one side of lines": ("lines", (Translation, Folder), SIDES, SOURCE, named("es"), "hidden"),
+    "the other side": ("lines", (Translation, Folder), SIDES, TARGET, named("en"), "secret"),
+    "one column of a table": ("table", (Translation, Folder), SIDES, SOURCE, named("tsv"),
+                              "hidden"),
     "one side of an archive": (
-        "wit3", Wit3Translation, SIDES, SOURCE,
+        "wit3", (Translation, Wit3), SIDES, SOURCE,
         {"train.tags.es-en.es", *(f"{name}.es.xml" for name in WIT3)}, "en 1",
     ),
-    "texts": ("pairs", FolderClassification, SMALL, TEXT, named("en.tsv"), "hidden"),
-    "labels": ("pairs", FolderClassification, SMALL, LABEL, named("en.tsv"), "secret"),
-    "labels of languages": ("pairs", FolderCrossLingual, SMALL, LABEL, named("en.tsv"), "secret"),
-    "no text": ("pairs", FolderClassification, SMALL, NONE, set[str](), "secret"),
-    "no question": ("json", FolderQuestionAnswering, {**SMALL, "max_question": 8}, NONE,
+    "texts": ("pairs", (Classification, Folder), SMALL, TEXT, named("en.tsv"), "hidden"),
+    "labels": ("pairs", (Classification, Folder), SMALL, LABEL, named("en.tsv"), "secret"),
+    "labels of languages": ("pairs", (CrossLingual, LanguageFolder), SMALL, LABEL,
+                            named("en.tsv"), "secret"),
+    "no text": ("pairs", (Classification, Folder), SMALL, NONE, set[str](), "secret"),
+    "no question": ("json", (QuestionAnswering, Folder), {**SMALL, "max_question": 8}, NONE,
                     set[str](), "secret"),
-    "answers to guess": ("json", FolderLanguageModelling, SMALL, LABEL, named("jsonl"), "secret"),
-    "no document": ("json", FolderLanguageModelling, SMALL, NONE, set[str](), "secret"),
+    "answers to guess": ("json", (LanguageModelling, Folder), SMALL, LABEL, named("jsonl"),
+                         "secret"),
+    "no document": ("json", (LanguageModelling, Folder), SMALL, NONE, set[str](), "secret")
 }  # fmt: skip
 
 
@@ -352,9 +357,9 @@ READERS = {
 def test_a_rank_opens_and_keeps_what_its_cloud_may_see(
     case: str, tmp_path: Path, opened: set[str]
 ) -> None:
-    kind, make, settings, fields, files, unseen = READERS[case]
+    kind, (task, source), settings, fields, files, unseen = READERS[case]
     corpus(kind, folder := tmp_path / "corpus")
-    if make is FolderCrossLingual:
+    if task is CrossLingual:
         for path in folder.iterdir():
             relations = path.read_text().replace("hidden0", "neutral")
             path.write_text(relations.replace("hidden1", "entailment"))
@@ -365,7 +370,8 @@ def test_a_rank_opens_and_keeps_what_its_cloud_may_see(
         more = {f"{side}_monolingual_file": f"{folder}/more.{end}" for side, end in ends.items()}
         settings, files = {**settings, **more}, files | {f"more.{ends[next(iter(fields))]}"}
     opened.clear()
-    view = make(path=str(folder), cache_dir=str(tmp_path), **settings).load(fields, 1)
+    made = given(task, source, path=str(folder), cache_dir=str(tmp_path), **settings)
+    view = made.load(fields, 1)
 
     assert opened == files
     assert view.batch("train", torch.arange(2)).keys() == fields | {"ids"}

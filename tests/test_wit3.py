@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpora import write_archive
+from tests.corpora import given, write_archive
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks import wit3
 from xcloud.tasks.rows import Corpus
-from xcloud.tasks.wit3 import Wit3Translation
+from xcloud.tasks.translation import Translation
+from xcloud.tasks.wit3 import Wit3
 
 BOTH = frozenset({"source", "target"})
 
 
 def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
-    return Wit3Translation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
+    return given(Translation, Wit3, path=str(path), **settings).read(visible)
 
 
 def test_tagged_lines_are_skipped_and_rows_stay_aligned(tmp_path: Path) -> None:
@@ -66,9 +67,9 @@ def test_what_is_missing_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:
     write_archive(tmp_path)
     with pytest.raises(DataError, match=r"IWSLT14\.TED\.tst2013\.es-en\.\*\.xml is missing"):
         read(tmp_path, test=["tst2013"])
-    with pytest.raises(ConfigError, match=r"task\.path"):
-        Wit3Translation(path="")
-    with pytest.raises(ConfigError, match=r"task\.test must be a list"):
+    with pytest.raises(ConfigError, match=r"task\.data\.path"):
+        given(Translation, Wit3, path="")
+    with pytest.raises(ConfigError, match=r"task\.data\.test must be a list"):
         read(tmp_path, test="tst2010")
 
 

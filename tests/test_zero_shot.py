@@ -25,7 +25,7 @@ NETWORKS = tuple(
     for name in ("generators.cloud_a", "generators.cloud_b", "discriminator")
     for setting in PRETRAINED
 )
-PAIRS = ("task.num_train=64", "task.num_dev=16", "task.num_test=32")
+PAIRS = ("task.data.num_train=64", "task.data.num_dev=16", "task.data.num_test=32")
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> Non
             ("['+exp=xnli_zero_shot','training.max_steps=-7']", "training.max_steps"),
             ("['+exp=abnet_iwslt']", "task.tokenizer"),
             (
-                "['+exp=xnli_zero_shot','profile=files','task.path=/does/not/exist','task.max_length=64']",
-                "makes no experiment that can run: /does/not/exist does not exist; task.path",
+                "['+exp=xnli_zero_shot','profile=files','task.data.path=/does/not/exist','task.max_length=64']",
+                "makes no experiment that can run: /does/not/exist does not exist; task.data.path",
             ),
             (
                 "['+exp=xnli_zero_shot','task.max_length=65']",

@@ -73,7 +73,7 @@ def main() -> None:
         cwd=project_root(), check=True,
     )  # fmt: skip
     common = [
-        "+exp=bert_split_sst2", "profile=files", f"task.path={data / 'sst2'}",
+        "+exp=bert_split_sst2", "profile=files", f"task.data.path={data / 'sst2'}",
         "task.max_length=64", "training.max_steps=80",
         "training.optimizer.learning_rate=2e-4", "training.optimizer.warmup_steps=20",
         "training.eval_samples=400", "schedule.num_micro_batches=1", "cluster/wan=free",

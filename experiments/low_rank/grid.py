@@ -136,7 +136,8 @@ def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) 
 def of_task(task: str, corpora: Path, data: Path) -> list[str]:
     if task == "squad":
         return [
-            "+exp=bert_split_squad", f"task.path={corpora / 'squad_v1'}", "task.max_length=192",
+            "+exp=bert_split_squad", f"task.data.path={corpora / 'squad_v1'}",
+            "task.max_length=192",
             "task.stride=64", "task.max_question=32", "task.max_eval_samples=600",
             "training.max_steps=300", "training.batch_size=16", "training.evaluate_every=0",
             "training.eval_batch_size=64", "training.optimizer.warmup_steps=30",
@@ -145,7 +146,7 @@ def of_task(task: str, corpora: Path, data: Path) -> list[str]:
     if task == "trec":
         steps = UPDATES[task]
         return [
-            "+exp=bert_split_sst2", "task=classification", f"task.path={corpora / 'trec'}",
+            "+exp=bert_split_sst2", "task=classification", f"task.data.path={corpora / 'trec'}",
             f"task.max_length={LENGTH[task]}", f"training.max_steps={steps}",
             f"training.optimizer.warmup_steps={steps // 10}", "training.eval_batch_size=250",
             "training.evaluate_every=0",
@@ -156,7 +157,7 @@ def of_task(task: str, corpora: Path, data: Path) -> list[str]:
     pairs = task in ("qnli", "mrpc", "stsb")
     return [
         "+exp=bert_split_qnli" if pairs else "+exp=bert_split_sst2", f"task.name={task}",
-        f"task.path={folder / name}",
+        f"task.data.path={folder / name}",
         f"task.max_length={LENGTH[task]}", f"training.max_steps={steps}",
         f"training.evaluate_every={steps}", f"training.optimizer.warmup_steps={steps // 10}",
         "training.eval_batch_size=250",

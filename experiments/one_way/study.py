@@ -156,7 +156,7 @@ def real_text(rows: StudyRows, seed: int, data: Path, most: int | None) -> None:
     for task, (row, name) in product(("xnli", "pawsx"), encoders.items()):
         words = [
             "+exp=xnli_zero_shot", "profile=files", f"task.name={task}",
-            f"task.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
+            f"task.data.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
             f"task.tokenizer.name_or_path={name}", "training.max_steps=234",
             "training.optimizer.warmup_steps=25", "training.optimizer.learning_rate=1e-4",
             "training.eval_samples=2000", *fewer(most, *FINE_TUNED), f"seed={seed}",

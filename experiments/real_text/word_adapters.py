@@ -74,9 +74,9 @@ def corpora(data: Path, out: Path) -> list[tuple[str, list[str], dict[str, list[
         [*wiki["en"], *(row[1] for row in europarl[half:])],
     )  # fmt: skip
     captions = further_texts(out / "wiki", wiki["en"], wiki["de"])
-    tatoeba = [f"task.path={pairs}", "task.source=es", "task.target=en"]
-    multi30k = [f"task.path={data / 'multi30k'}", "task.source=en", "task.target=de",
-                "task.test_file=test_2016_flickr.tsv.gz"]  # fmt: skip
+    tatoeba = [f"task.data.path={pairs}", "task.source=es", "task.target=en"]
+    multi30k = [f"task.data.path={data / 'multi30k'}", "task.source=en", "task.target=de",
+                "task.data.test_file=test_2016_flickr.tsv.gz"]  # fmt: skip
     return [
         ("tatoeba", tatoeba, {
             "Transformer": TRANSFORMER, "AB-Net": ABNET, "AB-Net, without word adapters":

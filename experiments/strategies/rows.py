@@ -67,8 +67,8 @@ def settings(
     """Overrides of a run, without its strategy and its line."""
     return [
         "+exp=lora_clm", "profile=files", "model.lora=null",
-        f"model.checkpoint={base.resolve()}", f"task.path={data.resolve()}",
-        "task.document=line", "task.max_length=64", "training.precision=fp32",
+        f"model.checkpoint={base.resolve()}", f"task.data.path={data.resolve()}",
+        "task.data.document=line", "task.max_length=64", "training.precision=fp32",
         f"training.batch_size={batch_size}", "schedule.num_micro_batches=4",
         f"training.max_steps={steps}", "training.eval_batch_size=32",
         f"training.optimizer.learning_rate={learning_rate}",

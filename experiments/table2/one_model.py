@@ -92,7 +92,7 @@ def corpus(
 ) -> tuple[list[str], list[str]]:
     further = further_texts(out, *part(folder, out, names, num_pairs))
     pretraining = (f"model.{side}.pretraining.steps={steps}" for side in ("encoder", "decoder"))
-    pairs = [f"task.path={out}", f"task.source={names[0]}", f"task.target={names[1]}"]
+    pairs = [f"task.data.path={out}", f"task.source={names[0]}", f"task.target={names[1]}"]
     return pairs, [*further, *pretraining]
 
 

@@ -220,8 +220,8 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
         said = f"; did you mean {elsewhere!r}?"
     if there:
         said += f" Allowed here: {there}"
-    if where == "task.path":
-        said += "; with profile=files it is the folder of your corpus"
+    if where in ("task.path", "task.data.path"):
+        said += "; with profile=files task.data.path is the folder of your corpus"
     return f"unknown setting {where!r}{said}"
 
 

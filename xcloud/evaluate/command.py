@@ -42,7 +42,8 @@ def evaluate(words: Sequence[str]) -> None:
     RUN is a run's output folder, with the parts of all clouds in it. All stages run in this
     process; the message between two clouds goes through the run's defence and compressors, as in
     its own evaluations (--uncompressed leaves them out). FILE is plain text (.txt) or has a row a
-    line (.jsonl), as the files of task.path; its perplexity is that of a run whose test set it is.
+    line (.jsonl), as the files of task.data.path; its perplexity is
+    that of a run whose test set it is.
 
     A task is a name that the harness knows or a YAML file of its form; such a file may run Python
     code of its author. A model that has learned chats is asked through its chat template, unless

@@ -3,7 +3,6 @@ test set, measured on other data."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ import torch
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import Scores
-from xcloud.tasks.language_modelling import (
-    FOLDER_NAME,
-    FolderLanguageModelling,
-    LanguageData,
-)
+from xcloud.tasks.language_modelling import FOLDER_NAME, LanguageData, LanguageModelling
 from xcloud.tasks.rows import Corpus
-from xcloud.tasks.sources import list_files
+from xcloud.tasks.sources import Folder
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 from xcloud.use import TextGenerator
 
@@ -26,18 +21,17 @@ def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
     """Return the documents of a file as the test set of a run: cut by the run's tokenizer, and
     packed as its samples are. Raises DataError for a file of another form."""
     trained: Any = generator.experiment.task
-    task = FolderLanguageModelling(
-        path=str(file.parent),
+    folder = Folder(path=str(file.parent), document=getattr(trained.data, "document", None))
+    task = LanguageModelling(
+        data=folder,
         tokenizer=PretrainedTokenizer(str(generator.folder / FOLDER_NAME)),
         max_length=trained.max_length,
         cache_dir=trained.cache_dir,
         date=trained.date,
     )
-    if isinstance(trained, FolderLanguageModelling):
-        task = replace(task, document=trained.document)
     if not file.is_file():
         raise DataError(f"--texts: there is no file {file}")
-    for table in list_files(file.parent, form=task.form):
+    for table in folder.files(task.form):
         if table.path == file:
             table.check()
             corpus = Corpus({"test": task.rows_of(table)})

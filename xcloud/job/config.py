@@ -21,9 +21,10 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from xcloud.base.earlier import rename
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import POLICY_FILE, project_root, this_owners_file
-from xcloud.base.settings import DROPPED, MOVED, with_defaults
+from xcloud.base.settings import DROPPED, with_defaults
 from xcloud.base.walk import walk
 from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.base.yaml_text import from_yaml, to_yaml
@@ -168,7 +169,8 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     Raises ConfigError for a reference to what is not there.
     """
     if not isinstance(config, DictConfig):
-        settings = {str(key): value for key, value in config.items() if key != "hydra"}
+        given = {str(key): value for key, value in config.items() if key != "hydra"}
+        settings = copy.deepcopy(given)  # names in it are replaced
     else:
         try:
             settings = {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
@@ -179,18 +181,11 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
             ) from error
         except OmegaConfBaseException as error:
             raise ConfigError(_lines(error)[0]) from error
-    renamed(settings)
+    rename(settings)
     for key, value in dotted(settings):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     return settings
-
-
-def renamed(settings: Any) -> None:
-    """Replace the names of classes of earlier releases in plain containers."""
-    for node in walk(settings):
-        if isinstance(node.value, dict) and isinstance(target := node.value.get("_target_"), str):
-            node.value["_target_"] = MOVED.get(target, target)
 
 
 def drop_keys(settings: Any) -> None:

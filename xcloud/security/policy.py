@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import yaml  # type: ignore[import-untyped]
 from pydantic import Field
 
+from xcloud.base.earlier import key_of
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import POLICY_FILE, conf_dir, project_root
 from xcloud.base.settings import MOVED, PACKAGED, Positive, settings
@@ -441,7 +442,8 @@ class Policy:
 
         instead: values by dotted name that count in place of the job's.
         """
-        for key, wanted in self.require.items():
+        for asked_key, wanted in self.require.items():
+            key = key_of(asked_key, job)
             value = job if key == "job" else instead.get(key, value_at(job, key))
             if not _meets(value, wanted):
                 asked = wanted

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -33,11 +33,11 @@ from xcloud.tasks.labels import (
 from xcloud.tasks.rows import (
     DEV_NAMES,
     Corpus,
-    DemoSized,
+    Demo,
     Form,
-    OwnNames,
     Rows,
     RowTable,
+    Size,
     SplitTables,
     Tables,
     Text,
@@ -46,8 +46,6 @@ from xcloud.tasks.rows import (
 )
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.sources import (
-    Folder,
-    Hub,
     HubTable,
     InFolder,
     OnHub,
@@ -72,11 +70,11 @@ class Classification(TextTask):
     classes: the names of classes in label order; None: taken from the training labels.
     metrics: the names of scores, main one first; None: the defaults of the kind (metrics_of).
     text_columns, label_column: the names of columns; None: the usual ones.
+    tokenizer: a public tokenizer, the same in every cloud that reads text.
     """
 
     answers: ClassVar[Answers] = "sample"
     benchmarks: ClassVar[Mapping[str, Benchmark]] = GLUE
-    form: ClassVar[Form] = Form("train.tsv (first line: column names) or train.jsonl")
     name: str = "classification"
     kind: Kind = "classes"
     classes: Annotated[Sequence[str], Field(min_length=2)] | None = None
@@ -114,6 +112,19 @@ class Classification(TextTask):
         return self.benchmarks.get(self.name, own)
 
     @property
+    def form(self) -> Form:
+        is_known = self.name in self.benchmarks
+        return Form(
+            "train.tsv (first line: column names) or train.jsonl",
+            rows="labelled texts",
+            name=self.name,
+            files=self.known.files,
+            splits=self.known.hub_splits,
+            config=self.name if is_known else None,
+            hides_test=is_known,
+        )
+
+    @property
     def scores(self) -> Sequence[str]:
         return metrics_of(self.known.kind, names=self.known.metrics)
 
@@ -139,7 +150,7 @@ class Classification(TextTask):
         return replace(tables, tables=splits, remarks=remarks), columns
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        return self._read(self.find(), fields=fields)
+        return self._read(self.data.find(self.form), fields=fields)
 
     def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
         tables, columns = self._usable(found)
@@ -158,7 +169,7 @@ class Classification(TextTask):
         corpus = self.arrange(
             tables, rows_of=rows_of, used=lambda table: columns.values(), dev_as_test=True
         )
-        if not self.names_columns:
+        if not self.data.names_columns:
             return corpus
         *texts, label = columns.values()
         described = f"{' + '.join(texts)} → {label}"
@@ -287,38 +298,6 @@ class ClassificationData(View[Classification]):
 
 
 @settings("task", kw_only=True)
-class FolderClassification(Folder, Classification):
-    """Your own labelled texts, or a benchmark of GLUE, in the folder `path`."""
-
-    @property
-    def own_names(self) -> OwnNames:
-        return self.known.files
-
-
-@settings("task", kw_only=True)
-class HubClassification(Hub, Classification):
-    """A labelled data set from the hub, or a folder in the same format. A benchmark's dev set
-    becomes its test set, and dev is held out of train."""
-
-    @property
-    def data_set(self) -> str | None:
-        is_known = self.name in self.benchmarks
-        if self.config is None and is_known:
-            return self.name
-        return self.config
-
-    @property
-    def own_names(self) -> OwnNames:
-        return self.known.hub_splits
-
-    def is_usual(self, name: str, split: Split) -> bool:
-        """Return whether a set of this name usually is the split. The test labels of a benchmark
-        are not public."""
-        is_hidden = split == "test" and self.name in self.benchmarks
-        return not is_hidden and super().is_usual(name, split)
-
-
-@settings("task", kw_only=True)
 class CrossLingual(Classification):
     """Text pairs trained in one language and tested in others: XNLI and PAWS-X. Scores: mean
     accuracy over the tested languages, then accuracy per language.
@@ -332,74 +311,86 @@ class CrossLingual(Classification):
     train_language: Language = "en"
     languages: Annotated[Sequence[Language], Field(min_length=1)] | None = None
 
+    @property
+    def form(self) -> Form:
+        here = self.train_language
+        return Form(
+            f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …",
+            rows="labelled texts by language",
+            name=self.name,
+            hub=self.known.hub,
+            train_language=here,
+            test_languages=self.languages or (),
+        )
 
-@settings("task", kw_only=True)
-class FolderCrossLingual(InFolder, CrossLingual):
+
+@settings("task.data", kw_only=True)
+class LanguageFolder(InFolder):
     """Your own pairs in several languages, or XNLI or PAWS-X: a folder with train.en.tsv (or
     train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl. Without a training file, the dev file of
-    train_language is used and a remark says so."""
+    task.train_language is used and a remark says so."""
 
-    def find(self) -> SplitTables:
-        here = self.train_language
-        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
+    rows = "labelled texts by language"
+
+    def find(self, form: Form) -> SplitTables:
+        where = self.where(form)
+        here = form.train_language
         files = dict[str, TextFile]()
-        for file in list_files(Path(self.where), form=Form(expected)):
+        for file in list_files(Path(where), form=form):
             if (other := files.setdefault(file.name, file)) is not file:
                 both = f"{name_of(other)} and {name_of(file)}"
-                raise DataError(f"{self.where}: {both} are both {file.name}; remove one")
+                raise DataError(f"{where}: {both} are both {file.name}; remove one")
         found = f"found: {listed(map(name_of, files.values()))}"
         tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
         tested.sort(key=lambda language: (language != here, language))
-        wanted = self.languages or tested or ["LANGUAGE"]
+        wanted = list(form.test_languages) or tested or ["LANGUAGE"]
         if missing := [language for language in wanted if language not in tested]:
             said = f"no test.{missing[0]}.tsv (or .jsonl) for task.languages"
-            raise DataError(f"{self.where}: {said}; {found}")
+            raise DataError(f"{where}: {said}; {found}")
         trained = [name for name in (f"train.{here}", "train") if name in files][:1]
         dev = [name for name in (f"{one}.{here}" for one in DEV_NAMES) if name in files][:1]
         if not (names := [*trained, *dev]):
             said = f"no train.{here}.tsv and no dev.{here}.tsv to train on (task.train_language)"
-            raise DataError(f"{self.where}: {said}; {found}")
+            raise DataError(f"{where}: {said}; {found}")
         remark = f"no training file: {name_of(files[names[0]])} is the training set"
         tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
-        facts = {"train": names, "languages": list(wanted)}
         return SplitTables(
             tables=tables,
-            facts=facts,
+            facts={"train": names, "languages": wanted},
             remarks=[] if trained else [remark],
             test_key="task.languages",
         )
 
 
-@settings("task", kw_only=True)
-class HubCrossLingual(OnHub, CrossLingual):
+@settings("task.data", kw_only=True)
+class LanguageHub(OnHub):
     """A data set of the hub with one config per language, such as facebook/xnli: train and
-    validation of train_language, test of every language.
+    validation of task.train_language, test of every language.
 
-    path, languages: the data set and the tested languages; null: those of the benchmark.
+    dataset: the data set; null: that of the benchmark.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if local_folder(self.where):
+    rows = "labelled texts by language"
+
+    def check(self, form: Form) -> None:
+        super().check(form)
+        if local_folder(self.where(form)):
             said = "is a folder, but this profile reads the hub; use profile=files for a folder"
-            raise ConfigError(f"task.path={self.where} {said}")
+            raise ConfigError(f"task.data.dataset={self.where(form)} {said}")
 
-    @property
-    def where(self) -> str:
-        return super().where or self.known.hub
+    def data_set(self, form: Form) -> str:
+        return form.train_language
 
-    @property
-    def data_set(self) -> str:
-        return self.train_language
+    def find(self, form: Form) -> SplitTables:
+        where = self.where(form)
 
-    def find(self) -> SplitTables:
         def table(language: str, split: str) -> list[RowTable]:
-            loaded = load_hub(self.where, config=language, revision=self.revision, split=split)
-            return [HubTable(dataset=loaded, where=f"{self.where} {language}, split {split}")]
+            loaded = load_hub(where, config=language, revision=self.revision, split=split)
+            return [HubTable(dataset=loaded, where=f"{where} {language}, split {split}")]
 
-        here = self.train_language
-        tested = list(self.languages or self.known.languages)
+        here = form.train_language
+        tested = list(form.test_languages or CROSS_LINGUAL[form.name].languages)
         tables: Tables = {
             "train": {"": table(here, "train")},
             "dev": {"": table(here, "validation")},
@@ -409,20 +400,31 @@ class HubCrossLingual(OnHub, CrossLingual):
         return SplitTables(tables=tables, facts=facts, test_key="task.languages")
 
 
-@settings("task", kw_only=True)
-class DemoClassification(DemoSized, Classification):
+@settings("task.data", kw_only=True)
+class DemoReviews(Demo):
     """Film reviews (label 1 is positive, 0 negative), also for sst2; for qnli questions with
-    sentences (entailment if the sentence answers the question)."""
+    sentences (entailment if the sentence answers the question).
 
-    benchmarks: ClassVar = {name: GLUE[name] for name in ("sst2", "qnli")}
+    num_train, num_dev, num_test: the number of rows of each split.
+    """
 
-    def source_name(self) -> str:
-        if self.name == "qnli":
-            return "demo questions and sentences"
-        return "demo film reviews"
+    rows = "labelled texts"
+    num_train: Size = 8_000
+    num_dev: Size = 500
+    num_test: Size = 1_000
 
-    def find(self) -> SplitTables:
-        if self.name != "qnli":
+    def check(self, form: Form) -> None:
+        super().check(form)
+        if form.name in GLUE and form.name not in ("sst2", "qnli"):
+            raise ConfigError(
+                f"task.name must be one of sst2, qnli in this profile; got {form.name}"
+            )
+
+    def source_name(self, form: Form) -> str:
+        return "demo questions and sentences" if form.name == "qnli" else "demo film reviews"
+
+    def find(self, form: Form) -> SplitTables:
+        if form.name != "qnli":
             liked = reviews(self.total)
             rows = [(text, str(int(positive))) for text, positive in liked]
             return self.generated(("sentence", "label"), rows=rows, samples=liked)
@@ -431,19 +433,36 @@ class DemoClassification(DemoSized, Classification):
         return self.generated(("question", "sentence", "label"), rows=labelled, samples=asked)
 
 
-@settings("task", kw_only=True)
-class DemoCrossLingual(DemoSized, CrossLingual):
-    """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
-    set has num_test pairs per language."""
+@settings("task.data", kw_only=True)
+class DemoInference(Demo):
+    """Premise and hypothesis in English and Spanish: trained in one, tested in both.
 
+    num_train, num_dev: the number of pairs of each split.
+    num_test: the number of pairs of the test set in each language.
+    """
+
+    rows = "labelled texts by language"
     title = "demo inference"
-    train_language: Literal["en", "es"] = "en"
-    languages: Annotated[Sequence[Literal["en", "es"]], Field(min_length=1)] | None = None
-    benchmarks: ClassVar = {"xnli": CROSS_LINGUAL["xnli"]}
+    num_train: Size = 8_000
+    num_dev: Size = 500
+    num_test: Size = 1_000
 
-    def find(self) -> SplitTables:
+    def check(self, form: Form) -> None:
+        super().check(form)
+        asked = {
+            "name": (form.name, ("xnli",)),
+            "train_language": (form.train_language, ("en", "es")),
+            **{f"languages[{n}]": (x, ("en", "es")) for n, x in enumerate(form.test_languages)},
+        }
+        for key, (value, there) in asked.items():
+            if value not in there:
+                raise ConfigError(
+                    f"task.{key} must be one of {', '.join(there)} in this profile; got {value!r}"
+                )
+
+    def find(self, form: Form) -> SplitTables:
         pairs = inferences(self.total)
-        here = str(self.train_language)
+        here = form.train_language
         names = ("premise", "hypothesis", "label")
         made = {
             x: self.generated(
@@ -451,5 +470,5 @@ class DemoCrossLingual(DemoSized, CrossLingual):
             )
             for x in (here, "es" if here == "en" else "en")
         }
-        test = {x: made[x].tables["test"][""] for x in self.languages or made}
+        test = {x: made[x].tables["test"][""] for x in form.test_languages or made}
         return replace(made[here], tables={**made[here].tables, "test": test})

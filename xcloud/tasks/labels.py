@@ -41,8 +41,8 @@ def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
     said = f"{where}: {len(missing):,} of {len(cells):,} rows have no label; the first is row "
     said += f"{missing[0] + 1}, with {cell!r}. "
     if len(missing) == len(cells) > 1:
-        said += "If this set's labels are hidden, test on the dev set (task.test_file=dev or "
-        raise DataError(f"{said}task.test=validation); else set task.label_column")
+        said += "If this set's labels are hidden, test on the dev set (task.data.test_file=dev or "
+        raise DataError(f"{said}task.data.test=validation); else set task.label_column")
     said += "Remove these rows, in every cloud's file"
     if cell:
         said += f"; if {cell!r} is a class, name it and the others in task.classes"

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain, groupby, islice, takewhile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -45,7 +45,7 @@ from xcloud.pretrained import generation_config, resolve
 from xcloud.tasks.chat_template import DATE, TemplateError, template_process
 from xcloud.tasks.rows import (
     Corpus,
-    DemoSized,
+    Demo,
     Form,
     Rows,
     RowTable,
@@ -55,7 +55,7 @@ from xcloud.tasks.rows import (
     unread_keys,
 )
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
+from xcloud.tasks.sources import TextFile
 from xcloud.tasks.text_reader import TextReader
 from xcloud.tasks.text_task import TextTask, TokenTable, View, check_visible, public_tokenizer
 from xcloud.tasks.tokenizer import (
@@ -565,6 +565,7 @@ class LanguageModelling(TextTask):
     used_as: ClassVar[str] = "causal language model"
     form: ClassVar[Form] = Form(
         expected="train.txt (plain text) or train.jsonl (text or messages)",
+        rows="texts or chats",
         endings={"txt": "text", "jsonl": "json"},
     )
     tokenizer: TokenizerChoice = TrainedTokenizer()
@@ -574,6 +575,8 @@ class LanguageModelling(TextTask):
 
     def column_of(self, table: RowTable) -> str:
         """Return where the documents of a table stand. Raises DataError for another form."""
+        if isinstance(table, TextFile) and table.kind == "text":
+            return TEXT
         there = table.columns()
         for name in (self.column,) if self.column else (MESSAGES, TEXT):
             if name in there:
@@ -660,7 +663,7 @@ class LanguageModelling(TextTask):
         return chats_of(rows)
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        tables = self.find()
+        tables = self.data.find(self.form)
         self.check_tables(tables)
         corpus = self.arrange(
             tables, rows_of=self.rows_of, used=self.used_keys, useless_of=self.useless_of
@@ -872,47 +875,6 @@ class LanguageData(View[LanguageModelling]):
             self._tokenizer.save(folder / FOLDER_NAME)
 
 
-@settings("task", kw_only=True)
-class HubLanguageModelling(Hub, LanguageModelling):
-    """Plain texts or chats of a data set of the hub, such as Salesforce/wikitext."""
-
-
-@settings("task", kw_only=True)
-class FolderLanguageModelling(Folder, LanguageModelling):
-    """Your own plain texts or chats in the folder `path`; each file may end in .gz.
-
-    .txt: plain text, UTF-8. document: what one is there: blank_line (it ends at an empty line),
-        line, or file.
-    .jsonl: an object a line, {"text": "…"} or {"messages": [{"role": "user", "content": "…"},
-        {"role": "assistant", "content": "…"}]}. All files are of one of the two kinds.
-    """
-
-    document: Literal["blank_line", "line", "file"] = "blank_line"
-
-    def column_of(self, table: RowTable) -> str:
-        if cast(TextFile, table).kind == "text":
-            return TEXT
-        return super().column_of(table)
-
-    def rows_of(self, table: RowTable) -> Rows:
-        file = cast(TextFile, table)
-        if file.kind != "text":
-            return super().rows_of(file)
-        texts = self._documents(file)
-        return Rows(num_rows=len(texts), texts={TEXT: texts})
-
-    def _documents(self, file: TextFile) -> list[str]:
-        lines = list(read_lines(file.path))
-        if self.document == "file":
-            groups = [lines]
-        else:
-            groups = [[line] for line in lines]
-        if self.document == "blank_line":
-            groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
-        texts = ("\n".join(group).strip("\r\n") for group in groups)  # blanks indent a line
-        return [text for text in texts if text.strip()]
-
-
 def _up_to(ends: Collection[int], tokens: Iterator[int]) -> Iterator[int]:
     """Yield tokens up to the first one that ends a text, which is the last."""
     for token in tokens:
@@ -1049,16 +1011,20 @@ def read_chats(path: Path) -> list[Chat]:
     return chats
 
 
-@settings("task", kw_only=True)
-class DemoLanguageModelling(DemoSized, LanguageModelling):
-    """Embedded English paragraphs of four events."""
+@settings("task.data", kw_only=True)
+class DemoStories(Demo):
+    """Embedded English paragraphs of four events.
 
+    num_train, num_dev, num_test: the number of texts of each split.
+    """
+
+    rows = "texts or chats"
     title = "demo stories"
     order = ("dev", "test", "train")
     num_train: Size = 3_000
     num_dev: Size = 200
     num_test: Size = 400
 
-    def find(self) -> SplitTables:
+    def find(self, form: Form) -> SplitTables:
         told = stories(self.total)
         return self.generated((TEXT,), rows=[(one.text,) for one in told], samples=told)

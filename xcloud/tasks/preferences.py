@@ -38,8 +38,7 @@ from xcloud.tasks.language_modelling import (
     messages_of,
     with_system,
 )
-from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, RowTable, Size, SplitTables, digest_of
-from xcloud.tasks.sources import Folder, Hub
+from xcloud.tasks.rows import Corpus, Demo, Form, Rows, RowTable, Size, SplitTables, digest_of
 from xcloud.tasks.text_task import check_visible
 
 PROMPT = "prompt"
@@ -47,7 +46,7 @@ CHOSEN = "chosen"
 REJECTED = "rejected"
 COLUMNS = (PROMPT, CHOSEN, REJECTED, GIVEN)
 MILLIONTHS = 1e6  # of a nat: what is predicted
-KEYS = "task.path: pairs"
+KEYS = "task.data.path: pairs"
 FORMS = (
     'A line is {"prompt": …, "chosen": …, "rejected": …}: three texts, or three lists of messages '
     '{"role": …, "content": …}; or it has no prompt, and two chats that begin alike'
@@ -86,7 +85,9 @@ class Preferences(LanguageModelling):
 
     name: ClassVar[str] = "preferences"
     form: ClassVar[Form] = Form(
-        expected="train.jsonl (prompt, chosen, rejected)", endings={"jsonl": "json"}
+        expected="train.jsonl (prompt, chosen, rejected)",
+        rows="pairs of answers",
+        endings={"jsonl": "json"},
     )
     beta: PositiveFloat = 0.1
 
@@ -381,38 +382,26 @@ def nats_of(predictions: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     return np.where(found < 0, np.nan, found)  # NOT_FINITE
 
 
-@settings("task", kw_only=True)
-class FolderPreferences(Folder, Preferences):
-    """Your own pairs in the folder `path`; each file may end in .gz.
+@settings("task.data", kw_only=True)
+class DemoAnswers(Demo):
+    """Embedded film reviews: the prompt is how two begin, the chosen answer goes on in praise, the
+    rejected one in blame.
 
-    .jsonl: an object a line. {"prompt": "…", "chosen": "…", "rejected": "…"} are plain texts,
-        which are joined as they stand. With lists of messages they are chats; without a prompt two
-        chats, whose prompt is what both begin with.
+    num_train, num_dev, num_test: the number of pairs of each split.
     """
 
-
-@settings("task", kw_only=True)
-class HubPreferences(Hub, Preferences):
-    """A data set of the hub with the columns prompt, chosen and rejected, such as
-    trl-lib/ultrafeedback_binarized."""
-
-
-@settings("task", kw_only=True)
-class DemoPreferences(DemoSized, Preferences):
-    """Embedded film reviews: the prompt is how two begin, the chosen answer goes on in praise, the
-    rejected one in blame."""
-
+    rows = "pairs of answers"
     title = "demo reviews"
     num_train: Size = 3_000
     num_dev: Size = 200
     num_test: Size = 400
 
-    def find(self) -> SplitTables:
+    def find(self, form: Form) -> SplitTables:
         pairs = review_pairs()
         if self.total > len(pairs):
             raise ConfigError(
                 f"the demo has {len(pairs):,} pairs of reviews, and {self.total:,} are asked for "
-                "(task.num_train, num_dev, num_test): ask for less"
+                "(task.data.num_train, num_dev, num_test): ask for less"
             )
         return self.generated((PROMPT, CHOSEN, REJECTED), rows=pairs, samples=pairs)
 

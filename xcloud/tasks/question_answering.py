@@ -33,7 +33,7 @@ from xcloud.contracts.model import SPLITS, Answers, Cut, Head, Scores, Split
 from xcloud.demo import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import (
     Corpus,
-    DemoSized,
+    Demo,
     Form,
     Rows,
     RowTable,
@@ -42,18 +42,16 @@ from xcloud.tasks.rows import (
     check_columns,
 )
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
-from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.text_task import PairTable, TextTask, View, counted, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
-KEYS = "task.path: a data set in the format of SQuAD"
+KEYS = "task.data.path: a data set in the format of SQuAD"
 FORMS = (
     'Expected {"context", "qas": [{"question", "answers"}]}, or the columns context, question, '
     'answers; answers are a list of texts or of {"text", "start"}, or {"text": […], '
     '"answer_start": […]}'
 )
 IMPOSSIBLE = "is_impossible"  # of a question of SQuAD 2.0, whatever answers stand beside it
-VERSION = re.compile(r"-v\d+(\.\d+)*$")
 MIN_CONTEXT = 8  # paragraph tokens per window
 
 
@@ -254,6 +252,7 @@ class QuestionAnswering(TextTask):
 
     max_length: tokens per window, question and special ids included. max_question: longer
     questions are truncated. stride: tokens between the starts of consecutive windows.
+    tokenizer: a public tokenizer, the same in every cloud that reads text.
     sizes: windows per split. Shares and splits count paragraphs, so that splits share no context;
     limits count questions, which are the rows.
 
@@ -265,7 +264,9 @@ class QuestionAnswering(TextTask):
     name: ClassVar[str] = "squad"
     form: ClassVar[Form] = Form(
         expected="train.jsonl (a paragraph a line) or train-v1.1.json",
+        rows="questions on paragraphs",
         endings={"jsonl": "json", "json": "squad"},
+        version=re.compile(r"-v\d+(\.\d+)*$"),  # dev-v1.1.json
     )
     tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
     max_length: Positive = 384
@@ -285,7 +286,9 @@ class QuestionAnswering(TextTask):
             check_columns(table, wanted=used_keys(table), keys=KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        return self.arrange(self.find(), rows_of=rows_of, used=used_keys, dev_as_test=True)
+        return self.arrange(
+            self.data.find(self.form), rows_of=rows_of, used=used_keys, dev_as_test=True
+        )
 
     def agreed_settings(self) -> dict[str, object]:
         lengths = {"max_question": self.max_question, "stride": self.stride}
@@ -396,23 +399,15 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         return {"question": self._windows[split].asked.texts["question"][ident]}
 
 
-@settings("task", kw_only=True)
-class FolderQuestionAnswering(Folder, QuestionAnswering):
-    """Paragraphs in the folder `path`; dev-v1.1.json is accepted too."""
+@settings("task.data", kw_only=True)
+class DemoQuestions(Demo):
+    """Short generated stories with three questions each.
 
-    def is_usual(self, name: str, split: Split) -> bool:
-        return super().is_usual(VERSION.sub("", name), split)
+    num_train, num_dev, num_test: the number of questions of each split, rounded up to whole
+        stories.
+    """
 
-
-@settings("task", kw_only=True)
-class HubQuestionAnswering(Hub, QuestionAnswering):
-    """A hub data set in the format of SQuAD 1.1, one question per row."""
-
-
-@settings("task", kw_only=True)
-class DemoQuestionAnswering(DemoSized, QuestionAnswering):
-    """Short generated stories with three questions each; the sizes count questions, rounded up."""
-
+    rows = "questions on paragraphs"
     title = "demo stories"
     num_train: Size = 3_000
     num_dev: Size = 300
@@ -422,7 +417,7 @@ class DemoQuestionAnswering(DemoSized, QuestionAnswering):
     def counts(self) -> dict[Split, int]:
         return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
 
-    def find(self) -> SplitTables:
+    def find(self, form: Form) -> SplitTables:
         told = stories(self.total)
         rows = []
         for one in told:

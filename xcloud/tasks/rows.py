@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from xcloud.base.errors import DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Leads, Positive, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Cut, Split
@@ -219,17 +219,37 @@ def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
 
 @dataclass(frozen=True)
 class Form:
-    """The files that make up a corpus in a folder.
+    """What a task reads, as a source has to know it.
 
+    expected: the files that make up a corpus in a folder, in words.
+    rows: the kind of its rows, in words, where some sources have only these.
+    name: the name of the corpus, where it is a known one.
     endings: the format of each file ending.
     languages: the languages of line pairs (train.es, train.en), if any.
+    version: what may stand behind the usual name of a file (train-v1.1).
+    files, splits: the sets that make up a split by their names in the corpus itself, as files of a
+        folder and on the hub; used where none are asked for.
+    hub, config: the data set on the hub and its configuration, used where none is asked for.
+    hides_test: the labels of the test set on the hub are not public.
+    train_language: the language of train and dev, where each language has sets of its own.
+    test_languages: the languages of test then; none: all that there are.
     """
 
     expected: str
+    rows: str = ""
+    name: str = ""
     endings: Mapping[str, FileKind] = field(
         default_factory=lambda: {"tsv": "table", "jsonl": "json", "json": "json"}
     )
     languages: Sequence[str] = ()
+    version: re.Pattern[str] | None = None
+    files: OwnNames = field(default_factory=dict)
+    splits: OwnNames = field(default_factory=dict)
+    hub: str = ""
+    config: str | None = None
+    hides_test: bool = False
+    train_language: str = ""
+    test_languages: Sequence[str] = ()
 
 
 Tables = dict[Split, Mapping[str, Sequence[RowTable]]]
@@ -251,27 +271,13 @@ class SplitTables:
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-@settings("task", kw_only=True)
+@settings("task.data", kw_only=True)
 class Source(ABC):
-    """The place that a task's rows come from. A base class of settings: the class that
-    YAML names has a source and a task as its bases, so that all settings stand beside each other
-    under `task`.
+    """The place that a task's rows come from. It finds the tables of each split, and knows nothing
+    of what a task makes of them: each question comes with the form of what the task reads."""
 
-    dev_share, test_share: the rows to hold out of train where a dev or test split is missing: a
-        row count (500) or a fraction of the training rows (0.02).
-    max_train_samples, max_eval_samples: the largest number of samples, in splits with parts of
-        each part; null: all. Which rows are held out and drawn does not depend on `seed`: every
-        run is scored on the same ones.
-    """
-
-    dev_share: Share = 0.02
-    test_share: Share = 0.02
-    max_train_samples: Positive | None = None
-    max_eval_samples: Positive | None = None
+    rows: ClassVar[str] = ""  # the one kind of rows that it has; "": any of one language
     names_columns: ClassVar[bool] = True  # whether somebody chose their names
-
-    def __post_init__(self) -> None:  # noqa: B027
-        """Check what relates several settings; each base calls the next."""
 
     @property
     def is_public(self) -> bool:
@@ -279,228 +285,95 @@ class Source(ABC):
         a tracker. Files of a folder are somebody's own."""
         return False
 
-    @property
     @abstractmethod
-    def where(self) -> str:
+    def where(self, form: Form) -> str:
         """Return the location, for messages."""
 
     @abstractmethod
-    def source_name(self) -> str:
+    def source_name(self, form: Form) -> str:
         """Return a short name, without reading anything."""
 
-    @property
     @abstractmethod
-    def form(self) -> Form:
-        """Return which files the task reads."""
-
-    @abstractmethod
-    def find(self) -> SplitTables:
+    def find(self, form: Form) -> SplitTables:
         """Find the tables of each split. Reads no text. Raises DataError if a set is missing or
         ambiguous."""
 
-    def check_source(self) -> SplitTables | None:
+    def check(self, form: Form) -> None:
+        """Raise ConfigError if it has no rows of this form."""
+        if self.rows not in ("", form.rows) or (form.train_language and not self.rows):
+            raise ConfigError(
+                f"task.data is {type(self).__name__}, which has {self.rows or 'one language'}, "
+                f"and this task reads {form.rows}: set task and task.data to what fits"
+            )
+
+    def check_source(self, form: Form) -> SplitTables | None:
         """Raise DataError if data is missing; return the tables where they are local. Quick."""
-        return self.find()
+        return self.find(form)
 
-    @property
-    def own_names(self) -> OwnNames:
-        """Return the names of the corpus itself, used where none were requested."""
-        return {}
-
-    def is_usual(self, name: str, split: Split) -> bool:
+    def is_usual(self, name: str, split: Split, form: Form) -> bool:
         """Return whether a set of this name usually is the split."""
         return name in (DEV_NAMES if split == "dev" else (split,))
 
     def choose(
-        self, there: Sequence[RowTable], key: str, expected: str, unread: Sequence[str] = ()
+        self,
+        there: Sequence[RowTable],
+        form: Form,
+        key: str,
+        own_names: OwnNames,
+        expected: str,
+        unread: Sequence[str] = (),
     ) -> Tables:
-        """Return the sets of each split: those that the settings `key` request, all of its own
-        names, or the one with a usual name. dev and test may have none. unread: files that hold
-        data in a form that is not read, for messages."""
+        """Return the sets of each split: those that the settings `key` request, all of the
+        corpus's own names, or the one with a usual name. dev and test may have none. unread: files
+        that hold data in a form that is not read, for messages."""
+        where = self.where(form)
         found = listed(map(name_of, there))
         if unread:
             found += f"; of forms that are not read: {listed(unread)}"
         chosen: dict[Split, list[RowTable]] = {}
         for split in SPLITS:
             setting = key.format(split)
-            own = self.own_names.get(split, {})
-            asked: Names = getattr(self, setting.removeprefix("task."))
+            own = own_names.get(split, {})
+            asked: Names = getattr(self, setting.removeprefix("task.data."))
             if asked is None:
-                if own.keys() <= {one.names[0] for one in there}:
-                    asked = list(own)
-                else:
-                    asked = ()
+                asked = list(own) if own.keys() <= {one.names[0] for one in there} else ()
             for pattern in [asked] if isinstance(asked, str) else asked:
                 matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
                 if not matching:
                     said = f"nothing for {setting}={pattern}; found: {found}"
-                    raise DataError(f"{self.where}: {said}")
+                    raise DataError(f"{where}: {said}")
                 held = chosen.setdefault(split, [])
                 held += [one for one in matching if one not in held]
         taken = [one for sets in chosen.values() for one in sets]
         if twice := [name_of(one) for one in taken if taken.count(one) > 1]:
             said = f"{twice[0]} is used for two splits; check {key.format('*')}"
-            raise DataError(f"{self.where}: {said}")
+            raise DataError(f"{where}: {said}")
         for split in (split for split in SPLITS if split not in chosen):
-            usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split=split)]
+            usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split, form)]
             if len(usual) > 1:
                 said = f"several for {split}: {listed(map(name_of, usual))}"
-                raise DataError(f"{self.where}: {said}; choose with {key.format(split)}=NAME")
+                raise DataError(f"{where}: {said}; choose with {key.format(split)}=NAME")
             if usual:
                 chosen[split] = usual
             elif split != "train" and (
-                other := [n for n in unread if self._may_be(n, split=split)]
+                other := [n for n in unread if self.is_usual(n.partition(".")[0], split, form)]
             ):
                 said = f"{other[0]} is of a form that is not read, and there is no other {split}"
-                raise DataError(f"{self.where}: {said} set; write {expected}, or move it away")
+                raise DataError(f"{where}: {said} set; write {expected}, or move it away")
         if "train" not in chosen:
             said = f"no training set; expected {expected}; found: {found}"
-            raise DataError(f"{self.where}: {said}. Choose with {key.format('train')}=NAME")
+            raise DataError(f"{where}: {said}. Choose with {key.format('train')}=NAME")
         tables: Tables = {}
         for split, sets in chosen.items():
             parts: dict[str, list[RowTable]] = {}
             for one in sets:
-                part = self.own_names.get(split, {}).get(one.names[0], "")
+                part = own_names.get(split, {}).get(one.names[0], "")
                 parts.setdefault(part, []).append(one)
-            # only if every set has a part
-            if "" in parts:
-                tables[split] = {"": sets}
-            else:
-                tables[split] = parts
+            tables[split] = {"": sets} if "" in parts else parts  # only if every set has a part
         return tables
 
-    def _may_be(self, file: str, split: Split) -> bool:
-        return self.is_usual(file.partition(".")[0], split=split)
 
-    def arrange(
-        self,
-        tables: SplitTables,
-        rows_of: Callable[[RowTable], Rows],
-        used: Callable[[RowTable], Collection[str]],
-        dev_as_test: bool = False,
-        useless_of: Callable[[Rows], Mapping[int, str]] = lambda _: {},
-    ) -> Corpus:
-        """Read all three splits, with a remark for each one held out of train or sampled, and
-        for its rows that are not used. Parts are sampled equally and interleaved, so that a prefix
-        of a split covers all of them.
-
-        used: a function that returns the keys of a table that its task uses, including those that
-            this rank does not see.
-        dev_as_test: if there is no test set, the dev set becomes the test set, and dev is held out
-            of train, so that nothing is tuned on the reported scores.
-        useless_of: a function that returns the numbers of the rows of which nothing can be
-            learned, each with the reason.
-
-        Rows with the same cell in a column "group" are held out together.
-        """
-        splits: dict[Split, Mapping[str, Rows]] = {
-            split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
-            for split, parts in tables.tables.items()
-        }
-        for split, parts in splits.items():
-            if empty := [part for part, rows in parts.items() if not rows.num_rows]:
-                raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
-        remarks = list(tables.remarks)
-        every = (table for of in tables.tables.values() for table in chain(*of.values()))
-        remarks += unread_keys(every, used=used)
-        for split in (split for split in SPLITS if split in splits):
-            if num := sum(rows.num_empty for rows in splits[split].values()):
-                remarks.append(f"{split}: {num:,} empty texts left out")
-        useless: dict[str, dict[Split, Cut]] = {}
-        for split, parts in splits.items():
-            splits[split] = {
-                part: self._useful(rows, split, useless_of(rows), useless)
-                for part, rows in parts.items()
-            }
-        train = splits["train"][""]
-        if dev_as_test and "test" not in splits and "dev" in splits:
-            splits["test"] = splits.pop("dev")
-            remarks.append("test: the dev set, as there is no labelled test set")
-        for split, numbers in self._held_out(splits, train=train).items():
-            splits[split] = {"": train.take(numbers)}
-            if split != "train":
-                remarks.append(f"{split} held out of train")
-        result = dict[Split, Rows]()
-        for split in SPLITS:
-            if split == "train":
-                most = self.max_train_samples
-            else:
-                most = self.max_eval_samples
-            parts = splits[split]
-            if most is not None and any(rows.num_rows > most for rows in parts.values()):
-                before = sum(rows.num_rows for rows in parts.values())
-                remarks.append(f"{split}: a sample of its {before:,} rows")
-                parts = {
-                    part: rows.take(chosen_rows(rows.num_rows, wanted=most))
-                    for part, rows in parts.items()
-                }
-            if list(parts) == [""]:
-                result[split] = parts[""]
-            else:
-                result[split] = interleaved(parts)
-        remarks += _in_train(result)
-        for split, rows in result.items():
-            for column in (name for name in rows.texts if name not in ("label", "part", "group")):
-                if num := sum(cell == "" for cell in rows.texts[column]):
-                    remarks.append(f"{split}: {num:,} empty cells of {column} are kept")
-        agreed = dict(tables.facts)
-        drawn = {f.name: getattr(self, f.name) for f in fields(Source)}
-        if any(drawn[one.name] != one.default for one in fields(Source)):
-            agreed["sampling"] = drawn
-        return Corpus(
-            splits=result, remarks=remarks, agreed=agreed, further=tables.further, train_set=train,
-            useless=useless,
-        )  # fmt: skip
-
-    def _useful(
-        self,
-        rows: Rows,
-        split: Split,
-        reasons: Mapping[int, str],
-        useless: dict[str, dict[Split, Cut]],
-    ) -> Rows:
-        """Return the rows without those that have a reason to be left out, which are counted in
-        `useless`. Raises DataError if none is left."""
-        if not reasons:
-            return rows
-        for reason, num in Counter(reasons.values()).items():
-            cut = Cut(num=num, of=rows.num_rows, setting="they teach nothing")
-            useless.setdefault(reason, {})[split] = cut
-        if len(reasons) == rows.num_rows:
-            said = "; ".join(f"{num:,}: {why}" for why, num in Counter(reasons.values()).items())
-            raise DataError(
-                f"{self.where}: none of {rows.num_rows:,} rows of {split} can be learned: {said}"
-            )
-        return rows.take([i for i in range(rows.num_rows) if i not in reasons])
-
-    def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
-        """Return row numbers of train for each missing split and, last, for what remains of it."""
-        groups = train.texts.get("group", range(train.num_rows))
-        left = list(dict.fromkeys(groups))
-        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
-        wanted = {
-            split: share if isinstance(share, int) else max(1, int(share * len(left)))
-            for split, share in shares.items()
-            if split not in there
-        }
-        if not wanted:
-            return {}
-        if sum(wanted.values()) >= len(left):
-            said = f"{' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train has"
-            lower = " and ".join(f"task.{split}_share" for split in wanted)
-            said += f" {len(left):,}; lower {lower}, or add a set for each"
-            raise DataError(f"{self.where}: {said}")
-        split_of: dict[Any, Split] = {}
-        for split, count in wanted.items():
-            split_of |= {left[i]: split for i in chosen_rows(len(left), wanted=count)}
-            left = [group for group in left if group not in split_of]
-        return {
-            split: [i for i, group in enumerate(groups) if split_of.get(group, "train") == split]
-            for split in (*wanted, "train")
-        }
-
-
-def _in_train(splits: Mapping[Split, Rows]) -> list[str]:
+def in_train(splits: Mapping[Split, Rows]) -> list[str]:
     """Return remarks on rows of dev and test whose texts stand in train, too. Labels alone say
     nothing of that."""
     remarks = []
@@ -563,30 +436,33 @@ class Given:
         return list(zip(*found, strict=True))
 
 
-@settings("task", kw_only=True)
+@settings("task.data", kw_only=True)
 class Demo(Source):
     """A corpus of the demo texts (xcloud/demo), which are public. A digest shows that all clouds
     have the same ones. Labels were drawn independently for each sample: a fixed order would
     reveal them to a cloud that sees only sample numbers."""
 
-    where = "demo"
     names_columns = False
+    is_public = True
     title: ClassVar[str]
     order: ClassVar[Sequence[Split]] = SPLITS  # in which splits take their rows
 
-    @property
-    def is_public(self) -> bool:
-        return True
+    def where(self, form: Form) -> str:
+        return "demo"
 
-    def source_name(self) -> str:
+    def source_name(self, form: Form) -> str:
         return self.title
 
-    def check_source(self) -> None:
+    def check_source(self, form: Form) -> None:
         """Do nothing: demo texts are part of the package."""
 
     @property
     def counts(self) -> dict[Split, int]:
         return {split: getattr(self, f"num_{split}") for split in SPLITS}
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
 
     def generated(
         self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object
@@ -602,19 +478,3 @@ class Demo(Source):
             start = part.stop
         facts = {"demo": hashlib.sha256(repr(samples).encode()).hexdigest()}
         return SplitTables(tables=result, facts=facts)
-
-
-@settings("task", kw_only=True)
-class DemoSized(Demo):
-    """A demo corpus of a size that is asked for.
-
-    num_train, num_dev, num_test: the number of rows of each split.
-    """
-
-    num_train: Size = 8_000
-    num_dev: Size = 500
-    num_test: Size = 1_000
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())

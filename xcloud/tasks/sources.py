@@ -20,11 +20,11 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, zip_longest
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json, read_json
 from xcloud.base.errors import ConfigError, DataError
@@ -87,14 +87,14 @@ class TextFile:
     """A RowTable of one file, or of the files of a line pair.
 
     name: the file's name without suffixes.
-    kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
-        which its task cuts into documents.
-    read: a function that returns the texts of a side of a line pair.
+    kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; lines are the sides of a
+        line pair, and text is running text, whose documents are the rows.
+    read: a function that returns the texts of a side of a line pair, or the documents of a text.
     """
 
     name: str
     kind: FileKind
-    paths: Mapping[str, Path]  # language -> file for lines; "" -> file for the others
+    paths: Mapping[str, Path]  # column -> file for lines and text; "" -> file for the others
     read: Callable[[Path], Iterable[str]] = read_lines
     seen: Counter[str] = field(default_factory=Counter, compare=False)
 
@@ -117,7 +117,7 @@ class TextFile:
             self.columns()
 
     def columns(self) -> list[str]:
-        if self.kind == "lines":
+        if self.kind in ("lines", "text"):
             return list(self.paths)
         if self.kind == "table":
             names = next(read_lines(self.path), "").split("\t")
@@ -134,7 +134,7 @@ class TextFile:
         self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
     ) -> Iterator[tuple[Any, ...]]:
         self.seen.clear()
-        if self.kind == "lines":
+        if self.kind in ("lines", "text"):
             yield from self._line_rows(columns)
             return
         if self.kind == "table":
@@ -244,7 +244,22 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
         raise DataError(f"{path}: {what} ({quoted(error)}); {expected}") from error
 
 
-@settings("task", kw_only=True)
+def read_documents(
+    path: Path, document: Literal["blank_line", "line", "file"] = "blank_line"
+) -> list[str]:
+    """Return the documents of a file of running text. document: what ends one."""
+    lines = list(read_lines(path))
+    if document == "file":
+        groups = [lines]
+    elif document == "line":
+        groups = [[line] for line in lines]
+    else:
+        groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
+    texts = ("\n".join(group).strip("\r\n") for group in groups)  # blanks indent a line
+    return [text for text in texts if text.strip()]
+
+
+@settings("task.data", kw_only=True)
 class InFolder(Source):
     """A corpus in a folder.
 
@@ -253,51 +268,79 @@ class InFolder(Source):
 
     path: ReadPath
 
-    @property
-    def where(self) -> str:
+    def where(self, form: Form) -> str:
         return str(Path(self.path).expanduser())
 
-    def source_name(self) -> str:
-        return f"files in {Path(self.where).resolve().name}"
+    def source_name(self, form: Form) -> str:
+        return f"files in {Path(self.path).expanduser().resolve().name}"
 
 
-@settings("task", kw_only=True)
+@settings("task.data", kw_only=True)
 class Folder(InFolder):
-    """A folder with train, dev (val, valid, validation) and test files, recognised by name.
+    """A folder with train, dev (val, valid, validation) and test files, recognised by name. Each
+    may end in .gz.
+
     train_file, dev_file, test_file: the files of a split, in place of those recognised by name: a
         name, a pattern such as "newstest20*.tsv.gz", or a list of these.
     language: the language that selects among train.en.tsv, train.de.tsv, …. Files without a
         language always match.
+    document: what one document of a .txt is, where the task reads running text: blank_line (it
+        ends at an empty line; the default there), line, or file.
     """
 
     train_file: Names = None
     dev_file: Names = None
     test_file: Names = None
     language: Text = "en"
+    document: Literal["blank_line", "line", "file"] | None = None
 
-    def find(self) -> SplitTables:
-        files = list_files(Path(self.where), form=self.form)
-        unread = unread_files(Path(self.where), form=self.form)
+    def check(self, form: Form) -> None:
+        super().check(form)
+        if self.document is not None and "text" not in form.endings.values():
+            raise ConfigError(
+                f"task.data.document is {self.document!r}, and this task reads no running text: "
+                "set it to null"
+            )
+
+    def files(self, form: Form) -> list[TextFile]:
+        """Return the files of this form. Opens none."""
+        read = partial(read_documents, document=self.document or "blank_line")
+        return [
+            replace(file, read=read) if file.kind == "text" else file
+            for file in list_files(Path(self.where(form)), form=form)
+        ]
+
+    def find(self, form: Form) -> SplitTables:
+        files = self.files(form)
         for file in files:
-            self._check_is_no_copy(file)
-        tables = self.choose(files, key="task.{}_file", expected=self.form.expected, unread=unread)
+            self._check_is_no_copy(file, form)
+        tables = self.choose(
+            files,
+            form,
+            key="task.data.{}_file",
+            own_names=form.files,
+            expected=form.expected,
+            unread=unread_files(Path(self.where(form)), form=form),
+        )
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
-        key = None if self.test_file is None else "task.test_file"
+        key = None if self.test_file is None else "task.data.test_file"
         return SplitTables(tables=tables, facts={"files": names}, test_key=key)
 
-    def _check_is_no_copy(self, file: TextFile) -> None:
+    def _check_is_no_copy(self, file: TextFile, form: Form) -> None:
         """Raise DataError for a file that a browser or a desktop has named as a second one, unless
         it is asked for: it may be an older or a newer set than the one beside it."""
         name = SECOND_COPY.sub("", file.name)
         for split in SPLITS:
             asked: Names = getattr(self, f"{split}_file")
-            if name != file.name and asked is None and self.is_usual(name, split=split):
+            if name != file.name and asked is None and self.is_usual(name, split, form):
                 raise DataError(
                     f"{file.where} has the name of a second download or copy: rename or remove "
-                    f"it, or choose the set with task.{split}_file=NAME"
+                    f"it, or choose the set with task.data.{split}_file=NAME"
                 )
 
-    def is_usual(self, name: str, split: Split) -> bool:
+    def is_usual(self, name: str, split: Split, form: Form) -> bool:
+        if form.version is not None:
+            name = form.version.sub("", name)
         name = name.lower()
         stem, _, language = name.rpartition(".")
         if stem not in ("train", "test", *DEV_NAMES):
@@ -310,7 +353,7 @@ class Folder(InFolder):
         return named and language == self.language
 
 
-def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFile]:
+def list_files(folder: Path, form: Form, key: str = "task.data.path") -> list[TextFile]:
     """Return the files of these formats in the folder, sorted by name. Opens none. key: for
     messages."""
     if not folder.is_dir():
@@ -329,7 +372,9 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
         if not path.is_file():
             continue
         if ending in form.endings:
-            tables.append(TextFile(name=name, kind=form.endings[ending], paths={"": path}))
+            kind = form.endings[ending]
+            column = "text" if kind == "text" else ""
+            tables.append(TextFile(name=name, kind=kind, paths={column: path}))
         elif ending in form.languages:
             source, target = form.languages
             for pair in (f".{source}-{target}", f".{target}-{source}"):
@@ -357,7 +402,7 @@ def unread_files(folder: Path, form: Form) -> list[str]:
 
 @dataclass(frozen=True)
 class HubTable:
-    """A Table: one split of a data set, map-style or streaming."""
+    """A RowTable: one split of a data set, map-style or streaming."""
 
     dataset: Any
     where: str
@@ -430,52 +475,51 @@ def _without_nulls(cell: Any) -> Any:
     return [_without_nulls(one) for one in cell] if isinstance(cell, list) else cell
 
 
-@settings("task", kw_only=True)
+@settings("task.data", kw_only=True)
 class OnHub(Source):
     """A data set of the hub. It is public: `datasets` caches all columns on disk, and a rank loads
     the visible ones.
 
     dataset: its name, such as "Helsinki-NLP/opus-100", or a folder that holds it: as on the hub,
         of parquet or other files, or written by save_to_disk.
-    path: the same, by its older word, where dataset is null.
     revision: the commit, tag or branch; None: the newest.
     """
 
     dataset: HubName | None = None
-    path: HubName | None = None
     revision: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.where:
-            raise ConfigError("task.dataset must name a data set of the hub or a folder; got null")
 
     @property
     def is_public(self) -> bool:
-        return local_folder(self.where) is None
+        return local_folder(self.dataset or "") is None
 
-    @property
-    def where(self) -> str:
-        return self.dataset or self.path or ""
+    def where(self, form: Form) -> str:
+        return self.dataset or form.hub
 
-    def source_name(self) -> str:
-        return self.where
+    def source_name(self, form: Form) -> str:
+        return self.where(form)
 
-    @property
+    def check(self, form: Form) -> None:
+        super().check(form)
+        if not self.where(form):
+            raise ConfigError(
+                "task.data.dataset must name a data set of the hub or a folder; got null"
+            )
+
     @abstractmethod
-    def data_set(self) -> str | None:
+    def data_set(self, form: Form) -> str | None:
         """Return the data set's config to check for."""
 
-    def check_source(self) -> None:
+    def check_source(self, form: Form) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
-        folder = local_folder(self.where)
+        where = self.where(form)
+        folder = local_folder(where)
         if folder is not None:
             check_data_files(folder)
         elif not go_offline_if_unreachable():
-            load_hub(self.where, config=self.data_set, revision=self.revision)
+            load_hub(where, config=self.data_set(form), revision=self.revision)
 
 
-@settings("task", kw_only=True)
+@settings("task.data", kw_only=True)
 class Hub(OnHub):
     """A Hugging Face data set, or a local folder in the same format. config: such as "en-es".
     train, dev, test: the names of splits; null: train, validation (valid, dev) and test, if
@@ -486,32 +530,33 @@ class Hub(OnHub):
     dev: str | None = None
     test: str | None = None
 
-    @property
-    def data_set(self) -> str | None:
-        return self.config
+    def data_set(self, form: Form) -> str | None:
+        return form.config if self.config is None else self.config
 
-    def source_name(self) -> str:
-        if local_folder(self.where):
-            name = Path(self.where).name
-        else:
-            name = self.where
-        if self.data_set:
-            return f"{name} {self.data_set}"
-        return name
+    def source_name(self, form: Form) -> str:
+        name = self.where(form)
+        if local_folder(name):
+            name = Path(name).name
+        config = self.data_set(form)
+        return f"{name} {config}" if config else name
 
-    def find(self) -> SplitTables:
-        loaded = load_hub(self.where, config=self.data_set, revision=self.revision)
+    def is_usual(self, name: str, split: Split, form: Form) -> bool:
+        is_hidden = split == "test" and form.hides_test
+        return not is_hidden and super().is_usual(name, split, form)
+
+    def find(self, form: Form) -> SplitTables:
+        where = self.where(form)
+        config = self.data_set(form)
         there = [
-            HubTable(dataset=of, where=f"{self.where}, split {name}", names=[name])
-            for name, of in loaded.items()
+            HubTable(dataset=of, where=f"{where}, split {name}", names=[name])
+            for name, of in load_hub(where, config=config, revision=self.revision).items()
         ]
-        facts = {"config": self.data_set, "revision": self.revision}
-        key = None if self.test is None else "task.test"
-        return SplitTables(
-            tables=self.choose(there, key="task.{}", expected="a split train"),
-            facts=facts,
-            test_key=key,
+        tables = self.choose(
+            there, form, key="task.data.{}", own_names=form.splits, expected="a split train"
         )
+        key = None if self.test is None else "task.data.test"
+        facts = {"config": config, "revision": self.revision}
+        return SplitTables(tables=tables, facts=facts, test_key=key)
 
 
 def check_data_files(folder: Path) -> None:

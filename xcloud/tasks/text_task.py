@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -42,29 +43,84 @@ from xcloud.contracts.model import (
     no_text,
 )
 from xcloud.demo import public_sentences
-from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
+from xcloud.tasks.rows import (
+    Corpus,
+    Form,
+    Rows,
+    RowTable,
+    Share,
+    Source,
+    SplitTables,
+    chosen_rows,
+    in_train,
+    interleaved,
+    unread_keys,
+)
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS = 10_000
+SAMPLING = ("dev_share", "test_share", "max_train_samples", "max_eval_samples")
+"""Settings that say which rows are used: all clouds agree on them where one is set."""
 
 
 @settings("task", kw_only=True)
-class SourceTask(Source):
-    """The settings that all tasks share.
+class TextTask(ABC):
+    """The settings that all tasks share. A task has a source, `data`, and reads what of it a rank
+    may see.
 
     fields: the names of the fields; the last one is predicted.
+    data: the place that its rows come from.
     max_length: the largest number of tokens of a sample, special ids included.
+    dev_share, test_share: the rows to hold out of train where a dev or test split is missing: a
+        row count (500) or a fraction of the training rows (0.02).
+    max_train_samples, max_eval_samples: the largest number of samples, in splits with parts of
+        each part; null: all. Which rows are held out and drawn does not depend on `seed`: every
+        run is scored on the same ones.
+    sizes: the number of samples of train, dev and test, for ranks that read none. null: rank 0
+        sends them.
     cache_dir: the folder of trained tokenizers, relative to the checkout.
     """
 
-    fields: ClassVar[tuple[str, ...]]
-    has_public_tokenizer: ClassVar[bool] = False
+    fields: ClassVar[tuple[str, ...]] = ("text", "types", "label")
+    data: Source
     max_length: Positive
+    dev_share: Share = 0.02
+    test_share: Share = 0.02
+    max_train_samples: Positive | None = None
+    max_eval_samples: Positive | None = None
+    sizes: Mapping[Split, Positive] | None = None
     cache_dir: WritePath = ".cache"
+
+    def __post_init__(self) -> None:
+        """Check what relates several settings; each task calls this one."""
+        if self.sizes is not None and set(self.sizes) != set(SPLITS):
+            all_three = "{train: 5000, dev: 100, test: 500}"
+            raise ConfigError(f"task.sizes must be null or {all_three}; got {self.sizes!r}")
+        self.data.check(self.form)
 
     @property
     @abstractmethod
     def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """Return what the task reads, for its source."""
+
+    @property
+    def shared_tokenizer(self) -> TokenizerChoice | None:
+        """The tokenizer that all clouds have alike; None where each side has its own. A
+        TrainedTokenizer is trained on public_sentences, not on the task's texts, because a
+        vocabulary reveals its training text."""
+        return getattr(self, "tokenizer", None)
+
+    @property
+    def is_public(self) -> bool:
+        return self.data.is_public
+
+    @property
+    def where(self) -> str:
+        return self.data.where(self.form)
 
     @abstractmethod
     def read(self, fields: frozenset[str]) -> Corpus:
@@ -76,7 +132,9 @@ class SourceTask(Source):
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
         """Read all splits; only count rows if a rank sees no field and the counts are set."""
-        return self.read(fields)
+        if fields or self.sizes is None:
+            return self.read(fields)
+        return Corpus({split: Rows(num_rows=num, texts={}) for split, num in self.sizes.items()})
 
     def load(self, fields: frozenset[str], seed: int) -> View[Any]:
         """Load a rank's view. `seed` is ignored: all seeds train and are scored on the same
@@ -89,75 +147,152 @@ class SourceTask(Source):
         return self.view(self.read_for(fields), fields=fields)
 
     def describe(self) -> str:
-        return f"{self.name} ({self.source_name()})"
+        return f"{self.name} ({self.data.source_name(self.form)})"
 
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        if (tables := self.check_source()) is not None:
+        if (tables := self.data.check_source(self.form)) is not None:
             for table in chain.from_iterable(chain(*of.values()) for of in tables.tables.values()):
                 table.check()
             self.check_tables(tables)
             self.check_content(tables)
+        if self.shared_tokenizer is not None:
+            self.shared_tokenizer.check()
 
+    @abstractmethod
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if the tables cannot be used. Reads no text."""
 
-    def check_content(self, tables: SplitTables) -> None:
+    def check_content(self, tables: SplitTables) -> None:  # noqa: B027
         """Raise DataError for texts that every rank would refuse, where finding them takes
         seconds."""
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if the row counts are not as the settings say."""
-
-    def agreed_settings(self) -> dict[str, object]:
-        """Return what the fingerprint has beside name, max_length, row counts and corpus."""
-        return {}
-
-
-@settings("task", kw_only=True)
-class TextTask(SourceTask):
-    """Settings of a task with the fields text, types and label.
-
-    tokenizer: a public tokenizer. A TrainedTokenizer is trained on public_sentences, not on the
-        task's texts, because a vocabulary reveals its training text.
-    sizes: the number of samples of train, dev and test, for ranks that read none. null: rank 0
-        sends them.
-    """
-
-    fields = ("text", "types", "label")
-    has_public_tokenizer = True
-    tokenizer: TokenizerChoice
-    sizes: Mapping[Split, Positive] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sizes is not None and set(self.sizes) != set(SPLITS):
-            all_three = "{train: 5000, dev: 100, test: 500}"
-            raise ConfigError(f"task.sizes must be null or {all_three}; got {self.sizes!r}")
-
-    def check(self) -> None:
-        super().check()
-        self.tokenizer.check()
-
-    def read_for(self, fields: frozenset[str]) -> Corpus:
-        if fields or self.sizes is None:
-            return self.read(fields)
-        return Corpus({split: Rows(num_rows=num, texts={}) for split, num in self.sizes.items()})
-
-    def check_rows(self, rows: Mapping[Split, int]) -> None:
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
             said = f"task.sizes differ from the data, which has {{{there}}}"
             raise DataError(f"{self.describe()}: {said}")
 
     def agreed_settings(self) -> dict[str, object]:
-        """Return them without the corpus where sizes are set: a rank without files knows no file
-        names."""
-        unread = {} if self.sizes is None else {"corpus": None}
-        return {"tokenizer": repr(self.tokenizer), **unread}
+        """Return what the fingerprint has beside name, max_length, row counts and corpus: nothing
+        of the corpus where sizes are set, as a rank without files knows no file names."""
+        unread: dict[str, object] = {} if self.sizes is None else {"corpus": None}
+        if self.shared_tokenizer is None:
+            return unread
+        return {"tokenizer": repr(self.shared_tokenizer), **unread}
+
+    def arrange(
+        self,
+        tables: SplitTables,
+        rows_of: Callable[[RowTable], Rows],
+        used: Callable[[RowTable], Collection[str]],
+        dev_as_test: bool = False,
+        useless_of: Callable[[Rows], Mapping[int, str]] = lambda _: {},
+    ) -> Corpus:
+        """Read all three splits, with a remark for each one held out of train or sampled, and
+        for its rows that are not used. Parts are sampled equally and interleaved, so that a prefix
+        of a split covers all of them.
+
+        used: a function that returns the keys of a table that its task uses, including those that
+            this rank does not see.
+        dev_as_test: if there is no test set, the dev set becomes the test set, and dev is held out
+            of train, so that nothing is tuned on the reported scores.
+        useless_of: a function that returns the numbers of the rows of which nothing can be
+            learned, each with the reason.
+
+        Rows with the same cell in a column "group" are held out together.
+        """
+        splits: dict[Split, Mapping[str, Rows]] = {
+            split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
+            for split, parts in tables.tables.items()
+        }
+        for split, parts in splits.items():
+            if empty := [part for part, rows in parts.items() if not rows.num_rows]:
+                raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
+        remarks = list(tables.remarks)
+        every = (table for of in tables.tables.values() for table in chain(*of.values()))
+        remarks += unread_keys(every, used=used)
+        for split in (split for split in SPLITS if split in splits):
+            if num := sum(rows.num_empty for rows in splits[split].values()):
+                remarks.append(f"{split}: {num:,} empty texts left out")
+        useless: dict[str, dict[Split, Cut]] = {}
+        for split, parts in splits.items():
+            for part, rows in parts.items():
+                reasons = useless_of(rows)
+                found = Counter(reasons.values())
+                for why, num in found.items():
+                    cut = Cut(num=num, of=rows.num_rows, setting="they teach nothing")
+                    useless.setdefault(why, {})[split] = cut
+                if len(reasons) == rows.num_rows:
+                    said = f"none of {rows.num_rows:,} rows of {split} can be learned: "
+                    said += "; ".join(f"{num:,}: {why}" for why, num in found.items())
+                    raise DataError(f"{self.where}: {said}")
+                if reasons:
+                    left = [i for i in range(rows.num_rows) if i not in reasons]
+                    splits[split] = {**splits[split], part: rows.take(left)}
+        train = splits["train"][""]
+        if dev_as_test and "test" not in splits and "dev" in splits:
+            splits["test"] = splits.pop("dev")
+            remarks.append("test: the dev set, as there is no labelled test set")
+        for split, numbers in self._held_out(splits, train=train).items():
+            splits[split] = {"": train.take(numbers)}
+            if split != "train":
+                remarks.append(f"{split} held out of train")
+        result = dict[Split, Rows]()
+        for split in SPLITS:
+            most = self.max_train_samples if split == "train" else self.max_eval_samples
+            parts = splits[split]
+            if most is not None and any(rows.num_rows > most for rows in parts.values()):
+                before = sum(rows.num_rows for rows in parts.values())
+                remarks.append(f"{split}: a sample of its {before:,} rows")
+                parts = {
+                    part: rows.take(chosen_rows(rows.num_rows, wanted=most))
+                    for part, rows in parts.items()
+                }
+            result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+        remarks += in_train(result)
+        for split, rows in result.items():
+            for column in (name for name in rows.texts if name not in ("label", "part", "group")):
+                if num := sum(cell == "" for cell in rows.texts[column]):
+                    remarks.append(f"{split}: {num:,} empty cells of {column} are kept")
+        agreed = dict(tables.facts)
+        drawn = {name: getattr(self, name) for name in SAMPLING}
+        if any(value != getattr(TextTask, name) for name, value in drawn.items()):
+            agreed["sampling"] = drawn
+        return Corpus(
+            splits=result, remarks=remarks, agreed=agreed, further=tables.further, train_set=train,
+            useless=useless
+        )  # fmt: skip
+
+    def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
+        """Return row numbers of train for each missing split and, last, for what remains of it."""
+        groups = train.texts.get("group", range(train.num_rows))
+        left = list(dict.fromkeys(groups))
+        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
+        wanted = {
+            split: share if isinstance(share, int) else max(1, int(share * len(left)))
+            for split, share in shares.items()
+            if split not in there
+        }
+        if not wanted:
+            return {}
+        if sum(wanted.values()) >= len(left):
+            said = f"{' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train has"
+            lower = " and ".join(f"task.{split}_share" for split in wanted)
+            said += f" {len(left):,}; lower {lower}, or add a set for each"
+            raise DataError(f"{self.where}: {said}")
+        split_of: dict[Any, Split] = {}
+        for split, count in wanted.items():
+            split_of |= {left[i]: split for i in chosen_rows(len(left), wanted=count)}
+            left = [group for group in left if group not in split_of]
+        return {
+            split: [i for i, group in enumerate(groups) if split_of.get(group, "train") == split]
+            for split in (*wanted, "train")
+        }
 
 
-T = TypeVar("T", bound=SourceTask)
+T = TypeVar("T", bound=TextTask)
 
 
 def check_visible(field: str, there: Iterable[str]) -> None:
@@ -254,9 +389,7 @@ class View(Tokenized, Generic[T]):
         return self._digests | self._tokenizer_digests
 
     def shared_digests(self) -> dict[str, str]:
-        if self._task.has_public_tokenizer:
-            return self._tokenizer_digests
-        return {}
+        return {} if self._task.shared_tokenizer is None else self._tokenizer_digests
 
     @property
     def _tokenizer_digests(self) -> dict[str, str]:

@@ -23,8 +23,8 @@ from xcloud.contracts.model import SPLITS, Cut, Scores, Split
 from xcloud.demo import NUM_ROWS, pairs
 from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.scores import Vector, bootstrap_error
-from xcloud.tasks.sources import Folder, Hub, read_lines
-from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View, cuts_of
+from xcloud.tasks.sources import read_lines
+from xcloud.tasks.text_task import PairTable, TextTask, Tokenized, TokenTable, View, cuts_of
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 KEYS = "task.source, task.target, task.source_column or task.target_column"
@@ -33,7 +33,7 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 
 
 @settings("task", kw_only=True)
-class Translation(SourceTask):
+class Translation(TextTask):
     """Sentence pairs, from language `source` to language `target`.
 
     source: the language that is translated, as in names of files and columns.
@@ -67,7 +67,7 @@ class Translation(SourceTask):
             raise ConfigError(f"task.source and task.target are both {self.source!r}; set two")
 
     def describe(self) -> str:
-        return f"{self.source_name()} {self.source}→{self.target}"
+        return f"{self.data.source_name(self.form)} {self.source}→{self.target}"
 
     def check(self) -> None:
         super().check()
@@ -83,13 +83,13 @@ class Translation(SourceTask):
 
     def agreed_settings(self) -> dict[str, object]:
         """The settings without tokenizers, which are private to the side that sees the text."""
-        return {"source": self.source, "target": self.target}
+        return {**super().agreed_settings(), "source": self.source, "target": self.target}
 
     @property
     def form(self) -> Form:
         expected = "train.tsv (first line: column names), train.jsonl, or "
         expected += f"train.{self.source} and train.{self.target}"
-        return Form(expected=expected, languages=(self.source, self.target))
+        return Form(expected, rows="sentence pairs", languages=(self.source, self.target))
 
     @property
     def language(self) -> str:
@@ -103,7 +103,7 @@ class Translation(SourceTask):
 
     def read(self, fields: frozenset[str]) -> Corpus:
         wanted = {key: column for key, column in self._columns.items() if key in fields}
-        tables = self.find()
+        tables = self.data.find(self.form)
         corpus = self.arrange(
             tables,
             rows_of=lambda table: read(table, wanted=wanted, keys=KEYS),
@@ -269,18 +269,8 @@ def _metrics(language: str) -> dict[str, Any]:
         ) from None
 
 
-@settings("task", kw_only=True)
-class FolderTranslation(Folder, Translation):
-    """Your own parallel corpus in the folder `path`."""
-
-
-@settings("task", kw_only=True)
-class HubTranslation(Hub, Translation):
-    """A Hugging Face data set, or a folder in the same format."""
-
-
-@settings("task", kw_only=True)
-class DemoTranslation(Demo, Translation):
+@settings("task.data", kw_only=True)
+class DemoPairs(Demo):
     """Different sentence pairs of 4 to 25 words. No sentence occurs twice in either language, so
     the splits are disjoint.
 
@@ -291,6 +281,7 @@ class DemoTranslation(Demo, Translation):
         occur in no pair. They serve tokenizers and backbones to be pretrained on.
     """
 
+    rows = "sentence pairs"
     title = "demo texts"
     num_pairs: Positive = 24_000
     num_dev: Positive = 1_000
@@ -298,13 +289,12 @@ class DemoTranslation(Demo, Translation):
     num_monolingual: NotNegative = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         least = self.num_dev + self.num_test + 1
         most = NUM_ROWS["pairs"] - 2 * self.num_monolingual
         if not least <= self.num_pairs <= most:
             raise ConfigError(
-                f"task.num_pairs must be {least}..{most}: at least one more than task.num_dev and "
-                "task.num_test together, and at most what twice task.num_monolingual leaves of "
+                f"task.data.num_pairs must be {least}..{most}: at least one more than num_dev and "
+                "num_test together, and at most what twice num_monolingual leaves of "
                 f"{NUM_ROWS['pairs']}; got {self.num_pairs}"
             )
 
@@ -312,13 +302,15 @@ class DemoTranslation(Demo, Translation):
     def num_train(self) -> int:
         return self.num_pairs - self.num_dev - self.num_test
 
-    def check_source(self) -> None:
-        if {self.source, self.target} != {"es", "en"}:
-            got = f"got source={self.source!r}, target={self.target!r}"
-            raise ConfigError(f"the demo has es and en only, {got}; set task.path")
+    def check_source(self, form: Form) -> None:
+        if {*form.languages} != {"es", "en"}:
+            got = "got source={!r}, target={!r}".format(*form.languages)
+            raise ConfigError(
+                f"the demo has es and en only, {got}; set profile=files and task.data.path"
+            )
 
-    def find(self) -> SplitTables:
-        self.check_source()
+    def find(self, form: Form) -> SplitTables:
+        self.check_source(form)
         num = self.num_pairs
         extra = self.num_monolingual
         every = pairs(num + 2 * extra)

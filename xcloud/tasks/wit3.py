@@ -11,10 +11,8 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import Split
-from xcloud.tasks.rows import SplitTables, Tables
+from xcloud.tasks.rows import Form, SplitTables, Tables
 from xcloud.tasks.sources import InFolder, TextFile, read_lines
-from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
-from xcloud.tasks.translation import Translation
 
 # Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
 TAGGED = re.compile(
@@ -25,8 +23,8 @@ SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
 QUOTES = {"&quot;": '"', "&apos;": "'"}
 
 
-@settings("task", kw_only=True)
-class Wit3Translation(InFolder, Translation):
+@settings("task.data", kw_only=True)
+class Wit3(InFolder):
     """IWSLT'14 TED talks from the original, unpacked WIT3 archive; `path` is the folder of the
     language pair, or the one above it. A folder such as es-en/ of the release "2014-01" holds
         train.tags.es-en.es, train.tags.es-en.en       text lines mixed with tagged ones (<url>)
@@ -34,30 +32,29 @@ class Wit3Translation(InFolder, Translation):
     Later releases (IWSLT15.TED.…, TEDX) have the same format.
 
     fairseq's preparation takes every 23rd training row as dev and dev2010 + tst2010..2012 as test,
-    so its BLEU is not comparable. The tokenizers are those of the recipe's pretrained models.
+    so its BLEU is not comparable.
 
     dev, test: the sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or
         test is held out of train.
     """
 
-    source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")
-    target_tokenizer: TokenizerChoice = PretrainedTokenizer("google-bert/bert-base-cased")
+    rows = "sentence pairs"
     dev: Sequence[str] = ("dev2010",)
     test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in (self.source, self.target, *self.dev, *self.test):
+    def check(self, form: Form) -> None:
+        super().check(form)
+        for name in (*form.languages, *self.dev, *self.test):
             if not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(
-                    f"task: {name!r} is part of a file name, so without / and spaces"
+                    f"task.data: {name!r} is part of a file name, so without / and spaces"
                 )
 
-    def source_name(self) -> str:
+    def source_name(self, form: Form) -> str:
         return "IWSLT (WIT3)"
 
-    def find(self) -> SplitTables:
-        top, (a, b) = Path(self.where), self.form.languages
+    def find(self, form: Form) -> SplitTables:
+        top, (a, b) = Path(self.where(form)), form.languages
         names = (f"{a}-{b}", f"{b}-{a}")
         for folder, pair in [(place, name) for name in names for place in (top, top / name)]:
             sides = {side: folder / f"train.tags.{pair}.{side}" for side in (a, b)}
@@ -66,8 +63,8 @@ class Wit3Translation(InFolder, Translation):
         else:
             raise DataError(
                 f"{top}: no train.tags.{names[0]}.{a} (nor .{names[1]}.) here. Unpack {names[0]} "
-                'of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), and set task.path '
-                "to the folder with train.tags.*; nothing is downloaded"
+                'of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), and set '
+                "task.data.path to the folder with train.tags.*; nothing is downloaded"
             )
         tables: Tables = {
             "train": {
@@ -96,7 +93,7 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
     if not paths:
         raise DataError(
             f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing, a part of the WIT3 "
-            "archive (release 2014-01). To omit a set remove it from task.dev or task.test"
+            "archive (release 2014-01). To omit a set remove it from dev or test of task.data"
         )
     return TextFile(name=f"{name}.{pair}", kind="lines", paths=paths, read=_segments)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.bounded import parsed_json
+from xcloud.base.earlier import renamed
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.outcome import EQUAL, GOES_ON, Outcome
-from xcloud.base.settings import DROPPED, MOVED
+from xcloud.base.settings import DROPPED
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.feature_settings import OUTCOMES
 from xcloud.features.checkpoints.common_step import newest_common
@@ -160,8 +161,7 @@ def changes(
     before, after: the records of who holds what.
     """
     found = Changes()
-    names = {as_text(earlier): as_text(name) for earlier, name in MOVED.items()}
-    saved = {key: names.get(value, value) for key, value in saved.items()}
+    saved = renamed(saved)
     for kind, dropped in DROPPED.items():
         for key in [key for key, value in saved.items() if value == as_text(kind)]:
             for name in dropped:

@@ -151,7 +151,7 @@ class MultilingualElectra:
     def next_command(self, run_dir: Path) -> str:
         """Return the command to fine-tune the discriminator; the user supplies inference pairs."""
         encoder = shlex.join(as_override(*one) for one in self.leaves(run_dir).items())
-        files = " profile=files task.path=DIR"
+        files = " profile=files task.data.path=DIR"
         if isinstance(self.text.source, DemoText):
             files = ""
         return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
