@@ -31,7 +31,10 @@ def each_once(*axes: Sequence[Any], count: int | None = None) -> list[ParameterS
     return [
         pytest.param(
             *(axis[place] for axis, place in zip(axes, row, strict=True)),
-            id="-".join(str(axis[place]) for axis, place in zip(axes, row, strict=True)),
+            id="-".join(
+                getattr(axis[place], "__name__", str(axis[place]))
+                for axis, place in zip(axes, row, strict=True)
+            ),
             marks=() if row in daily else NIGHTLY,
         )
         for row in product(*places)

@@ -49,7 +49,7 @@ LINKS = """
 import json, os, sys, time
 import torch, torch.distributed as dist
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.net.gloo_link import GlooInLink, GlooOutLink, Pair
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink, GlooPair
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
 rank = int(sys.argv[1])
@@ -57,7 +57,7 @@ dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29581", rank=r
 found = {}
 for num_posted in (3, 20):
     window = LinkWindow(num_posted)
-    pair = Pair(dist.distributed_c10d._get_default_store(), str(num_posted), "", rank)
+    pair = GlooPair(dist.distributed_c10d._get_default_store(), str(num_posted), "", rank)
     if rank == 0:
         link = GlooOutLink(pair, OutSettings("rank 1", 1000, window=window))
         dist.barrier()

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore
 from tests.pipelines import heartbeat, in_threads
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.net.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
+from xcloud.net.gloo_link import GlooInLink, GlooOutLink, GlooPair, first_line
 from xcloud.net.link import LinkClock
 from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
@@ -27,9 +27,9 @@ def key(number: int) -> MessageKey:
     return MessageKey(Kind.ACTIVATION, 1, number)
 
 
-def sides() -> tuple[Pair, Pair]:
+def sides() -> tuple[GlooPair, GlooPair]:
     store = HashStore()
-    return Pair(store, "a", "", 0), Pair(store, "a", "", 1)
+    return GlooPair(store, "a", "", 0), GlooPair(store, "a", "", 1)
 
 
 def linked(out: OutSettings, incoming: InSettings) -> tuple[GlooOutLink, GlooInLink]:
@@ -45,13 +45,13 @@ def close(*ends: GlooOutLink | GlooInLink) -> None:
 def test_a_line_between_two_ranks_is_made_once_in_a_store() -> None:
     """A later pair of its name would read the addresses of the earlier one, and hang."""
     store = HashStore()
-    pairs = [Pair.claimed(store, "a", "0-1", place) for place in (0, 1)]
-    pairs += [Pair.claimed(store, "a", "1-0", 0), Pair.claimed(store, "b", "0-1", 0)]
-    pairs.append(Pair.claimed(PrefixStore("another system", store), "a", "0-1", 0))
+    pairs = [GlooPair.claimed(store, "a", "0-1", place) for place in (0, 1)]
+    pairs += [GlooPair.claimed(store, "a", "1-0", 0), GlooPair.claimed(store, "b", "0-1", 0)]
+    pairs.append(GlooPair.claimed(PrefixStore("another system", store), "a", "0-1", 0))
 
     for place in (0, 1):
         with pytest.raises(ConfigError, match="line 'a' between ranks 0-1 already"):
-            Pair.claimed(store, "a", "0-1", place)
+            GlooPair.claimed(store, "a", "0-1", place)
 
 
 def test_messages_of_any_size_arrive_in_order_and_are_counted() -> None:

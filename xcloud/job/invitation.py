@@ -27,6 +27,7 @@ import yaml  # type: ignore[import-untyped]
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.terminal import say
 from xcloud.base.wording import check_name
@@ -125,7 +126,7 @@ class Exchange:
         key = self._derived(self._other, purpose=b"message")
         try:
             data = ChaCha20Poly1305(key).decrypt(_NONCE, self._receive(), None)
-            found = json.loads(data)
+            found = parsed_json(data)
             values = [found[key] for key in keys]
         except (InvalidTag, ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(_NO_SENSE) from None
