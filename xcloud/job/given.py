@@ -155,7 +155,12 @@ def _refusals(
     plain = resolved(config)
     found = policy.refused(plain, run_dir)
     if all(one.key in ("addresses", "write", "clouds", "require") for one in found):
-        settings = Settings.of(config, policy)
+        try:
+            settings = Settings.of(config, policy)
+        except (ConfigError, DataError):
+            if not found:
+                raise
+            return None, found  # what is refused comes first: its lines say what to allow
         return settings, [*found, *_refused_job(settings, policy)]
     other, replaced = policy.without_refused_places(plain, run_dir)
     try:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import AGAIN, check_is_data
-from xcloud.base.settings import Positive, ReadPath, settings
+from xcloud.base.settings import Leads, Positive, ReadPath, settings
 from xcloud.contracts.model import (
     NO_TOKEN,
     SPLITS,
@@ -142,8 +142,8 @@ class TokenFiles:
 
     name: ClassVar[str] = "tokens"
     path: ReadPath
-    train: Annotated[str, Field(min_length=1)] = "*train*.bin"
-    validation: Annotated[str, Field(min_length=1)] = "*val*.bin"
+    train: Annotated[str, Field(min_length=1), Leads("inside")] = "*train*.bin"
+    validation: Annotated[str, Field(min_length=1), Leads("inside")] = "*val*.bin"
     num_dev: Positive = 10_240
     num_test: Positive = 10_240
     max_length: Annotated[int, Field(ge=8)] = 1024
