@@ -19,6 +19,7 @@ from xcloud.job import config as configs
 from xcloud.job.given import read_settings, read_shared, with_overrides
 from xcloud.launch.failures import write_failure
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.run_record import RunRecord
 from xcloud.security.policy import Policy
 from xcloud.show import notices
 from xcloud.show.display import note_of
@@ -165,9 +166,9 @@ def test_no_file_and_no_tracker_has_the_command(
     assert "SECRET" not in str(configs.Settings.of(config).flat)
     assert configs.Settings.of(config).job.launch.on_event is not None, "the run keeps it"
     monkeypatch.setattr(sys, "argv", ["run.py", "+exp=x", f"launch.on_event={config.launch}"])
-    summary = {"status": "finished", "num_steps": 0}
-    assert "SECRET" not in note_of(summary, tmp_path)
-    assert "+exp=x" in note_of(summary, tmp_path)
+    record = RunRecord({"status": "finished", "num_steps": 0})
+    assert "SECRET" not in note_of(record, tmp_path)
+    assert "+exp=x" in note_of(record, tmp_path)
 
 
 @pytest.mark.parametrize(

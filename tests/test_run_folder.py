@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -89,7 +90,7 @@ WRITERS: dict[str, Writer] = {
 READERS = {
     "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
     "export", "policy", "torchrun", "status", "train-tokenizer", "keys", "approve", "follow",
-    "doctor",
+    "doctor", "relay", "invite", "accept",
 }  # fmt: skip
 
 
@@ -221,7 +222,8 @@ def test_ranks_beside_the_first_one_wait_until_it_owns_the_folder(
         text = json.dumps({"parent": os.getppid() if len(asked) > 2 else 1})
         (tmp_path / run_folder.LOCK_FILE).write_text(text)
 
-    monkeypatch.setattr(run_folder.time, "sleep", sleep)
+    # Not the sleep of `time` itself: threads of other tests may still wait.
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(sleep=sleep))
     run_folder.check_owned_by_parent(tmp_path)
     assert len(asked) == 3
 
