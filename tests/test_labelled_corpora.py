@@ -310,7 +310,7 @@ REAL = {
 
 
 @needs_shared
-@pytest.mark.parametrize(("task", "rows"), first_daily([*REAL.values()], 4), ids=REAL)
+@pytest.mark.parametrize(("task", "rows"), first_daily([*REAL.values()], count=2), ids=REAL)
 def test_real_corpora_are_read(
     task: Callable[..., Classification | QuestionAnswering],
     rows: tuple[int, int, int],

@@ -95,7 +95,7 @@ def documents(data: PreferenceData, tokenizer: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("row", "prompt", "answers"),
-    [
+    first_daily([
         (TEXTS, "Who came?", (" Ana.</s>", " No idea.</s>")),
         (CHATS, RENDERED, ("Ana.</s>", "No idea.</s>")),
         (
@@ -109,7 +109,7 @@ def documents(data: PreferenceData, tokenizer: Path) -> list[tuple[str, str]]:
             RENDERED,
             ("Ana.</s>", "No idea.</s>"),
         ),
-    ],
+    ], count=2),
     ids=["texts", "chats", "chats with the prompt inside", "chats beside the prompt as a text"],
 )  # fmt: skip
 def test_a_pair_is_two_documents_of_which_the_answers_are_guessed(

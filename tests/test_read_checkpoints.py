@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.causal_models import BLOCKS, KINDS, batch_of, build, loss_of, saved, where, words
+from tests.nightly import each_once
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora, check_checkpoint, read_config
@@ -175,8 +176,10 @@ def test_weights_that_are_not_finite_are_named_as_they_are_read(
         build(model_of(tmp_path), 2, where(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "mixtral"])
-@pytest.mark.parametrize("case", ["mixed", "tied", "headless names"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    each_once(["mixed", "tied", "headless names"], ["llama", "gpt_neox", "mixtral"]),
+)
 def test_merged_weights_are_those_of_the_checkpoint_each_in_its_dtype(
     kind: str, case: str, tmp_path: Path
 ) -> None:
