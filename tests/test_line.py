@@ -6,6 +6,7 @@ import dataclasses
 import random
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -217,6 +218,21 @@ def cut_often(num_cuts: int, seed: int, num_connections: int, out_listens: bool)
             sending.join()
             number += len(parts)
         ends.close()
+
+
+TCP_CLOSED = 7  # the first byte of TCP_INFO
+
+
+def test_a_connection_that_is_reset_before_tls_begins_is_closed() -> None:
+    tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        plain = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        wait_for(lambda: plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_CLOSED, 10)
+        with pytest.raises(LineDown, match="cloud_a"):
+            tls.dial(plain, cloud="cloud_a")
 
 
 @pytest.mark.parametrize(

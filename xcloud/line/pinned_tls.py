@@ -73,6 +73,7 @@ class PinnedTls:
     ) -> tuple[ssl.SSLSocket, str]:
         try:
             plain.settimeout(HANDSHAKE_S)
+            plain.getpeername()  # of one that was reset wrap_socket leaves a socket open
             tls = context.wrap_socket(
                 plain,
                 server_side=label is None,
