@@ -102,6 +102,17 @@ def _checkpoints_are_written_at_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _chats_are_written_by_one_process() -> Iterator[None]:
+    """In this process: a task that has checked its chats ends the process that wrote them, and the
+    next test would start it again, which takes more than a second."""
+    from xcloud.tasks.chat_template import template_process
+
+    with mock.patch.object(template_process(), "close"):
+        yield
+    template_process().close()
+
+
 _draws = list[bool]()
 
 

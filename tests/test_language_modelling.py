@@ -25,6 +25,7 @@ from tests.small_tokenizer import TEMPLATE, write_chat_tokenizer
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, NOT_FINITE, Scores
+from xcloud.tasks.chat_template import template_process
 from xcloud.tasks.language_modelling import (
     CausalTokenizer,
     DemoStories,
@@ -390,14 +391,18 @@ def test_a_call_of_a_tool_is_learned_without_content(
     ],
 )
 def test_what_a_chat_would_lose_is_refused(
-    row: dict[str, Any], said: str, tmp_path: Path, folder: Path
+    row: dict[str, Any], said: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that starts the ranks refuses it, and so does a rank."""
+    """The process that starts the ranks refuses it, and so does a rank. The former ends the
+    process that wrote the chats."""
+    ends = list[bool]()
+    monkeypatch.setattr(template_process(), "close", lambda: ends.append(True))
     for split in ("train", "dev", "test"):
         written(tmp_path, f"{split}.jsonl", {"messages": CHAT[:2], **row})
     found = task(tmp_path, folder)
     with pytest.raises(DataError, match=said):
         found.check()
+    assert ends or "never writes" not in said
     with pytest.raises(DataError, match=said):
         found.load(ALL, 0)
 
