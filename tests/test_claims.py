@@ -19,15 +19,10 @@ import pytest
 from matplotlib.collections import LineCollection
 
 from benchmarks import machine
-from tests.sweep_runs import compose
-from tests.toy import toy_config
-from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
-from xcloud.base.project import project_root
-from xcloud.record.checkpoint_files import CheckpointFolder
-from xcloud.study import pages, reproduce
-from xcloud.study.archive import RunArchive, figures_of, mismatches
-from xcloud.study.board import BOARD, DENSE, LINES, WIDTH_RATIO, board_page, step_s
-from xcloud.study.claims import (
+from experiments.claims import pages, reproduce
+from experiments.claims.archive import RunArchive, figures_of, mismatches
+from experiments.claims.board import BOARD, DENSE, LINES, WIDTH_RATIO, board_page, step_s
+from experiments.claims.claims import (
     FILE,
     Cell,
     Claim,
@@ -37,8 +32,13 @@ from xcloud.study.claims import (
     judge,
     read_claims,
 )
+from experiments.claims.reproduce import Record, made, page, verdict_of
+from tests.sweep_runs import compose
+from tests.toy import toy_config
+from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
+from xcloud.base.project import project_root
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.study.points import Point
-from xcloud.study.reproduce import Record, made, page, verdict_of
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -507,7 +507,7 @@ def test_whoever_stops_a_reproduction_stops_its_run_which_saves_what_it_has(
     tmp_path: Path, stop: signal.Signals
 ) -> None:
     said = [sys.executable, "-c", CHILD, str(tmp_path)]
-    parent = f"from xcloud.study.reproduce import ended; ended({said!r})"
+    parent = f"from experiments.claims.reproduce import ended; ended({said!r})"
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
     while not (tmp_path / "runs").exists():
         assert process.poll() is None

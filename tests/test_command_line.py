@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from xcloud.__main__ import COMMANDS, main
+from experiments.claims import pages
+from xcloud.__main__ import COMMANDS, OF_A_CLONE, main
+from xcloud.base import project
 from xcloud.record.files import state_file
 from xcloud.security.audit import audit_file
-from xcloud.study import pages
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
@@ -46,7 +47,18 @@ def test_every_command_explains_itself_under_the_name_it_is_called_by(
 def test_every_command_names_a_function_that_exists() -> None:
     for command in COMMANDS.values():
         module, _, function = command.function.rpartition(".")
-        assert callable(getattr(importlib.import_module(f"xcloud.{module}"), function))
+        if not module.startswith(OF_A_CLONE):
+            module = f"xcloud.{module}"
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_a_command_of_a_clone_says_so_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project, "_checkout", lambda: None)
+    assert main(["claims"]) == 1
+    said = capsys.readouterr().err
+    assert "a clone of xcloud" in said and "`xcloud claims`" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import xcloud
+from experiments.claims.archive import RunArchive
 from tests.configs import composed
 from tests.nightly import first_daily
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import Settings
 from xcloud.record.run_record import RunRecord
 from xcloud.show.tables import markdown_of
-from xcloud.study.archive import RunArchive
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from experiments.claims.archive import figures_of
 from xcloud.feature_list import FIGURES
 from xcloud.layout import Price
 from xcloud.record.evaluation import evaluation_metrics
@@ -14,7 +15,6 @@ from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
 from xcloud.show import tables
-from xcloud.study.archive import figures_of
 
 REQUIRED = {
     "bytes_per_token",

@@ -17,7 +17,8 @@ from xcloud.features import COMMANDS as OF_FEATURES
 
 
 class Command(NamedTuple):
-    """function: full name, of (arguments), which returns an exit code or None."""
+    """function: the name, in xcloud or in a clone's experiments, of a function of (arguments) that
+    returns an exit code or None."""
 
     function: str
     example: str
@@ -29,9 +30,11 @@ entry.main | run +exp=abnet_iwslt | run an experiment, as python run.py does
 job.catalogue.main | settings training | list what may be set, with defaults and meanings
 tracking.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
 study.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
-study.pages.main | claims | list what is claimed with its state; write docs/paper.md
-study.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record
-study.pages.site | site --out site | write the records as a static site
+experiments.claims.pages.main | claims \
+    | list what is claimed with its state; write docs/paper.md (from a clone)
+experiments.claims.reproduce.main | reproduce demo --quick \
+    | run one claim, judge it, write a record (from a clone)
+experiments.claims.pages.site | site --out site | write the records as a static site (from a clone)
 use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines with a trained run
 use.generate | generate outputs/DATE/TIME "The doctor" \
     | let a trained causal language model write on
@@ -69,6 +72,7 @@ show.wire_audit.main | wire-audit outputs/DATE/TIME \
 ROWS = (
     Command(*map(str.strip, row.split("|"))) for row in (TABLE + OF_FEATURES).strip().splitlines()
 )
+OF_A_CLONE = "experiments."  # wheels have no such folder
 COMMANDS = {row.example.split()[0]: row for row in ROWS}
 
 
@@ -91,9 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", error=True)
         return 2
     module, _, function = COMMANDS[name].function.rpartition(".")
-    run = getattr(importlib.import_module(f"xcloud.{module}"), function)
     try:
-        return int(run(rest) or 0)
+        if module.startswith(OF_A_CLONE):
+            from xcloud.base.project import checkout
+
+            sys.path.insert(
+                0, str(checkout(f"`xcloud {name}` works on its claims.toml and records"))
+            )
+        else:
+            module = f"xcloud.{module}"
+        return int(getattr(importlib.import_module(module), function)(rest) or 0)
     except (XcloudError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_record import GOOD
+from experiments.claims.reproduce import StudyRows
 from xcloud.base.project import project_root
-from xcloud.study.reproduce import StudyRows
 
 
 def main() -> None:

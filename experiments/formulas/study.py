@@ -24,13 +24,13 @@ from benchmarks.machine import run_quietly
 from benchmarks.paper_step import UniformCosts, simulate
 from benchmarks.sleeping_job import WARM_UP, Job
 from benchmarks.sleeping_model import SAMPLE_BYTES, read_usage
+from experiments.claims.reproduce import StudyRows
 from tests import warm_ranks
 from xcloud.launch import processes as launch
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import line_bytes
 from xcloud.pipeline.schedule import GPipe
 from xcloud.simulator import formulas
-from xcloud.study.reproduce import StudyRows
 
 FORWARD_S, BACKWARD_S, TRANSFER_S = 0.03, 0.06, 0.015  # of a micro-batch, which is one sample
 STEPS = 5  # timed, of each run

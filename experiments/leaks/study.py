@@ -15,8 +15,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+from experiments.claims.reproduce import StudyRows
 from xcloud.base.project import project_root
-from xcloud.study.reproduce import StudyRows
 
 U_SHAPE = ["cluster=u_shape", "security=owner_keeps_text_and_labels"]
 TWO_STAGES = ["cluster=bottom_only", "security=owner_keeps_text"]

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch
 
+from experiments.claims.reproduce import StudyRows
 from xcloud.base.project import project_root
 from xcloud.pipeline.settings import resolve_precision
-from xcloud.study.reproduce import StudyRows
 
 FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_one_way import ONE_CLOUD, config_of, measure
+from experiments.claims.reproduce import StudyRows
 from experiments.one_way.prepare_text import prepare
-from xcloud.study.reproduce import StudyRows
 
 LINES = {ONE_CLOUD: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 RANKS = (1, 2, 4, 8)

@@ -21,8 +21,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+from experiments.claims.reproduce import StudyRows
 from experiments.strategies.rows import ROWS, settings
-from xcloud.study.reproduce import StudyRows
 
 COMPARED = [
     "data parallel, FP32", "pipeline, INT4", "streaming, every 16, INT4", "FedAvg every 15, INT4",

@@ -21,8 +21,8 @@ import argparse
 from itertools import product
 from pathlib import Path
 
+from experiments.claims.reproduce import StudyRows
 from experiments.real_text.word_adapters import columns, further_texts
-from xcloud.study.reproduce import StudyRows
 
 UPDATES = 1200
 DROPOUT, TWICE = "model.dropout=0.2", f"training.max_steps={2 * UPDATES}"

@@ -15,8 +15,8 @@ import argparse
 from itertools import product
 from pathlib import Path
 
+from experiments.claims.reproduce import StudyRows
 from experiments.table2.one_model import ROWS, corpora, words_of
-from xcloud.study.reproduce import StudyRows
 
 WIRES = {"wire FP32": "compression=none", "wire BF16": "compression=bf16"}
 FIGURES = ("step_s", "bytes_forward", "bytes_backward", "bytes", "ratio", "wall_s")

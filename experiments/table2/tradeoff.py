@@ -13,11 +13,11 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from experiments.claims.claims import FILE, Estimate, Figure, read_claims
+from experiments.claims.pages import read_records
 from xcloud.base.project import project_root
 from xcloud.base.terminal import say
 from xcloud.show.canvas import FAINT, LINES, MARKERS, canvas, plain, save
-from xcloud.study.claims import FILE, Estimate, Figure, read_claims
-from xcloud.study.pages import read_records
 
 QUALITY = "table2-tatoeba"
 SPEED = "table2-steps"

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.claims.claims import REPEATS, ResultRow
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
-from xcloud.study.claims import REPEATS, ResultRow
 
 ARCHIVE_FILE = "runs.tar.xz"
 NAMING = ("task", "corpus", "row", "line", *REPEATS)

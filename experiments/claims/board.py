@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.claims.claims import ResultRow
 from xcloud.net.link_profile import InboundWire
 from xcloud.show.tables import rendered
-from xcloud.study.claims import ResultRow
 
 BOARD = Path("docs", "board.md")
 DENSE = "BF16"

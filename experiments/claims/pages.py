@@ -17,14 +17,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from xcloud.base.project import project_root
-from xcloud.base.terminal import say
-from xcloud.base.units import SCORE_NAMES
-from xcloud.show.canvas import LINES, TITLE_POINTS, canvas, plain, save
-from xcloud.show.tables import Page, Picture, Table, rendered, write_site
-from xcloud.study.archive import mismatches
-from xcloud.study.board import BOARD, board_page
-from xcloud.study.claims import (
+from experiments.claims.archive import mismatches
+from experiments.claims.board import BOARD, board_page
+from experiments.claims.claims import (
     FILE,
     UNKNOWN,
     Cell,
@@ -35,7 +30,12 @@ from xcloud.study.claims import (
     judge,
     read_claims,
 )
-from xcloud.study.reproduce import FOLDER, Record
+from experiments.claims.reproduce import FOLDER, Record
+from xcloud.base.project import project_root
+from xcloud.base.terminal import say
+from xcloud.base.units import SCORE_NAMES
+from xcloud.show.canvas import LINES, TITLE_POINTS, canvas, plain, save
+from xcloud.show.tables import Page, Picture, Table, rendered, write_site
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
 PAPER = Path("docs", "paper.md")

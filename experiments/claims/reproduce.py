@@ -31,11 +31,19 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.claims.archive import RunArchive, figures_of, run_name
+from experiments.claims.claims import (
+    FILE,
+    Claim,
+    ResultRow,
+    judge,
+    read_claims,
+    repeats_of,
+)
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.overrides import readable
 from xcloud.base.project import (
-    checkout,
     commit,
     conf_dir,
     module_paths,
@@ -48,15 +56,6 @@ from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import composed
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.show.tables import cell_text, rendered
-from xcloud.study.archive import RunArchive, figures_of, run_name
-from xcloud.study.claims import (
-    FILE,
-    Claim,
-    ResultRow,
-    judge,
-    read_claims,
-    repeats_of,
-)
 from xcloud.study.points import Point, SweepState
 from xcloud.study.runner import (
     OUTPUT_FILE,
@@ -88,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
     places = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
     parser.add_argument("--out", type=Path, help=f"folder of the record; default: {places}")
     given = parser.parse_args(words)
-    claims = read_claims(checkout("it runs the commands that claims.toml names") / FILE)
+    claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
         there = f"{meant(given.claim, known=[*claims])} There are: {', '.join(claims)}"
         raise ConfigError(f"no claim {given.claim!r} in {FILE}{there}")
