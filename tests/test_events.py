@@ -1,9 +1,10 @@
 """Following events.jsonl and joining the ranks' reports; the tokens of a step."""
 
+import gzip
 import json
 import logging
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.toy import toy_config
 from tests.toy_text import PAD, ToyTextTask, text_config
 from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector, StepTotals, update_s
+from xcloud.record.files import has_events
 from xcloud.record.summary import RunStatistics, feed_log
 
 
@@ -38,6 +40,35 @@ def test_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
     append_event(path, "finish", rank=0, cloud="source", num_steps=3)
     (event,) = list(reader)
     assert event["event"] == "finish" and event["num_steps"] == 3 and event["t"] > 1e9
+
+
+def test_a_log_that_an_earlier_release_cut_off_is_one_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0.2.0 cut every 8 MB off and compressed it; some of it stays plain where that was killed."""
+    texts = [*"abcdef"]
+    first, second, third, rest = (
+        "".join(f'{{"event": "note", "text": "{text}"}}\n' for text in some).encode()
+        for some in ("ab", "c", "de", "f")
+    )
+    path = tmp_path / EVENTS_FILE
+    (tmp_path / "events.0001.jsonl").write_bytes(first.removesuffix(b"\n"))  # the machine died
+    (tmp_path / "events.0001.jsonl.gz").write_bytes(gzip.compress(first))
+    (tmp_path / "events.0002.jsonl.gz").write_bytes(gzip.compress(second))
+    (tmp_path / "events.0003.jsonl.gz").write_bytes(gzip.compress(third))
+    path.write_bytes(rest)
+    reader = EventReader(path)
+    one_by_one = [event["text"] for event in islice(reader, 3)]
+    assert one_by_one + [event["text"] for event in reader] == texts
+    append_event(path, "note", rank=0, cloud="source", text="g")
+    assert [event["text"] for event in reader] == ["g"] and has_events(tmp_path)
+
+    damaged = tmp_path / "events.0002.jsonl.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING):
+        assert [event["text"] for event in EventReader(path)] == [*"abdefg"]
+    (record,) = caplog.records
+    assert "events.0002.jsonl.gz is damaged" in record.getMessage()
 
 
 def test_line_cut_at_any_byte_is_read_when_it_is_whole(tmp_path: Path) -> None:

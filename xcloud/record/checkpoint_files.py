@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from xcloud.record.files import (
     numbers,
     read_json,
 )
-from xcloud.record.segments import draft_of, sync_names, write_whole
 
 State = Mapping[str, Tensor | int]
 
@@ -262,3 +261,39 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor. One of a GPU is copied only while it is written."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
+    draft = draft_of(path, rank=rank)
+    digest = hashlib.sha256()
+    num_bytes = 0
+    try:
+        with open(draft, "wb", buffering=0) as file:
+            for piece in pieces:
+                digest.update(piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                num_bytes += len(piece)
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_names(path.parent)
+    return digest.hexdigest(), num_bytes
+
+
+def draft_of(path: Path, rank: int) -> Path:
+    """Return the path at which a rank writes a file before it bears its name."""
+    return path.with_name(f".{path.name}.{rank}")
+
+
+def sync_names(folder: Path) -> None:
+    """Bring to the disk which files and folders are in it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,11 +1,10 @@
 """Follow a run's event log and join the ranks' reports into steps. What is kept of them is in
 summary.py.
 
-`events.jsonl` (long: with finished segments before it, files.py) is append-only, one JSON
-object per line; all have "event", "rank", "cloud", "t" and what intake.py says. Rank 0 writes it
-for all ranks, the parent follows. A step is complete when every rank has reported it. A run that
-was interrupted continues in the same file: "resume" names the step, and what was reported of later
-ones no longer counts.
+`events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t" and
+what intake.py says. Rank 0 writes it for all ranks, the parent follows. A step is complete when
+every rank has reported it. A run that was interrupted continues in the same file: "resume" names
+the step, and what was reported of later ones no longer counts.
 
 Two clocks: "t" is by the clock of the rank that reports, "arrived" by that of rank 0, which adds
 it to what other ranks report. What one rank spends is told by its "t"; when something was in the
@@ -69,7 +68,7 @@ class EventReader:
     def __init__(self, path: str | Path, warn: bool = True) -> None:
         self.path = Path(path)
         self._warn = warn
-        self._segment = 1
+        self._logs = files.event_logs(self.path)
         self._offset = 0
         self._lines: deque[bytes] = deque()
         self._unfinished = b""
@@ -80,28 +79,25 @@ class EventReader:
                 yield event
 
     def _read(self) -> bool:
-        """Take more lines, of one segment; False if there are none at present."""
-        is_finished = True
-        while is_finished and not self._lines:
+        """Take more lines; False if there are none at present."""
+        while not self._lines:
             try:
-                new, is_finished = files.read(self.path, number=self._segment, offset=self._offset)
+                new = files.read(self._logs[0], offset=self._offset)
             except files.DAMAGED as error:
                 new = b""
-                is_finished = True
                 if self._warn:
-                    log.warning(
-                        "segment %d of %s is damaged, its events are left out: %r",
-                        *(self._segment, self.path, error),
-                    )
+                    log.warning("%s is damaged, its events are left out: %r", self._logs[0], error)
             self._offset += len(new)
-            if is_finished and len(new) < files.SEGMENT_BYTES:
-                self._segment = self._segment + 1
+            if not new:
+                if len(self._logs) == 1:
+                    return False
+                del self._logs[0]
                 self._offset = 0
-                new += b"\n"  # a segment ends with a whole line, unless the machine died
+                new = b"\n"  # a file ends with a whole line, unless the machine died
             # Split bytes, not text: the data read may end inside a UTF-8 character.
             *lines, self._unfinished = (self._unfinished + new).split(b"\n")
             self._lines.extend(line for line in lines if line.strip())
-        return bool(self._lines)
+        return True
 
     def _parse(self, line: bytes) -> Event | None:
         try:

@@ -1,6 +1,5 @@
-"""Files of a run's folder: their names; which checkpoints there are; and those of an event log:
-events.jsonl, which grows, and before it the finished segments events.0001.jsonl.gz,
-events.0002.jsonl.gz, ... (segments.py). No events here.
+"""Files of a run's folder: their names; which checkpoints there are; the bytes of its event log.
+No events here.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from xcloud.base.bounded import parsed_json
 
@@ -27,8 +25,8 @@ TRACKABLE_FILE = "may_be_tracked.json"  # whether a tracker may have these two, 
 CHECKPOINTS_DIR = "checkpoints"
 TOKENIZERS_DIR = "tokenizers"  # that the run has trained, of the fields that ranks here see
 AGREED_FILE = "AGREED"  # in the folder of a checkpoint
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
-SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed log
+CHUNK_BYTES = 8 << 20
 
 
 def note_trackable(run_dir: Path, **may: bool) -> None:
@@ -136,47 +134,24 @@ def numbers(folder: Path, pattern: str) -> list[int]:
     return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
 
 
-def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
-    """Return at most SEGMENT_BYTES of a segment from an offset, and whether the segment is
-    finished.
-
-    path: the path of the log.
-    number: number of the segment, counted from 1.
-
-    Raises one of DAMAGED.
-    """
-    while True:
-        finished = _finished(path, number=number)
-        try:
-            with _open(finished or path) as file:
-                # If it was finished meanwhile, what is open may be the next one.
-                if finished is None and _finished(path, number=number) is not None:
-                    continue
-                file.seek(offset)
-                return file.read(SEGMENT_BYTES), finished is not None
-        except FileNotFoundError:  # it was compressed meanwhile, or there is none yet
-            if finished is None:
-                return b"", False
+def event_logs(path: Path) -> list[Path]:
+    """Return the files of an event log, in order: what release 0.2.0 cut off every 8 MB
+    (events.0001.jsonl.gz, or without .gz if it was killed meanwhile), then the log itself."""
+    earlier = sorted(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}*"), reverse=True)
+    one_each = {file.name.removesuffix(".gz"): file for file in earlier}  # the plain one
+    return [*(one_each[name] for name in sorted(one_each)), path]
 
 
-def segment(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number:04}{path.suffix}")
-
-
-def _finished(path: Path, number: int) -> Path | None:
-    """Return a finished segment as it is now. It is compressed before it is deleted, hence the
-    order."""
-    plain = segment(path, number=number)
-    return next((f for f in (plain, plain.with_name(f"{plain.name}.gz")) if f.exists()), None)
-
-
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    with open(file, "rb", opener=no_link) as opened:
-        if file.suffix == ".gz":
-            yield cast(IO[bytes], gzip.GzipFile(fileobj=opened))
-        else:
-            yield opened
+def read(log: Path, offset: int) -> bytes:
+    """Return at most CHUNK_BYTES of a file of a log; empty if there is none. Raises one of
+    DAMAGED."""
+    try:
+        with open(log, "rb", opener=no_link) as file:
+            opened = gzip.GzipFile(fileobj=file) if log.suffix == ".gz" else file
+            opened.seek(offset)
+            return opened.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 def replace_text(path: Path, text: str) -> None:

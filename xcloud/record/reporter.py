@@ -22,15 +22,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.terminal import say
 from xcloud.net.peer import Peer
-from xcloud.record import files, segments
+from xcloud.record import files
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.files import replace_text, state_file
 
 FLUSH_EVERY_S = 1.0
 WRITE_EVERY_S = 1.0
-FINISH_WITHIN_S = 10.0  # a segment, at the end of a run
+FINISH_WITHIN_S = 10.0  # what waits, at the end of a run
 _MAX_CHUNK_BYTES = 1 << 17
 MAX_WAITING_BYTES = 16 << 20
 """Reports of other ranks that wait for a slow disk: minutes of a run of many ranks."""
@@ -47,19 +48,15 @@ class EventFile:
 
     Never fails a run: lines that cannot be written (full disk) are lost, with one warning, and
     counted; later lines are tried again. `close()` writes the count, and the ranks whose "finish"
-    was lost, to events.lost.json. Every SEGMENT_BYTES a thread finishes a segment and compresses
-    it; where it cannot, the file keeps growing.
+    was lost, to events.lost.json.
     """
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._path = path
         self._file = open(path, "ab", buffering=0, opener=files.no_link)
-        self._num_bytes = self._file.tell()
-        self._finish_at = files.SEGMENT_BYTES
         self._is_torn = _ends_inside_a_line(path)
-        self._finishing = threading.Thread()
-        self.lost: segments.LostLines | None = None
+        self.lost: LostLines | None = None
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0  # what is being written included
         self._crowded_out: list[bytes] = []
@@ -87,15 +84,10 @@ class EventFile:
                         raise OSError("nothing could be written")
                     num_written += num_new
             except (OSError, ValueError) as error:  # ValueError: closed, at the end of a rank
-                self.lost = self.lost or segments.LostLines(log_file=self._path, error=error)
+                self.lost = self.lost or LostLines(log_file=self._path, error=error)
                 self.lost.add(data[data.rfind(b"\n", 0, num_written) + 1 :])
             if num_written:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
-            self._num_bytes += num_written
-            is_whole = self._num_bytes >= self._finish_at and not self._is_torn
-            if is_whole and not self._finishing.is_alive():
-                self._finishing = threading.Thread(target=self._finish_segment, daemon=True)
-                self._finishing.start()
 
     def append_later(self, lines: bytes) -> None:
         """Have lines appended in another thread. Never blocks."""
@@ -132,7 +124,7 @@ class EventFile:
             crowded_out, self._crowded_out = self._crowded_out, []
         for lines in crowded_out:
             error = OSError(f"more than {MAX_WAITING_BYTES:,} bytes wait for it")
-            self.lost = self.lost or segments.LostLines(log_file=self._path, error=error)
+            self.lost = self.lost or LostLines(log_file=self._path, error=error)
             self.lost.add(lines)
 
     def close(self) -> None:
@@ -143,28 +135,11 @@ class EventFile:
             self._crowded_out += map(_in_short, self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
-        if self._finishing.is_alive():
-            self._finishing.join(FINISH_WITHIN_S)
         with self._lock:
             self._file.close()
             self._count_crowded_out()
             if self.lost is not None:
                 self.lost.write(self._path.with_name(LOST_LINES_FILE))
-
-    def _finish_segment(self) -> None:
-        try:
-            os.fsync(self._file.fileno())  # nearly all of it, while lines are still appended
-            with self._lock:
-                if self._is_torn:
-                    return
-                old = self._file
-                self._file = segments.finish(self._path)
-                self._num_bytes = 0
-                old.close()
-            segments.compress(self._path)
-        except (OSError, ValueError) as error:  # ValueError: closed
-            self._finish_at += files.SEGMENT_BYTES
-            log.debug("%s could not be finished as a segment: %s", self._path, error)
 
 
 def _in_short(lines: bytes) -> bytes:
@@ -179,6 +154,33 @@ def _ends_inside_a_line(path: Path) -> bool:
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
+
+
+class LostLines:
+    """A count of what could not be appended to an event log: how many lines, and whose
+    "finish"."""
+
+    def __init__(self, log_file: Path, error: Exception) -> None:
+        self.num = 0
+        self._finished_ranks = list[int]()
+        log.warning(
+            "cannot write to %s (%s); the run continues, its lines are lost until this is "
+            "repaired: is there space on that disk?", log_file, error
+        )  # fmt: skip
+
+    def add(self, data: bytes) -> None:
+        for line in filter(None, data.split(b"\n")):
+            self.num += 1
+            if b'"event":"finish"' in line:
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
+                    self._finished_ranks.append(int(parsed_json(line)["rank"]))
+
+    def write(self, path: Path) -> None:
+        lost = {"lines": self.num, "finished_ranks": self._finished_ranks}
+        try:
+            path.write_text(json.dumps(lost), encoding="utf-8")
+        except OSError as error:
+            log.warning("%d event lines are lost (%s)", self.num, error)
 
 
 class RankState:
