@@ -28,6 +28,7 @@ from tests.line_links import Proxy
 from tests.nightly import each_once, first_daily
 from tests.owners import Owners, address, keys_of
 from tests.runs import command, free_port, read
+from tests.vllm_server import VllmServer
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError, LinkClosed
 from xcloud.features.checkpoints.resume import check_can_go_on
@@ -762,23 +763,28 @@ def test_a_machine_that_is_not_the_cloud_cannot_seal_for_it(
 def test_a_run_of_two_clouds_is_followed_while_it_trains_and_after_a_resume(
     tmp_path: Path,
 ) -> None:
-    """Its folder loads in transformers, and is the export of the run."""
+    """Its folder loads in transformers, is the export of the run, and is what a server of it
+    has."""
     run_dir = tmp_path / "run"
     words = [
         *SMALL, f"cache_dir={tmp_path}/cache", "cluster/wan=free", "model.lora=null",
         "training.patches.every=1", "training.patches.whole_every=2",
     ]  # fmt: skip
     command = [str(run_dir), "--as", str(tmp_path / "served")]
-    with ThreadPoolExecutor() as pool:
+    server = VllmServer(tmp_path / "served")
+    with ThreadPoolExecutor() as pool, server.started():
         settings = Settings.of(composed(*words))
         settings.write(made(run_dir) / "experiment.yaml")
-        following = pool.submit(follow, command)
+        following = pool.submit(follow, [*command, "--reload", f"vllm={server.url}"])
         summary = run(settings, run_dir)
         following.result(120)
+    served = load_file(tmp_path / "served" / "model.safetensors")
+    assert all(torch.equal(server.loaded[-1][name], served[name]) for name in served)
+    assert not server.is_paused
     found = summary["weight_patches"]
     assert found["num_patches"] == 6 and found["num_snapshots"] == 4
     kinds = summary["wire"]["cloud_a -> followers"]
-    assert kinds["weights"]["bytes"] > 0
+    assert kinds["stored"]["bytes"] > 0
     use.export([str(run_dir), "--out", str(tmp_path / "joined")])
     same_to_bf16(tmp_path)
 

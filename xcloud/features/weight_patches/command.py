@@ -18,6 +18,7 @@ from xcloud.base.units import human_bytes, human_seconds
 from xcloud.contracts.model import BuildContext
 from xcloud.features.weight_patches.feature import URL, name_of
 from xcloud.features.weight_patches.follower import FollowedFolder, Follower, News
+from xcloud.features.weight_patches.reload import FORMS, server_of
 from xcloud.features.weight_patches.store import PatchStore, Protect, opening, plain
 from xcloud.job.config import EXPERIMENT_FILE, this_clouds_keys
 from xcloud.job.given import check_is_run, read_settings
@@ -45,6 +46,7 @@ def follow(words: Sequence[str]) -> None:
     parser.add_argument("--as", type=Path, required=True, dest="folder", help="is kept current")
     parser.add_argument("--from", dest="url", help=f"where the weights are (default: {URL})")
     parser.add_argument("--once", action="store_true", help="end when the folder is current")
+    parser.add_argument("--reload", type=server_of, help=f"tell what serves the folder: {FORMS}")
     arguments = parser.parse_args(words)
     check_is_run(arguments.run, EXPERIMENT_FILE)
     job = read_settings(arguments.run / EXPERIMENT_FILE).job
@@ -64,7 +66,7 @@ def follow(words: Sequence[str]) -> None:
     )
     folder = FollowedFolder(arguments.folder, name_of(job), cast(Any, job.model), job.task)
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):
-        _keep_current(follower, folder, _context_of(job), url=url, once=arguments.once)
+        _keep_current(follower, folder, arguments, _context_of(job), url=url)
 
 
 def _protection(job: PipelineJob) -> Protect:
@@ -93,7 +95,11 @@ def _context_of(job: PipelineJob) -> BuildContext:
 
 
 def _keep_current(
-    follower: Follower, folder: FollowedFolder, context: BuildContext, url: str, once: bool
+    follower: Follower,
+    folder: FollowedFolder,
+    arguments: argparse.Namespace,
+    context: BuildContext,
+    url: str,
 ) -> None:
     num_said = 0
     news_at_s = time.monotonic()
@@ -107,12 +113,14 @@ def _keep_current(
             folder.update(follower, news, context)
             say(_in_words(news, took_s=time.monotonic() - since_s))
             news_at_s = time.monotonic()
+            if arguments.reload is not None:
+                _reload(arguments, step=news.step, must=news.is_last or arguments.once)
             if news.is_last:
                 say("that was the last update of the run")
                 return
         elif follower.has_lost_the_end and time.monotonic() - news_at_s > END_WITHIN_S:
             raise DataError(f"the run's last weights are refused: {follower.problems[-1]}")
-        elif once:
+        elif arguments.once:
             if follower.is_behind:
                 raise DataError(f"{follower.problems[-1]}")
             if not follower.has_weights:
@@ -120,6 +128,20 @@ def _keep_current(
             return
         else:
             time.sleep(pause_after(time.monotonic() - news_at_s))
+
+
+def _reload(arguments: argparse.Namespace, step: int, must: bool) -> None:
+    """Let the server read the folder; say why it has not done so. must: raise DataError then, as
+    no later weights will repair it."""
+    since_s = time.monotonic()
+    try:
+        arguments.reload.reload(arguments.folder)
+    except DataError as error:
+        if must:
+            raise DataError(f"the server does not have step {step}: {error}") from error
+        say(f"xcloud: the server does not have step {step}: {error}", error=True)
+    else:
+        say(f"step {step}: the server has it, {human_seconds(time.monotonic() - since_s)}")
 
 
 def _in_words(news: News, took_s: float) -> str:
