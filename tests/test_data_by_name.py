@@ -4,6 +4,9 @@ save_to_disk wrote by the same words, in all five forms."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +82,53 @@ def test_a_saved_set_that_names_files_elsewhere_is_refused(name: str, tmp_path: 
     task = given(LanguageModelling, Hub, dataset=str(tmp_path / "set"))
     with pytest.raises(DataError, match=r"no file beside it|is missing"):
         task.read(frozenset(task.fields))
+
+
+OLD, NEW = "a" * 40, "b" * 40
+SHARED = """
+import json, os, sys
+from tests.hub_server import HubServer
+sets, asked = json.load(sys.stdin)
+server = HubServer({
+    name: {c: {f: rows.encode() for f, rows in files.items()} for c, files in commits.items()}
+    for name, commits in sets.items()
+})
+def read(form, revision):
+    from tests.corpora import given
+    from tests.test_data_by_name import FORMS, SmallTokenizer
+    from xcloud.tasks.sources import Hub
+    settings = {"classes": ["good", "bad"], "tokenizer": SmallTokenizer()}
+    settings = settings if form == "classification" else {}
+    task = given(FORMS[form][0], Hub, dataset=f"own/{form}", revision=revision, **settings)
+    task.check()
+    corpus = task.read(frozenset(task.fields))
+    said = [one for one in corpus.remarks if "commit" in one]
+    print(json.dumps([form, revision, corpus.splits["train"].texts[FORMS[form][2]], said]))
+with server.started():
+    os.environ["HF_ENDPOINT"] = server.url  # read when the hub's library is imported
+    for one in asked:
+        read(*one)
+"""
+
+
+@pytest.mark.slow
+def test_every_form_is_read_from_a_server_of_the_hub_and_its_commit_is_said(
+    tmp_path: Path,
+) -> None:
+    sets = {}
+    for form, (_, row, _) in FORMS.items():
+        rows = f"{json.dumps(row)}\n"
+        splits = {f"{split}.jsonl": 9 * rows for split in ("train", "validation", "test")}
+        old = {**splits, "train.jsonl": 4 * rows}
+        sets[f"own/{form}"] = {OLD: old, NEW: splits}
+    asked: list[tuple[str, str | None]] = [*((form, None) for form in FORMS), ("chats", OLD)]
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED], input=json.dumps([sets, asked]), text=True,
+        capture_output=True, cwd=Path(__file__).parent.parent, timeout=200, check=False,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for (form, commit), (*_, cells, said) in zip(asked, found, strict=True):
+        assert cells == (4 if commit else 9) * [CELLS[form]]
+        assert said == [f"own/{form} is read at commit {commit or NEW}"]

@@ -53,6 +53,7 @@ from xcloud.tasks.sources import (
     list_files,
     load_hub,
     local_folder,
+    said_of_commit,
 )
 from xcloud.tasks.text_task import PairTable, TextTask, View, cuts_of, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
@@ -385,19 +386,21 @@ class LanguageHub(OnHub):
     def find(self, form: Form) -> SplitTables:
         where = self.where(form)
 
-        def table(language: str, split: str) -> list[RowTable]:
+        def table(language: str, split: str) -> list[HubTable]:
             loaded = load_hub(where, config=language, revision=self.revision, split=split)
             return [HubTable(dataset=loaded, where=f"{where} {language}, split {split}")]
 
         here = form.train_language
         tested = list(form.test_languages or CROSS_LINGUAL[form.name].languages)
+        train = table(here, "train")
         tables: Tables = {
-            "train": {"": table(here, "train")},
+            "train": {"": train},
             "dev": {"": table(here, "validation")},
             "test": {language: table(language, "test") for language in tested},
         }
         facts = {"revision": self.revision, "languages": tested}
-        return SplitTables(tables=tables, facts=facts, test_key="task.languages")
+        remarks = said_of_commit(where, train)
+        return SplitTables(tables=tables, facts=facts, remarks=remarks, test_key="task.languages")
 
 
 @settings("task.data", kw_only=True)

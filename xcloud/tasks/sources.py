@@ -413,6 +413,16 @@ class HubTable:
         return list(self.dataset.column_names or next(iter(self.dataset), {}))
 
     @property
+    def commit(self) -> str | None:
+        """Return the commit of the hub that the rows are from; None for a folder's. `datasets`
+        caches what it has read in a folder of that name."""
+        for file in getattr(self.dataset, "cache_files", ()):
+            name = Path(file["filename"]).parent.name
+            if re.fullmatch("[0-9a-f]{40}", name):
+                return name
+        return None
+
+    @property
     def seen(self) -> dict[str, int]:
         """Return the names of all columns; how many of their cells hold something is unknown, as
         only those that are used are loaded."""
@@ -465,6 +475,11 @@ class HubTable:
                 for row in zip(*wanted, strict=True):
                     check_is_no_header(self.where, names=columns, cells=row[: len(columns)])
                     yield tuple(map(_without_nulls, row))
+
+
+def said_of_commit(name: str, tables: Sequence[HubTable]) -> list[str]:
+    """Return a remark on which commit of a data set was read, which task.data.revision pins."""
+    return [f"{name} is read at commit {table.commit}" for table in tables[:1] if table.commit]
 
 
 def _without_nulls(cell: Any) -> Any:
@@ -556,7 +571,8 @@ class Hub(OnHub):
         )
         key = None if self.test is None else "task.data.test"
         facts = {"config": config, "revision": self.revision}
-        return SplitTables(tables=tables, facts=facts, test_key=key)
+        remarks = said_of_commit(where, there)
+        return SplitTables(tables=tables, facts=facts, remarks=remarks, test_key=key)
 
 
 def check_data_files(folder: Path) -> None:
