@@ -1,5 +1,5 @@
 """Experiment files that come from elsewhere: read as data, and held against this cloud's policy.
-Attacks by the numbers of docs/security.md."""
+docs/security.md says what such a file cannot do."""
 
 from __future__ import annotations
 

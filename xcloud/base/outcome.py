@@ -27,7 +27,7 @@ class Outcome:
     def __str__(self) -> str:
         if self.refused:
             return f"refused: {self.refused}"
-        words = "equal bits" if self.is_equal else "goes on"
+        words = "equal bits" if self.is_equal else "resumes"
         words += f", losing {'; '.join(self.lost)}" if self.lost else ""
         return words + (", from a merge of all parameters only" if self.needs_merge else "")
 
