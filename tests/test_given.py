@@ -253,7 +253,8 @@ def test_points_that_share_their_options_are_composed_as_each_by_itself() -> Non
 def test_a_key_that_is_no_more_is_taken_with_its_old_value_alone() -> None:
     """Experiment files hold every setting, also those that a release has dropped since."""
     kind = f"{Feed.__module__}.Feed"
-    plain = {"feed": {"_target_": kind, "order": "fixed", "run_ahead": 9}}
+    dropped = {"order": "fixed", "on_slow": "wait", "min_producers": None}
+    plain = {"feed": {"_target_": kind, **dropped, "run_ahead": 9}}
     drop_keys(plain)
     assert plain == {"feed": {"_target_": kind, "run_ahead": 9}}
     with pytest.raises(ConfigError, match=r"feed\.order is no setting any more: .* 'fixed'"):

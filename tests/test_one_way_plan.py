@@ -1,4 +1,4 @@
-"""The plan of a one-way job: shares, bounds, slow and lost producers; no processes."""
+"""The plan of a one-way job: shares, bounds, lost producers; no processes."""
 
 from collections import Counter
 
@@ -18,13 +18,13 @@ def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> Con
     return plan
 
 
-def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=(), slow=(), dead=()):
+def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=(), dead=()):
     """consumed, skipped: pairs. The others: producers of which all ranks say so."""
     agreed = plan.round()
     for some, pairs in ((agreed.consumed, consumed), (agreed.skipped, skipped)):
         for pair in pairs:
             some[pair] += 1
-    for flags, producers in ((agreed.ready, ready), (agreed.slow, slow), (agreed.dead, dead)):
+    for flags, producers in ((agreed.ready, ready), (agreed.dead, dead)):
         flags[list(producers)] = plan.num_consumers
     return plan.end_step(agreed)
 
@@ -72,21 +72,13 @@ def test_nobody_runs_further_ahead_than_allowed() -> None:
     assert len({order.consumer for order in orders}) == 2
 
 
-def test_nothing_is_ordered_before_enough_are_ready() -> None:
+def test_nothing_is_ordered_before_all_are_ready() -> None:
     layout = feeding([0.5, 0.5], [1, 1])
     plan = ConsumptionPlan(layout, 2, Feed())
     end(plan, ready=[0])
     assert plan.orders() == [] and not plan.has_started
     end(plan, ready=[1])
     assert {order.source for order in plan.orders()} == {0, 1}
-
-    early = ConsumptionPlan(layout, 2, Feed(min_producers=1))
-    end(early, ready=[0])
-    assert {order.source for order in early.orders()} == {0}
-    end(early, ready=[1])
-    _, taken = run_steps(early, 40)
-    late = sum(slot == 1 for (slots,) in taken for slot in slots)
-    assert 30 <= late <= 40  # its share from now on, not what it missed
 
 
 def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_missed() -> None:
@@ -123,34 +115,6 @@ def test_a_lost_producer_comes_back_with_its_ranks_at_one_number_and_owes_nothin
     for source, number in enumerate(numbers[:2]):
         firsts = [order.number for order in orders if order.source == source]
         assert firsts[0] == max(numbers[:2]) + 1, f"source {source} stood at {number}"
-
-
-def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_used() -> None:
-    plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
-    plan.orders()
-    one, skips = 1, 0
-    for number in range(6):
-        slots = plan.step_slots(0)
-        skips += slots.count(one)
-        end(
-            plan,
-            consumed=[(s, 0) for s in slots if s != one],
-            skipped=[(s, 0) for s in slots if s == one],
-            slow=[1] if number == 0 else [],
-        )
-        assert plan.state[1] is State.SLOW
-        assert all(order.source != one for order in plan.orders())
-    assert 0 < skips <= 4
-    ordered = plan.numbers[one]
-
-    end(plan, ready=[1])
-    assert plan.state[1] is State.ACTIVE
-    orders, taken = run_steps(plan, 10)
-    used = sum(slot == one for (slots,) in taken for slot in slots)
-    new = [order for order in orders if order.source == one]
-    assert new[0].number == ordered + 1
-    # The late ones fill its first slots.
-    assert used + plan.slots[0].count(one) == len(new) + skips
 
 
 def test_the_consumer_comes_first_whatever_the_order() -> None:

@@ -121,7 +121,6 @@ def next_steps(plan: ConsumptionPlan, draws: random.Random, num_steps: int) -> l
             for source in plan.step_slots(consumer) or open_[: plan.per_consumer]:
                 kept = agreed.skipped if draws.random() < 0.2 else agreed.consumed
                 kept[source, consumer] += 1
-        agreed.slow[:] = torch.tensor([draws.random() < 0.2 for _ in plan.state])
         agreed.dead[-1] = draws.random() < 0.05
         agreed.ready[:] = plan.num_consumers * (draws.random() < 0.7)
         plan.end_step(agreed)
@@ -130,7 +129,7 @@ def next_steps(plan: ConsumptionPlan, draws: random.Random, num_steps: int) -> l
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 23])
 def test_a_plan_goes_on_with_the_same_orders(num_steps: int) -> None:
-    feed = Feed(8, on_slow="redistribute")
+    feed = Feed(8)
     original, restored = (
         ConsumptionPlan(feeding([0.5, 0.3, 0.2], [2, 1, 3], 2), 6, feed, 600) for _ in range(2)
     )
@@ -440,10 +439,9 @@ def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -
     def needed(role: ConsumerRank) -> list[bool]:
         return [role.needs(frozenset(lost)) for lost in ({1, 0}, {2, 3}, {2, 4})]
 
-    role = consumer(0, clouds, on_slow="redistribute")
-    assert needed(role) == [True, False, True]
-    assert needed(consumer(0, clouds, on_slow="wait")) == [True, True, True]
-    assert needed(consumer(1, clouds, on_slow="redistribute")) == [True, False, False]
+    role = consumer(0, clouds)
+    assert needed(role) == [True, True, True]
+    assert needed(consumer(1, clouds)) == [True, False, False]
     role.inbox.set_ended(0, "gone")
     assert needed(role) == [True, False, True] and not role.needs(frozenset({3}))
     role.send_stop()

@@ -725,7 +725,7 @@ encoder_layers_per_stage eps eval_batch_size eval_samples evaluate_every every e
 feed_forward fragments head_rank hidden in_flight iterations layer layers layer_norm_eps
 learning_rate legs length length_extra length_penalty length_ratio loss_weight max_answer_tokens
 max_epochs max_eval_samples max_length max_skips_in_a_row max_steps max_tokens max_train_samples
-micro_batches min_count min_producers noise num_dev num_heads num_in_flight num_in_memory
+micro_batches min_count noise num_dev num_heads num_in_flight num_in_memory
 num_kv_heads num_layers num_decoder_layers num_encoder_layers num_micro_batches num_pairs num_ranks
 num_test num_texts num_train overlap power r rank replica replicas router_loss rows share sigma
 size sizes stages steps test_share trial_steps type_vocab_size until_step vocab_size

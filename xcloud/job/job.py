@@ -236,13 +236,6 @@ class Job(OfJob, ABC):
     def leaving(self) -> Iterable[Leaving]:
         """Return what the run sends from cloud to cloud, as far as its settings tell."""
 
-    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
-        """Return all ranks that must leave so that the run can start without `ranks`.
-
-        They include `ranks`; empty if the run cannot do without.
-        """
-        return frozenset()
-
     @abstractmethod
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.errors import LinkError
 from xcloud.experiment import Experiment
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.restored import restored
@@ -205,9 +205,7 @@ def run_rank(
 
 def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
     """Run a role from its first heartbeat until its links are closed."""
-    if role.rank in verdict.refused:
-        raise ConfigError(verdict.text)
-    if role.rank == 0 and verdict.text and not verdict.refused:
+    if role.rank == 0 and verdict.text:
         reporter.note(verdict.text)
     with role.alive():
         role.run()

@@ -66,14 +66,12 @@ class Verdict:
     """The answer of rank 0 to all ranks.
 
     kind: go = start; stop = the run ends.
-    refused: ranks that end, while the run continues without them.
     text: the reason or, with `go`, a note for the user; may be empty.
     from_step: step of the checkpoint from which all resume. 0 = the start.
     attempt: a number that no other attempt at this run has.
     """
 
     kind: Literal["go", "stop"] = "go"
-    refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
     text: Annotated[str, StringConstraints(pattern=r"^[ -~\n]*$", max_length=_MAX_TEXT)] = ""
     from_step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
     attempt: Annotated[int, Field(ge=0)] = 0
@@ -100,8 +98,7 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
     mine: the settings that this rank runs (table_of).
     held: the checkpoints that this rank has.
 
-    Raises ConfigError in every rank that cannot continue. A rank that is `refused` gets none: it
-    must still join the wiring before it may leave.
+    Raises ConfigError in every rank if they may not start together.
     """
     rank = rendezvous.rank
     compared = {*range(rendezvous.num_ranks)}
@@ -233,7 +230,6 @@ class _Comparison:
     def __init__(
         self, job: Job, rendezvous: Rendezvous, mine: Table, peers: Iterable[int]
     ) -> None:
-        self._job = job
         self._name_of = partial(rank_name, job)
         self._tables: dict[int, Table] = {rendezvous.rank: mine}
         self._unread: dict[int, str] = {}
@@ -247,10 +243,10 @@ class _Comparison:
                 self._unread[peer] = str(error)  # the other ranks must be told too
 
     def verdict(self, newest: Newest) -> Verdict:
-        """Return the answer to all ranks. Those that are not refused start, or resume from the
-        newest checkpoint that all of them hold."""
+        """Return the answer to all ranks. They start, or resume from the newest checkpoint that
+        all of them hold."""
         found = self.judge()
-        held = {r: t.get("held", {}) for r, t in self._tables.items() if r not in found.refused}
+        held = {rank: table.get("held", {}) for rank, table in self._tables.items()}
         if found.kind == "stop" or not any(held.values()):
             return found
         try:
@@ -262,8 +258,7 @@ class _Comparison:
     def judge(self) -> Verdict:
         """Return the answer as far as settings, code and facts decide it."""
         differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
-        bad = {*self._unread}.union(*(r for keys in differing.values() for r in keys.values()))
-        if not bad:
+        if not (self._unread or any(differing.values())):
             torches = self._values(
                 "info", key="torch", ranks=self._differing("info").get("torch", [])
             )
@@ -292,10 +287,7 @@ class _Comparison:
             + "All clouds need the same experiment file and the same code of xcloud; copy both "
             "from one place and start again. Paths, caches, devices and trackers may differ."
         )
-        # A rank with another layout cannot even join the process groups.
-        fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
-        refused = self._job.refused_with(frozenset(bad)) if fits else ()
-        return Verdict(kind="go" if refused else "stop", refused=tuple(sorted(refused)), text=text)
+        return Verdict(kind="stop", text=text)
 
     def _differing(self, section: str) -> dict[str, list[int]]:
         """Return the ranks that have something else in a section than rank 0, by key."""

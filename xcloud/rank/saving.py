@@ -61,9 +61,6 @@ class Saver(Protocol):
     def after(self, step: int, signal: Signal) -> bool:
         """Do between two updates what the signal says. Return whether this rank ends here."""
 
-    def fail(self, step: int, reason: str) -> None:
-        """Report that this rank cannot save the checkpoint of this step."""
-
     def lose(self, peer: int) -> None:
         """Count a rank as gone that the run continues without. Only rank 0 calls it."""
 

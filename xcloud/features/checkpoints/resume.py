@@ -75,12 +75,12 @@ TABLE: Mapping[str, Row] = {
     **_DECLARED,  # features say it of their settings
     NOTHING: Row(
         r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
-        r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
+        r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.slow_after_s",
         EQUAL, others={"elastic": _elastic()},
     ),
     "steps, optimizer, precision, divergence, decoding, security": Row(
         r"training\.(max_steps|optimizer\.(?!_target_)|on_divergence|max_skips_in_a_row|precision)|"
-        r"security|model\.(decoding|max_answer_tokens)|feed\.on_(slow|dead)",
+        r"security|model\.(decoding|max_answer_tokens)|feed\.on_dead",
         GOES_ON, others={"elastic": _elastic()},
     ),
     "memory and speed of stages": Row(

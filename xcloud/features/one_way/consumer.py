@@ -94,8 +94,7 @@ class ConsumerRun(StatefulTree):
         """
         job = self._rank.job
         last = self._rank.job.max_steps
-        wanted = job.feed.min_producers or len(self._names)
-        self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
+        self._intake.note(f"waiting for {', '.join(self._names)} to be ready")
         for step in range(self.num_updates + 1, last + 1):
             self.num_updates = step
             self._clock.begin_step(step)
@@ -167,7 +166,7 @@ class ConsumerRun(StatefulTree):
             why_gone = ""
             if now is State.DEAD:
                 why_gone = self._rank.why_gone(p)
-            self._intake.changed(step, p, before=before, now=now, why_gone=why_gone)
+            self._intake.changed(step, p, now=now, why_gone=why_gone)
             if now is State.DEAD:
                 self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
         if self.plan.is_exhausted:
@@ -201,11 +200,8 @@ class ConsumerRun(StatefulTree):
         if self._leads:
             self._rank.send_orders(self.plan.levelling_orders())
             self._rank.send_save(self.num_updates, is_last=signal is Signal.STOP)
-        if missing := self._intake.await_ordered():
-            names = ", ".join(self._names[p] for p in missing)
-            checkpoints.fail(self.num_updates, f"batches of {names} are missing")
-        else:
-            checkpoints.after(self.num_updates, signal)
+        self._intake.await_ordered()
+        checkpoints.after(self.num_updates, signal)
         # What is ordered next must not come before every rank has copied its inbox.
         self._rank.group.barrier()
         return signal is Signal.STOP
@@ -238,28 +234,20 @@ class ConsumerRank(OneWayRank):
             self.incoming("batches", rank, handlers, ended)
         # To the sources, from the first rank only.
         self._outs = [self.out("orders", peer=rank) for rank in feeding if self.rank == 0]
-        for rank in context.verdict.refused:
-            # It takes no part from the start, and the others suffice (feed.min_producers).
-            self.inbox.set_ready(rank - layout.num_consumers)
-            why = f"refused before the start: {context.verdict.text}"
-            self.inbox.set_ended(rank - layout.num_consumers, reason=why)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Return true if this rank cannot continue without any of these.
 
-        Of those that feed it, it needs any one, or the last ones, as feed.on_slow says. The plan
-        decides about one that has ended.
+        It needs each of those that feed it. The plan decides about one that has ended.
         """
         if super().needs(lost) or self.rank:
             return super().needs(lost)
         layout = self.job.cluster
-        are_silent = [
+        return self.is_fed and any(
             not lost.isdisjoint(layout.ranks_in(cloud))
             for producer, cloud in enumerate(layout.producers)
-            if self.is_fed and not self.inbox.end_of(producer)
-        ]
-        needed = any if self.job.feed.on_slow == "wait" else all
-        return bool(are_silent) and needed(are_silent)
+            if not self.inbox.end_of(producer)
+        )
 
     def why_gone(self, p: int) -> str:
         """Return why a producer is gone, in its own words where it left them on this machine."""
@@ -352,9 +340,7 @@ class ConsumerRank(OneWayRank):
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
         feeding = range(layout.num_consumers, layout.num_ranks)
-        unheard = self.ends.part_from(
-            feeding, patience_s=patience_s, refused=self.context.verdict.refused
-        )
+        unheard = self.ends.part_from(feeding, patience_s=patience_s)
         if self.rank != 0:
             return
         for p, cloud in enumerate(layout.producers):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import settings
 from xcloud.comm.state import State as Saved
 from xcloud.comm.state import StatefulTree
 from xcloud.features.one_way.layout import OneWayLayout
@@ -37,27 +37,21 @@ NOBODY = -1
 at the same number; it is kept until a rank of the consumer wants it."""
 
 
-@settings("feed", dropped={"order": "fixed"})
+@settings("feed", dropped={"order": "fixed", "on_slow": "wait", "min_producers": None})
 class Feed:
     """The settings by which the consumer takes batches from producers, in turn by their shares
     (docs/pretraining.md).
 
     run_ahead: the number of batches of one rank of a producer that may be ordered and not yet
         consumed. null = twice what one producer alone would have to give for a step, at least 8.
-    on_slow: the reaction to a slow producer. wait = wait for it; redistribute = the others take
-        over its share until it has caught up.
-    slow_after_s: the seconds of silence after which a producer is slow.
+    slow_after_s: the seconds of silence after which the run says that it waits for a producer.
     on_dead: the reaction to a dead producer. redistribute = the others take over its share; stop =
         the run fails.
-    min_producers: the number of ready producers at which the run starts; the others join later.
-        null = all.
     """
 
     run_ahead: Annotated[int, Field(ge=1, le=4096)] | None = None
-    on_slow: Literal["wait", "redistribute"] = "wait"
     slow_after_s: Annotated[float, Field(gt=0.0)] = 30.0
     on_dead: Literal["redistribute", "stop"] = "redistribute"
-    min_producers: Positive | None = None
 
     @property
     def max_ahead(self) -> int:
@@ -84,20 +78,15 @@ class Feed:
                 f"{batches_per_step} batches of a step; set it to {needed} or more, better "
                 f"{2 * needed}"
             )
-        if self.min_producers is not None and self.min_producers > len(layout.producers):
-            raise ConfigError(
-                f"feed.min_producers is {self.min_producers}, but only {len(layout.producers)} "
-                "clouds feed; lower it"
-            )
         return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
 
 
 class State(IntEnum):
-    """The state of a producer, in the plan of every rank of the consumer."""
+    """The state of a producer, in the plan of every rank of the consumer and in reports."""
 
     ABSENT = 0  # not ready yet
     ACTIVE = 1
-    SLOW = 2  # silent for too long
+    SLOW = 2  # silent for too long; only in reports, for the run waits for it
     DEAD = 3
 
 
@@ -121,16 +110,16 @@ class Round:
     The fields below are views of `packed`.
 
     sums: the sums of the consumer's part.
-    ready, slow, dead: the number of ranks in which each producer is ready, slow or dead.
+    ready, dead: the number of ranks in which each producer is ready or dead.
     consumed, skipped: the number of batches, by source and rank.
     signal: the signal of the first rank, which tells what all ranks do after the step.
     """
 
     def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
-        sizes = [num_sums, *[num_producers] * 3, *[math.prod(pairs)] * 2, 1]
+        sizes = [num_sums, *[num_producers] * 2, *[math.prod(pairs)] * 2, 1]
         self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
         parts = torch.split(self.packed, sizes)
-        self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
+        self.sums, self.ready, self.dead, consumed, skipped, self.signal = parts
         self.consumed = consumed.view(pairs)
         self.skipped = skipped.view(pairs)
 
@@ -148,7 +137,6 @@ class ConsumptionPlan(StatefulTree):
     turns: the number of batches that each producer is owed.
     promised: the value of Order.num_planned that was sent with each order, by producer and number.
     slots: the sources of the next batches, by rank of the consumer.
-    surplus: the batches that came too late for their slots and are not used yet.
     """
 
     own_names = ("plan", "turns", "promised")
@@ -160,7 +148,7 @@ class ConsumptionPlan(StatefulTree):
         self.num_consumers = layout.num_consumers
         self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
         self.state = [State.ABSENT] * len(layout.producers)
-        self.has_started = False  # enough were ready; the run does not wait for those to come
+        self.has_started = False  # all were ready once
         self.producer_of = layout.producer_of
         self._sources = layout.sources
         self._shares = layout.shares
@@ -169,8 +157,8 @@ class ConsumptionPlan(StatefulTree):
         self.promised: dict[tuple[int, int], int] = {}
         self._used_before = [0] * len(self.state)  # by producer, when the rest was last divided
         pairs = len(self.producer_of), self.num_consumers
-        self._counts = np.zeros((3, *pairs), dtype=np.int64)
-        self.ordered, self.consumed, self.surplus = self._counts
+        self._counts = np.zeros((2, *pairs), dtype=np.int64)
+        self.ordered, self.consumed = self._counts
         self.numbers = self.ordered.sum(1)
         self.slots = [deque[int]() for _ in range(self.num_consumers)]
         self._num_slots = self._num_skipped = self._num_used = 0  # or skipped, then
@@ -200,8 +188,7 @@ class ConsumptionPlan(StatefulTree):
         """Return what to order now, so that producers never idle and never run too far ahead."""
         if not self.has_started:
             alive = sum(state is not State.DEAD for state in self.state)
-            wanted = self.feed.min_producers or len(self.state)
-            if not self.active or len(self.active) < min(wanted, alive):
+            if not self.active or len(self.active) < alive:
                 return []
             self.has_started = True
         orders: list[Order] = []
@@ -212,11 +199,7 @@ class ConsumptionPlan(StatefulTree):
             owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
             chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
-            late = [source for source in sources if self.surplus[source, consumer] > 0]
-            if late:
-                source = late[0]
-            else:
-                source = sources[self.numbers[sources].sum() % len(sources)]
+            source = sources[self.numbers[sources].sum() % len(sources)]
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.max_ahead:
                 break
@@ -225,10 +208,7 @@ class ConsumptionPlan(StatefulTree):
             self.slots[consumer].append(source)
             self._num_slots += 1
             planned[source] += 1
-            if late:
-                self.surplus[source, consumer] -= 1
-            else:
-                orders.append(self._order(chosen, source=source, consumer=consumer))
+            orders.append(self._order(chosen, source=source, consumer=consumer))
         return orders
 
     def _order(self, p: int, source: int, consumer: int) -> Order:
@@ -292,7 +272,6 @@ class ConsumptionPlan(StatefulTree):
         for slots in self.slots:
             for _ in range(min(self.per_consumer, len(slots))):
                 slots.popleft()
-        self.surplus += skipped
         changes = {}
         for p, before in enumerate(self.state):
             now = self._next_state(p, agreed=agreed)
@@ -309,9 +288,7 @@ class ConsumptionPlan(StatefulTree):
         state = self.state[p]
         if state is State.DEAD or agreed.dead[p]:
             return State.DEAD
-        if agreed.slow[p] and state is State.ACTIVE:
-            return State.SLOW
-        if agreed.ready[p] == self.num_consumers and state in (State.ABSENT, State.SLOW):
+        if agreed.ready[p] == self.num_consumers:
             return State.ACTIVE
         return state
 
@@ -330,7 +307,6 @@ class ConsumptionPlan(StatefulTree):
             self.ordered[sources, 0] += highest - self.numbers[sources]
             self.numbers[sources] = highest
             self.consumed[sources] = self.ordered[sources]
-            self.surplus[sources] = 0
             self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
         return lost
 
@@ -344,12 +320,13 @@ class ConsumptionPlan(StatefulTree):
 
     def take(self, own: Saved) -> None:
         plan = unpacked(own, name="plan")
-        if np.shape(plan["counts"]) != self._counts.shape:
+        counts = plan["counts"][:2]  # release 0.2 has a third
+        if np.shape(counts) != self._counts.shape:
             raise ValueError("the plan was saved with other producers or ranks of the consumer")
         for name in _KEPT:
             setattr(self, name, plan[name])
         self.state = [State(number) for number in self.state]
-        self._counts[:] = plan["counts"]
+        self._counts[:] = counts
         self.numbers = self.ordered.sum(1)
         self.turns = torch.as_tensor(own["turns"]).tolist()
         self.slots = [deque(slots) for slots in plan["slots"]]

@@ -170,7 +170,7 @@ class Inbox(StatefulTree):
         return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
-        """Return whether a producer was ever ready, or was refused."""
+        """Return whether a producer was ever ready."""
         return all(box.is_ready for box in self._of[producer])
 
     def end_of(self, producer: int) -> str:
@@ -286,8 +286,7 @@ class Intake:
                     arrived.append(one)
             if not arrived and not late:  # until a producer is there that feeds
                 inbox = self.inbox
-                states = enumerate(self.plan.state)
-                idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
+                idle = [p for p, state in enumerate(self.plan.state) if state is State.ABSENT]
                 inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
         for one in arrived:
             mine.consumed[one.source, self.group_rank] += 1
@@ -297,56 +296,39 @@ class Intake:
         self.used += arrived
         return arrived
 
-    def await_ordered(self) -> list[int]:
-        """Block until all that was ordered is here. Return producers that are too slow to wait
-        for.
-        """
+    def await_ordered(self) -> None:
+        """Block until all that was ordered is here, or cannot come."""
         with self.clock.during("wait"):
-            while due := self.inbox.due:
-                if slow := [p for p in due if self._is_left_out(p)]:
-                    return slow
+            while self.inbox.due:
                 self.inbox.wait(POLL_S, lambda: not self.inbox.due)
-        return []
 
     def look(self, mine: Round) -> None:
-        """Note which producers are ready, slow, gone."""
+        """Note which producers are ready, and which gone."""
         for p in range(len(self.plan.state)):
             mine.ready[p] = self.inbox.is_ready(p)
-            mine.slow[p] = self._is_left_out(p)
             mine.dead[p] = bool(self.inbox.end_of(p))
 
-    def _is_left_out(self, p: int) -> bool:
-        feed = self.plan.feed
-        return feed.on_slow == "redistribute" and self.inbox.silent_s(p) > feed.slow_after_s
-
     def _await(self, step: int, source: int) -> Arrived | None:
-        """Return the next batch of a source; None if it is too slow, or gone and used up."""
+        """Return the next batch of a source; None if it is gone and used up."""
         p = self.plan.producer_of[source]
         inbox = self.inbox
         while True:
             has_ended = bool(inbox.end_of(p))  # first: what came before the end is still taken
             if (arrived := inbox.next_of([source])) is not None:
                 return arrived
-            if has_ended or self.plan.state[p] is State.SLOW:
+            if has_ended:
                 return None
             self._look_for_slow(step)
-            if self._is_left_out(p):
-                return None
             inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
 
     def _look_for_slow(self, step: int) -> None:
-        """Say once that the run waits for a slow producer, and when it sends again.
-
-        Where the run does not wait, the plan says so.
-        """
+        """Say once that the run waits for a slow producer, and when it sends again."""
         inbox = self.inbox
-        feed = self.plan.feed
-        if feed.on_slow != "wait":
-            return
+        slow_after_s = self.plan.feed.slow_after_s
         active = [p for p in self.plan.active if not inbox.end_of(p)]
-        slow = {p for p in active if inbox.silent_s(p) > feed.slow_after_s}
+        slow = {p for p in active if inbox.silent_s(p) > slow_after_s}
         for p in sorted(slow - self._noted_slow):
-            what = f"{self._silent}; waiting for it (feed.on_slow=wait)"
+            what = f"has sent nothing for {slow_after_s:g} s (feed.slow_after_s); waiting for it"
             self.producer(step, p, state=State.SLOW, what=what)
         for p in sorted(self._noted_slow - slow):
             self.producer(step, p, state=State.ACTIVE, what="sends again")
@@ -355,10 +337,6 @@ class Intake:
     @property
     def _names(self) -> Sequence[str]:
         return self.job.cluster.producers
-
-    @property
-    def _silent(self) -> str:
-        return f"has sent nothing for {self.job.feed.slow_after_s:g} s"
 
     def note(self, line: str) -> None:
         if self.group_rank == 0:
@@ -370,24 +348,17 @@ class Intake:
             self.reporter.event("producer", producer=name, state=state.name.lower(), step=step)
             self.reporter.note(f"producer {name} {what} (step {step})")
 
-    def changed(self, step: int, p: int, before: State, now: State, why_gone: str) -> None:
+    def changed(self, step: int, p: int, now: State, why_gone: str) -> None:
         """Report a change of a producer's state.
 
         why_gone: the reason why a dead producer is gone.
         """
-        others = [self._names[q] for q in self.plan.active if q != p]
-        over = "; nobody else feeds"
-        if others:
-            over = f"; {', '.join(others)} take over its share"
-        what = "has caught up"
-        if before is State.ABSENT:
-            what = "is ready"
-        if now is State.SLOW:
-            what = self._silent + over
-        elif now is State.DEAD:
+        what = "is ready"
+        if now is State.DEAD:
             what = f"is gone ({why_gone})"
             if self.job.feed.on_dead != "stop":
-                what += over
+                others = ", ".join(self._names[q] for q in self.plan.active if q != p)
+                what += f"; {others} take over its share" if others else "; nobody else feeds"
         self.producer(step, p, state=now, what=what)
 
     def end_step(

@@ -151,16 +151,6 @@ class OneWayExperiment(Job):
                 how_often="once a step",
             )
 
-    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
-        """Return whole producers, where feed.min_producers says that the others suffice."""
-        layout = self.cluster
-        wanted = self.feed.min_producers
-        lost = [name for name in layout.clouds if ranks & set(layout.ranks_in(name))]
-        suffice = wanted is not None and len(layout.producers) - len(lost) >= wanted
-        if self.feed.on_dead == "stop" or layout.consumer in lost or not suffice:
-            return frozenset()
-        return frozenset(rank for name in lost for rank in layout.ranks_in(name))
-
     def check(self) -> None:
         self.model.check(self.cluster.producers)
         check_checkpoints(self.model)

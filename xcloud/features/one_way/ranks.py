@@ -85,14 +85,12 @@ class OneWayEnds(Ends):
             if other == peer and isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
 
-    def part_from(
-        self, peers: Sequence[int], patience_s: float, refused: Sequence[int] = ()
-    ) -> set[int]:
+    def part_from(self, peers: Sequence[int], patience_s: float) -> set[int]:
         """Deliver everything to these peers and close the links, then wait for them to close
         theirs.
 
-        patience_s: seconds; a peer that sends heartbeats is waited for. One that was refused, or
-            has not answered, is not.
+        patience_s: seconds; a peer that sends heartbeats is waited for. One that has not answered
+            is not.
         Returns the peers that did not close their links.
         """
         theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
@@ -100,7 +98,7 @@ class OneWayEnds(Ends):
         for kind in (SendingEnd, ReceivingEnd):
             for peer, end in ((peer, end) for peer, end in theirs if isinstance(end, kind)):
                 try:
-                    end.close(0.0 if peer in {*refused, *unheard} else patience_s)
+                    end.close(0.0 if peer in unheard else patience_s)
                     if isinstance(end, ReceivingEnd) and not end.has_closed:
                         unheard.add(peer)
                 except LinkError:
