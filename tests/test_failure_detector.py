@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,12 @@ from xcloud.net.frame import (
 from xcloud.net.gloo_link import GlooOutLink
 from xcloud.net.link import Progress
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd
-from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness
+from xcloud.net.link_profile import LinkProfile, LinkWindow, Liveness, Wan
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.net.peer import Peer
 from xcloud.pipeline.control import Control, number_of
 from xcloud.pipeline.ends import Ends
+from xcloud.pipeline.wiring import join_control
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 
@@ -120,18 +122,27 @@ def test_the_end_of_any_rank_ends_the_barrier_at_once() -> None:
         first.barrier()
 
 
+def alive(*parts: Sequence[float]) -> Frame:
+    made = tuple(torch.tensor(part, dtype=torch.float32) for part in parts)
+    return Frame(MessageKey(Kind.ALIVE), made, 0, 0.0, 0)
+
+
 def test_rank_0_passes_on_when_it_heard_the_others() -> None:
     detector = FailureDetector(1, num_ranks=4)
-    ages = torch.tensor([0.0, 0.0, 30.0, float("inf")])
+    ages = (0.0, 0.0, 30.0, math.inf)
 
-    detector.hear(0, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
+    detector.hear(0, alive(ages, [9.0]))
 
     assert 30 <= detector.peers[2].silent_s < 35
     assert detector.peers[3].silent_s == float("inf")  # it has not come
+    assert 9 <= time.monotonic() - detector.progress.moved_at_s < 14
     with pytest.raises(FrameError, match="must carry one vector of ages"):
-        detector.hear(0, Frame(MessageKey(Kind.ALIVE), (ages, ages), 0, 0.0, 0))
+        detector.hear(0, alive(ages, ages, [9.0]))
     with pytest.raises(FrameError, match="rank 2 tells of other ranks"):
-        detector.hear(2, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
+        detector.hear(2, alive(ages, [9.0]))
+    for moved in ([-1.0], [math.nan], [1.0, 2.0], []):
+        with pytest.raises(FrameError, match="for how many seconds no message has moved"):
+            detector.hear(2, alive(moved))
 
 
 def test_a_heartbeat_of_rank_0_says_when_it_heard_each_rank() -> None:
@@ -229,28 +240,42 @@ def test_a_barrier_and_a_replica_that_may_be_late_are_given_their_time_and_no_mo
             end.recv(MessageKey(kind, 3), overdue_s=0.1)
 
 
-def test_what_moves_between_two_ranks_of_an_emulated_run_is_known_to_a_third(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("wan", "waiting", "for_whom", "between"),
+    [
+        (LinkProfile(8e6), 0, 1, (1, 2)),
+        (Wan(), 0, 1, (1, 2)),
+        (Wan(), 2, 1, (0, 1)),
+        (Wan(), 1, 0, (2, 0)),
+        (Wan(), 2, 0, (0, 1)),
+    ],
+)
+def test_what_moves_between_two_ranks_is_known_to_a_third(
+    wan: Wan, waiting: int, for_whom: int, between: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Rank 0 waits for what rank 1 makes of a message that is still on its way from rank 2."""
-    line = LinkProfile(8e6)
-    layout = ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}, line)
+    """As a rank waits for what another makes of a message that is still on its way. On one machine
+    a file says so, on several heartbeats do, by way of rank 0."""
+    liveness = Liveness(0.1, 20.0)
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}, wan, liveness=liveness)
     world = MemoryWorld(3)
     ends = in_threads(
         [lambda r=rank: Ends(world.transport(r), layout, tmp_path) for rank in range(3)]
     )
     window = LinkWindow()
-    waits = ends[0].incoming("backward", 1, 1000, window)
-    other = ends[2].incoming("forward", 1, 1000, window)
-    moved_at_s = time.monotonic() + 0.4
-    frame = encode_frame(MessageKey(Kind.ACTIVATION, 3), (), 0)
-    seal_frame(frame, moved_at_s)
-    other._open(frame)
+    waits = ends[waiting].incoming("backward", for_whom, 1000, window)
+    at = ends[between[1]].incoming("forward", between[0], 1000, window)
+    with ExitStack() as running:
+        if not wan.emulated:
+            for rank in range(3):
+                join_control(ends[rank], on_report=lambda peer, frame: None)
+            for rank in range(3):
+                running.enter_context(ends[rank].detector.running())
+        until_s = time.monotonic() + 0.6
+        moving = heartbeat(0.05, lambda: time.monotonic() < until_s and at._settings.note_moving())
+        with moving, pytest.raises(LinkTimeout):
+            waits.recv(MessageKey(Kind.GRADIENT, 3), overdue_s=0.3)
 
-    with pytest.raises(LinkTimeout):
-        waits.recv(MessageKey(Kind.GRADIENT, 3), overdue_s=0.1)
-
-    assert time.monotonic() >= moved_at_s + 0.1
+    assert until_s + 0.1 <= time.monotonic() < until_s + 5.0
 
 
 @pytest.mark.parametrize("settings", [(1e-9, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])

@@ -157,7 +157,7 @@ def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
     ranks.come(2)
     wait_for(lambda: ranks.begun >= {2}, 20)
 
-    liar.say(torch.tensor([0.0, 0.0, -1.0]))
+    liar.say(torch.tensor([0.0, 0.0, -1.0]), torch.tensor([1.0]))
 
     wait_for(lambda: 0 in ranks.lost, 20)
     assert "rank 1 tells of other ranks" in str(ranks.lost[0])

@@ -3,7 +3,9 @@ launcher of a machine for its ranks. It knows when something last came from each
 
 Heartbeats are frames (Kind.ALIVE) on links, so they need nothing of a carrier. Rank 0 has a link
 to every other rank. Its heartbeats say for how long nothing has come from each. That is how ranks
-without a link between them know of each other.
+without a link between them know of each other. Every heartbeat also says when a message of a step
+last moved: at the rank itself, and, in those of rank 0, at any rank. So a rank that waits behind a
+slow transfer between two others knows that it moves.
 
 What follows from silence is up to whoever asks. A link that waits raises its error (link_end.py).
 Under torchrun, where no launcher watches the ranks, the detector ends the process with an error
@@ -24,11 +26,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.net.frame import Frame, Kind
+from xcloud.net.frame import Frame, Kind, TensorSpec
+from xcloud.net.link import Progress
 from xcloud.net.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.net.peer import Peer
@@ -40,7 +42,9 @@ _LOOK_EVERY_S = 0.5
 _CLOSE_EVERY_S = 0.05
 _CAPACITY_BYTES = 1 << 16  # of a heartbeat with the age of every rank
 _ENDED = -1.0  # in the place of an age: the link to this rank broke
-_CARRIES = ("seconds since rank 0 heard each rank float32 [ranks]",)
+_AGES = "seconds since rank 0 heard each rank float32 [ranks]"
+MOVED_CARRIES = ("seconds since a message of a step moved float32 [1]",)
+_MOVED_SPEC = TensorSpec(shape=(1,), dtype=torch.float32)
 
 Connect = Callable[[OutSettings, InSettings], tuple[SendingEnd, ReceivingEnd]]
 """Makes both ends of a link of heartbeats, before there is a transport. It does not wait."""
@@ -108,6 +112,7 @@ class FailureDetector:
             for peer in range(num_ranks)
             if peer != rank
         }
+        self.progress = Progress()
         self._store = Peer(liveness=liveness, now_s=self._now_s)
         self._outs: dict[int, SendingEnd] = {}
         self._watches: dict[int, _Watch] = {}  # one of each peer counts
@@ -133,17 +138,24 @@ class FailureDetector:
     def hear(self, peer: int, frame: Frame) -> None:
         """Receive a heartbeat, in a link's thread. The link has noted that its peer is alive. Rank
         0 also sends when it last heard the others. Raises FrameError for any other frame."""
-        if peer != 0:
-            if frame.parts:
-                raise FrameError(f"{self._name_of(peer)} tells of other ranks, which rank 0 does")
-            return
         if not frame.parts:
             return
-        (ages, *others) = frame.parts
+        *ages_of_others, moved = frame.parts
+        if peer != 0 and ages_of_others:
+            raise FrameError(f"{self._name_of(peer)} tells of other ranks, which rank 0 does")
+        if TensorSpec.of(moved) != _MOVED_SPEC or not moved.item() >= 0:
+            raise FrameError(
+                f"{frame.key} of {self._name_of(peer)} must say for how many seconds no message "
+                f"has moved, got {moved.dtype} {tuple(moved.shape)}"
+            )
+        self.progress.hear(moved.item())
+        if peer != 0:
+            return
+        (ages, *others) = ages_of_others or (torch.empty(0),)
         if others or ages.dtype != torch.float32 or ages.dim() != 1:
             raise FrameError(
                 f"{frame.key} of rank 0 must carry one vector of ages, got "
-                f"{[(part.dtype, tuple(part.shape)) for part in frame.parts]}"
+                f"{[(part.dtype, tuple(part.shape)) for part in ages_of_others]}"
             )
         # Ranks that have not compared their files yet may differ in how many there are.
         for rank, age_s in zip(range(self._num_ranks), ages.tolist(), strict=False):
@@ -190,18 +202,22 @@ class FailureDetector:
                 self._beat()
 
     def _beat(self) -> None:
-        parts: tuple[Tensor, ...] = ()
+        moved_at_s = self.progress.own_at_s  # what was heard would come back younger than it is
         if self._rank == 0:
-            parts = (
-                torch.tensor([*map(self._age_s, range(self._num_ranks))], dtype=torch.float32),
-            )
+            moved_at_s = self.progress.moved_at_s
+        parts = [torch.tensor([max(0.0, time.monotonic() - moved_at_s)], dtype=torch.float32)]
+        carries = [*MOVED_CARRIES]
+        if self._rank == 0:
+            ages = map(self._age_s, range(self._num_ranks))
+            parts.insert(0, torch.tensor([*ages], dtype=torch.float32))
+            carries.insert(0, _AGES)
         with self._lock:
             watches = {*self._watches.values(), *self._greeted.values()}
             outs = [watch.out for watch in watches if watch.out and not watch.is_closing]
             outs += self._outs.values()
         for out in outs:
             with contextlib.suppress(LinkError):  # whoever needs that rank finds out itself
-                out.say_alive(parts, carries=_CARRIES[: len(parts)])
+                out.say_alive(tuple(parts), carries=carries)
 
     def _age_s(self, rank: int) -> float:
         """Return the age of a rank as rank 0 sends it: the seconds since something came from it.

@@ -266,13 +266,15 @@ class Progress:
     Thread-safe.
 
     What a rank waits for may stand behind whatever is still on its way, also between two other
-    ranks, so the deadline of a message counts from here. path: a file that all ranks of a run
-    share, whose lines are emulated on one machine; None: what this rank sent or received itself,
-    which is all that it knows of a real network.
+    ranks, so the deadline of a message counts from here. Heartbeats say when one last moved
+    between others.
+
+    path: a file that all ranks of a run share, whose lines are emulated on one machine.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._lock = threading.Lock()
+        self._heard_at_s = float("-inf")
         self._file: int | None = None
         self._state: mmap.mmap | bytearray = bytearray(_MOMENT.pack(float("-inf")))
         if path is not None:
@@ -292,10 +294,21 @@ class Progress:
             if moved_at_s > self._read():
                 self._state[:] = _MOMENT.pack(moved_at_s)
 
+    def hear(self, age_s: float) -> None:
+        """Note that a message moved at another rank, that many seconds ago."""
+        moved_at_s = time.monotonic() - age_s
+        with self._lock:
+            self._heard_at_s = max(self._heard_at_s, moved_at_s)
+
     @property
-    def moved_at_s(self) -> float:
+    def own_at_s(self) -> float:
+        """The time when a message last moved here, without what other ranks said."""
         with self._locked():
             return self._read()
+
+    @property
+    def moved_at_s(self) -> float:
+        return max(self.own_at_s, self._heard_at_s)
 
     def _read(self) -> float:
         return float(_MOMENT.unpack(self._state[:])[0])

@@ -273,8 +273,8 @@ class Liveness:
     interval_s: seconds from one heartbeat of a rank to the next.
     lost_after_s: seconds after its last heartbeat at which a rank counts as lost.
     overdue_after_s: seconds that a live rank may take for one message inside a step. They count
-        from the time at which this rank last sent or received one. An emulated line adds ten times
-        the time that the message needs on it.
+        from the time at which one last moved at any rank, as heartbeats say. An emulated line adds
+        ten times the time that the message needs on it.
     join_within_s: seconds to wait for ranks that torchrun has not started yet.
     """
 

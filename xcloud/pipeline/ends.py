@@ -69,7 +69,6 @@ class Ends:
         self._messages = messages
         self._run_dir = run_dir
         self._clocks: dict[str, LinkClock] = {}  # by way
-        self._progress = Progress()
         self.queued = QueuedBytes()
         pairs = combinations(layout.clouds, 2)
         if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
@@ -81,7 +80,8 @@ class Ends:
                     "an emulated link (cluster.wan) works between ranks on one machine only; this "
                     "run spans several: set cluster/wan=real"
                 )
-            self._progress = Progress(run_dir / f"link-progress.{self._run_number}.clock")
+            shared = Progress(run_dir / f"link-progress.{self._run_number}.clock")
+            self.detector.progress = shared
 
     @property
     def outs(self) -> list[SendingEnd]:
@@ -126,7 +126,7 @@ class Ends:
             window=window,
             record=record,
             peer=self.detector.peers[peer],
-            progress=None if may_be_late else self._progress,
+            progress=None if may_be_late else self.detector.progress,
             queued=self.queued,
             clock=self._clock_to(peer, boundary),
             overdue_s=self.layout.overdue_s(self.rank, peer=peer, num_bytes=capacity_bytes),
@@ -159,7 +159,7 @@ class Ends:
             window=window,
             record=record,
             peer=self.detector.peers[peer],
-            progress=None if may_be_late else self._progress,
+            progress=None if may_be_late else self.detector.progress,
             queued=self.queued,
             handlers=handlers or {},
             is_emulated=wan is not None and wan.emulated,

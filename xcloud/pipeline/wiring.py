@@ -188,11 +188,12 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
 
 def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
     """Make the control links to one peer, also again to one that has come back."""
-    handlers = {Kind.CHECKPOINT: partial(control.hear, peer)}
+    handlers = {
+        Kind.ALIVE: partial(ends.detector.hear, peer),
+        Kind.CHECKPOINT: partial(control.hear, peer),
+    }
     if ends.rank == 0:
         handlers[Kind.REPORT] = partial(on_report, peer)
-    else:
-        handlers[Kind.ALIVE] = partial(ends.detector.hear, peer)
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     control.out[peer], control.incoming[peer] = ends.both(
         "control", peer=peer, capacity_bytes=capacity, under_way=_CONTROL_AHEAD, handlers=handlers

@@ -20,6 +20,7 @@ from xcloud.comm.state import Stateful, StateTree
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way import OneWayContext
 from xcloud.features.one_way.job import OneWayExperiment
+from xcloud.net.failure_detector import MOVED_CARRIES
 from xcloud.net.frame import Frame, Kind
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
@@ -42,7 +43,7 @@ CARRIES = {
     Kind.REPORT: REPORT_CARRIES,
     Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
     Kind.STOP: (),
-    Kind.ALIVE: (),
+    Kind.ALIVE: MOVED_CARRIES,
     Kind.CHECKPOINT: CHECKPOINT_CARRIES,
 }
 
