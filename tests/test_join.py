@@ -33,7 +33,9 @@ from xcloud.layout import Cloud, ClusterLayout, host_and_port
 from xcloud.line import transport
 from xcloud.line.keys import make_key
 from xcloud.line.mailbox import Mailbox
+from xcloud.record.events import EventReader
 from xcloud.record.files import CheckpointSteps, state_file
+from xcloud.record.timeline import timeline_of
 from xcloud.show.status import describe
 
 TWO_RANKS = [
@@ -168,6 +170,8 @@ def test_two_owners_train_as_one_process_does_and_only_lines_join_them(tmp_path:
     assert f"cloud_a dials port {port} here" in owners.said("cloud_b")
     misfit = "training.evaluate_every=7 is more than training.max_steps=6"
     assert all(misfit in owners.said(cloud) for cloud in owners.clouds)
+    found = timeline_of(EventReader(owners.run_dir("cloud_a") / "events.jsonl"))
+    assert found is not None and found.clocks.startswith("clocks of 2 machines joined by messages")
 
 
 @pytest.mark.slow

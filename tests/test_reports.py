@@ -194,7 +194,9 @@ def test_moments_are_microseconds_since_the_ranks_own_start() -> None:
     log.received.append(ReceivedMessage(BACKWARD, MessageKey(Kind.GRADIENT, 7, 3), 5, 101.0))
 
     (event,) = timeline_events(recorded(), log)
+    (other,) = timeline_events(recorded(), log, owner="cloud_b")
 
+    assert other["machine"] == f"{event['machine']} of cloud_b", "two owners share no clock"
     assert event["step"] == 7
     assert event["started_us"] == 99_900_000
     assert event["step_us"] == 2_100_000
@@ -219,22 +221,30 @@ def test_a_moment_that_two_ranks_share_is_the_same_microsecond_for_both() -> Non
     assert len(set(at)) == 1
 
 
-def test_messages_of_other_steps_are_left_out_and_reports_kept_by_time() -> None:
+def test_messages_are_those_that_a_rank_sent_while_it_made_the_step() -> None:
+    """Of the next step, too, whose forwards begin in it where updates overlap. What was received
+    is joined with what was sent, so it may be more."""
     log = MessageLog(1)
-    for number, step in enumerate((6, 7, 8)):
-        log.sent.append(sent(MessageKey(Kind.ACTIVATION, step, 0), 100.0, number))
+    begun, own, next_one, later = ((7, 99.0), (7, 100.0), (8, 101.0), (8, 103.0))
+    for number, (step, at_s) in enumerate((begun, own, next_one, later)):
+        key = MessageKey(Kind.ACTIVATION, step, 0)
+        log.sent.append(sent(key, at_s, number))
+        log.received.append(ReceivedMessage(BACKWARD, key, number, at_s + 0.1))
     for number, at_s in enumerate((90.0, 99.0, 101.0, 110.0)):
         log.sent.append(sent(MessageKey(Kind.REPORT), at_s, 10 + number))
+    early = MessageKey(Kind.ACTIVATION, 7, 1)  # its sender is many steps ahead
+    log.received.append(ReceivedMessage(BACKWARD, early, 4, 10.0))
 
     (event,) = timeline_events(recorded(), log)
 
-    assert [message[2] for message in event["sent"]] == [1, 11, 12]
+    assert [message[2] for message in event["sent"]] == [1, 2, 11, 12]
+    assert [message[2] for message in event["received"]] == [0, 1, 2, 3, 4]
 
 
 def test_a_long_step_is_dealt_to_lines_that_the_report_link_can_carry() -> None:
     log = MessageLog(1)
     for number in range(1200):
-        log.sent.append(sent(MessageKey(Kind.ACTIVATION, 7, number), 1e6 + number, number))
+        log.sent.append(sent(MessageKey(Kind.ACTIVATION, 7, number), 100 + 1e-3 * number, number))
 
     events = list(timeline_events(recorded(num_spans=3000), log))
 

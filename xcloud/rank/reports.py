@@ -41,11 +41,14 @@ class TypicalStep(Hook):
     """A part that reports one of the last steps.
 
     control: None where there is one rank.
+    owner: the owner of this rank's clock, where clouds belong to several: two owners' machines
+        share no clock, even where both name themselves alike.
     """
 
     clock: StepClock
     control: Control | None
     reporter: Reporter
+    owner: str = ""
 
     def finish(self) -> None:
         """Send the "timeline" events of the step that rank 0 chooses by its own clock, as a step
@@ -59,7 +62,7 @@ class TypicalStep(Hook):
         number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
-                for part in timeline_events(step, messages=messages):
+                for part in timeline_events(step, messages=messages, owner=self.owner):
                     self.reporter.event("timeline", **part)
         self.reporter.flush()
 
@@ -72,7 +75,9 @@ def nearest_to_median(steps: Sequence[int], step_s: Sequence[float]) -> int:
     return min(reversed(candidates), key=lambda i: abs(step_s[i] - median))
 
 
-def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[str, Any]]:
+def timeline_events(
+    step: RecordedStep, messages: MessageLog, owner: str = ""
+) -> Iterator[dict[str, Any]]:
     """Return the fields of one rank's "timeline" events; long lists are split over several events.
 
     Times are whole microseconds since `started_us`, by this machine's monotonic clock;
@@ -96,17 +101,17 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
              m.key.micro_batch, m.num_bytes, us(m.queued_at_s), us(m.line_from_s),
              None if m.line_until_s is None else us(m.line_until_s)]
             for m in list(messages.sent)
-            if _belongs(m.key, at_s=m.queued_at_s, step=step)
+            if _is_sent(m.key, at_s=m.queued_at_s, step=step)
         ],
         "received": [
             [m.link.boundary, m.link.sender, m.sequence, us(m.received_at_s)]
             for m in list(messages.received)
-            if _belongs(m.key, at_s=m.received_at_s, step=step)
+            if m.key.step == step.step or _is_near(m.received_at_s, step=step)
         ],
     }  # fmt: skip
     head = {
         "step": step.step,
-        "machine": f"{machine_id():x}",
+        "machine": f"{machine_id():x}{owner and ' of '}{owner}",
         "started_us": origin_us,
         "unix_us": round(1e6 * (time.time() - time.monotonic())),
         "step_us": us(step.ended_at_s),
@@ -118,11 +123,17 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
             yield {**head, **empty, name: entries[first : first + _ENTRIES_PER_EVENT]}
 
 
-def _belongs(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
-    """Return whether a message belongs to a step. Reports belong to none but occupy the line:
-    those from just before the step are included."""
-    if key.kind is not Kind.REPORT:
-        return key.step == step.step
+def _is_sent(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
+    """Return whether a rank sent a message while it made a step. Where updates overlap it may be
+    one of the next step. Reports belong to no step but occupy the line: those from just before the
+    step are included."""
+    if key.kind is Kind.REPORT:
+        return _is_near(at_s, step=step)
+    return step.started_at_s <= at_s <= step.ended_at_s
+
+
+def _is_near(at_s: float, step: RecordedStep) -> bool:
+    """Return whether a moment lies in a step, or at most one such step before or after it."""
     step_s = step.ended_at_s - step.started_at_s
     return step.started_at_s - step_s <= at_s <= step.ended_at_s + step_s
 

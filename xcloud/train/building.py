@@ -334,7 +334,9 @@ def _memory_report(
 def _typical_step(context: Context, wiring: Wiring, clock: StepClock) -> Hook | None:
     if context.job.roster.is_elastic:  # it asks all ranks at once
         return None
-    return TypicalStep(clock=clock, control=wiring.control, reporter=context.reporter)
+    layout = context.job.cluster
+    owner = layout.cloud_of(context.rank) if layout.between_owners else ""
+    return TypicalStep(clock, control=wiring.control, reporter=context.reporter, owner=owner)
 
 
 def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:
