@@ -474,13 +474,14 @@ def test_following_ends_where_the_last_weights_of_the_run_are_refused(
     follower = Follower(store, RUN, 2, last_step=4)
     folder: Any = SimpleNamespace(update=lambda *given: None)
     context: Any = None
+    arguments: Any = SimpleNamespace(once=False, reload=None)
     trainer.train(2)
     follower.look()
     trainer.train(4)
     patch = next(f for f in files(tmp_path) if "whole" not in f.name and "-0001-0000" in f.name)
     patch.write_bytes(patch.read_bytes()[:-3])
     with pytest.raises(DataError, match=r"the run's last weights are refused: .*step 4"):
-        command_module._keep_current(follower, folder, context, url="here", once=False)
+        command_module._keep_current(follower, folder, arguments, context, url="here")
 
 
 def test_a_patch_that_is_missing_is_told_and_the_next_snapshot_is_waited_for(
