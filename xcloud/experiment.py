@@ -75,16 +75,12 @@ class Experiment(PipelineJob):
     @property
     def labels(self) -> Labels:
         security = self.security
-        strategy = ""
-        if self.strategy.averaging is not None:
-            strategy = self.strategy.label
+        strategy = self.strategy.label if self.strategy.averaging is not None else ""
         in_force = self._compression_in_force
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
         compression = in_force
-        defences = ""
-        if any(security.defences.values()):
-            defences = security.defences_label
+        defences = security.defences_label if any(security.defences.values()) else ""
         if in_force == "off" and not self.compression.is_identity:
             compression += (
                 f" (no boundary between clouds, so {self.compression.label} does not act)"

@@ -294,9 +294,7 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
     if not isinstance(described, dict):
         raise DataError(f"{path} holds no settings")
     if quantized := described.get("quantization_config"):
-        how = None
-        if isinstance(quantized, dict):
-            how = quantized.get("quant_method")
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise DataError(
             f"checkpoint {name_or_path!r} is quantized ({how or 'quantization_config'}), and such "
             "weights are not read here: give the one that it was made from, which a causal "
@@ -496,9 +494,6 @@ def _folder(name: str) -> Path | None:
     """Find the package without importing it, which would load a whole model library."""
     package, inside = PACKAGED[name]
     spec = find_spec(package)
-    if spec is None:
-        places = []
-    else:
-        places = spec.submodule_search_locations or []
+    places = [] if spec is None else spec.submodule_search_locations or []
     found = (Path(place) / inside for place in places)
     return next((folder for folder in found if folder.is_dir()), None)

@@ -37,9 +37,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[int]:
 
 
 def _acquire(file: int, path: Path, wait_s: float | None) -> None:
-    until_s = None
-    if wait_s is not None:
-        until_s = time.monotonic() + wait_s
+    until_s = time.monotonic() + wait_s if wait_s is not None else None
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | (0 if until_s is None else fcntl.LOCK_NB))

@@ -120,9 +120,7 @@ def refuse_links(folder: Path) -> None:
             except FileNotFoundError:  # a file of a living run, which has gone meanwhile
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                what = "no plain file"
-                if stat.S_ISLNK(mode):
-                    what = "a symbolic link"
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
                 raise ConfigError(
                     f"{path} is {what}, and what a run reads and writes lies in its own folder: "
                     f"replace it by a copy, or make all of {folder} a link"

@@ -52,16 +52,11 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
         return raised
     if first["type"] in ("missing", "missing_argument", "unexpected_keyword_argument"):
         name = first["loc"][-1]
-        what = "is unknown"
-        if "missing" in first["type"]:
-            what = "is missing"
+        what = "is missing" if "missing" in first["type"] else "is unknown"
         return TypeError(f"{cls.__name__}: setting {name!r} {what}")
     names = list(inspect.signature(cls).parameters)
     where = first["loc"]
-    if isinstance(where[0], int):
-        field = names[where[0]]
-    else:
-        field = str(where[0])
+    field = names[where[0]] if isinstance(where[0], int) else str(where[0])
     annotation = get_type_hints(cls, include_extras=True)[field]
     key = field
     for part in where[1:]:  # an index, a key, or the name that a member of a union goes by
@@ -91,9 +86,7 @@ def _how_to_choose(key: str, given: object) -> str:
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
     """Return the annotation of what a list or a mapping holds; None if it is neither."""
-    kind: type = Mapping
-    if isinstance(part, int):
-        kind = Sequence
+    kind: type = Sequence if isinstance(part, int) else Mapping
     for member in _members(annotation):
         bare = get_args(member)[0] if get_origin(member) is Annotated else member
         origin = get_origin(bare)

@@ -73,10 +73,7 @@ class BoundaryField:
 
     def raw_bytes(self, num_rows: int) -> int:
         """FP32 bytes of what the uncut model would hand on."""
-        if self.replaces is None:
-            values = math.prod(self.features)
-        else:
-            values = self.replaces
+        values = math.prod(self.features) if self.replaces is None else self.replaces
         return 4 * num_rows * values
 
     def spec(self, num_rows: int) -> TensorSpec:
@@ -345,9 +342,7 @@ class ReceiveChannel(_Channel):
             for field in self.fields:
                 counts = message.get("counts")
                 spec = field.spec(field.num_rows(samples, counts=counts))
-                codec = PLAIN
-                if spec.is_floating:
-                    codec = self.codecs[field.name].at(key.step)
+                codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
                 wire = codec.compressor.wire_specs(spec)
                 taken = parts[: len(wire)]
                 parts = parts[len(wire) :]

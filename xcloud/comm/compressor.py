@@ -183,10 +183,7 @@ class Chain(Compressor):
         """The paper's notation, the first member innermost."""
         label = ""
         for member in self.members.values():
-            if label:
-                label = f"{member.label}({label})"
-            else:
-                label = member.label
+            label = f"{member.label}({label})" if label else member.label
         return label or "none"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -209,9 +206,7 @@ class Chain(Compressor):
             remaining = list(parts)
             decoded = []
             for part_spec in before:
-                size = 1
-                if part_spec.is_floating:
-                    size = len(member.wire_specs(part_spec))
+                size = len(member.wire_specs(part_spec)) if part_spec.is_floating else 1
                 taken = tuple(remaining[:size])
                 remaining = remaining[size:]
                 decoded.append(

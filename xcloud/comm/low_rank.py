@@ -87,10 +87,7 @@ class WarmFactors(Compressor):
         return {"basis": self._basis_Dl}
 
     def take(self, own: State) -> None:
-        if own:
-            self._basis_Dl = torch.as_tensor(own["basis"])
-        else:
-            self._basis_Dl = None
+        self._basis_Dl = torch.as_tensor(own["basis"]) if own else None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -244,9 +241,7 @@ def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
     total_RD = left_Rr.new_zeros(num_rows, num_features)
     if not total_RD.numel() or not len(right_rD):
         return total_RD
-    rows = num_rows
-    if left_Rr.device.type == "cpu":
-        rows = max(1, _CHUNK // num_features)
+    rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
     term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
     for first in range(0, num_rows, rows):
         total_CD = total_RD[first : first + rows]

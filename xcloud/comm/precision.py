@@ -158,9 +158,7 @@ class BlockInt(Draws):
         num_values = len(values_N)
         if tail := num_values % self.block:
             # Codes of the padding are not sent; at 1 bit it must not change the mean.
-            padding = 0.0
-            if self.bits == 1:
-                padding = float(values_N[-tail:].abs().mean())
+            padding = float(values_N[-tail:].abs().mean()) if self.bits == 1 else 0.0
             values_N = pad(values_N, (0, self.block - tail), value=padding)
         blocks_MK = values_N.view(-1, self.block)
         codes_MK = torch.empty_like(blocks_MK, dtype=torch.uint8)

@@ -89,10 +89,7 @@ class _Sparse(Compressor):
             positions = _SortedPositions(num_kept=num_kept, numel=num_seen).decode(places[0])
         if isinstance(self, Draws):
             drawn = _drawn(num_seen, numel=shape[0], seed=int(places[-1])).to(values.device)
-            if self._sends_largest:
-                positions = drawn.index_select(0, positions)
-            else:
-                positions = drawn
+            positions = drawn.index_select(0, positions) if self._sends_largest else drawn
         dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
 

@@ -94,10 +94,7 @@ class _Coded(StatefulTree):
         sent = self._sent.popleft()
         kept = sent.after if was_used else sent.before
         if kept is not None:
-            if self.residual is None:
-                self.residual = kept
-            else:
-                self.residual = self.residual + kept
+            self.residual = kept if self.residual is None else self.residual + kept
 
     def scale(self, factor: float) -> None:
         """Multiply what is kept, whose tensors come in another unit from now on."""

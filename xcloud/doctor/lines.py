@@ -51,13 +51,7 @@ class LineTrial:
     """
 
     def __init__(
-        self,
-        case: Case,
-        peer: str,
-        way: Way,
-        machine: int,
-        within_s: float,
-        turn: threading.Lock,
+        self, case: Case, peer: str, way: Way, machine: int, within_s: float, turn: threading.Lock
     ) -> None:
         self.peer = peer
         self.dials = case.dials(peer)

@@ -28,14 +28,7 @@ from xcloud.line.keys import Certificate, describe
 from xcloud.line.mailbox import Mailbox, local_folder
 from xcloud.record.files import replace_text
 from xcloud.security.places import leads_of
-from xcloud.security.policy import (
-    Meter,
-    Policy,
-    constructors,
-    plain_text,
-    targets_of,
-    value_at,
-)
+from xcloud.security.policy import Meter, Policy, constructors, plain_text, targets_of, value_at
 
 _USES = {
     "read": "reads", "write": "writes", "hub": "fetches", "address": "contacts",
@@ -213,9 +206,7 @@ def approve(file: Path, digest: str) -> None:
     policy.
     """
     target = Path(os.path.realpath(file))
-    text = ""
-    if target.exists():
-        text = plain_text(target)
+    text = plain_text(target) if target.exists() else ""
     changed = with_approved(text, digest=digest)
     try:
         Policy.of(yaml.safe_load(changed), target)

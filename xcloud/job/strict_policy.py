@@ -16,13 +16,7 @@ from xcloud.base.settings import PACKAGED
 from xcloud.base.terminal import say
 from xcloud.job.given import read_settings
 from xcloud.security.places import is_named, is_place, leads_of
-from xcloud.security.policy import (
-    Policy,
-    bounded_settings,
-    constructors,
-    targets_of,
-    value_at,
-)
+from xcloud.security.policy import Policy, bounded_settings, constructors, targets_of, value_at
 
 HEADER = """\
 # Written by `python -m xcloud policy --new {file!a}`: allows that file and no other.

@@ -154,11 +154,7 @@ class Connection:
         return 0.0
 
     def wait(
-        self,
-        timeout_s: float,
-        silent_s: float,
-        limit_s: float | None = None,
-        reading: bool = True,
+        self, timeout_s: float, silent_s: float, limit_s: float | None = None, reading: bool = True
     ) -> None:
         """Wait until the socket has something to read, or takes what is queued, or `waker` ends
         the wait.

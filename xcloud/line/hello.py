@@ -136,20 +136,10 @@ def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
     except (struct.error, ValueError, IndexError) as error:  # UnicodeDecodeError is a ValueError
         raise FrameError(f"{sender} sent no greeting: {error}") from None
     stream = StreamName(
-        names[2],
-        sender_cloud=names[0],
-        sender=sends,
-        receiver_cloud=names[1],
-        receiver=receives,
+        names[2], sender_cloud=names[0], sender=sends, receiver_cloud=names[1], receiver=receives
     )
     return Hello(
-        stream,
-        run,
-        attempt=attempt,
-        connection=connection,
-        of=of,
-        expected=expected,
-        known=known,
+        stream, run, attempt=attempt, connection=connection, of=of, expected=expected, known=known
     )
 
 

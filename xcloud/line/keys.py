@@ -134,9 +134,7 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
     )
     signed = builder.sign(key, hashes.SHA256())
     secret = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     _write_new(key_file, data=secret, mode=0o600)
     _write_new(pem_file, data=signed.public_bytes(serialization.Encoding.PEM), mode=0o644)

@@ -305,11 +305,7 @@ class MailboxLines:
         """Return the receiving end of a link from a rank of another cloud."""
         box, keys = self._box(line, sender=peer, receiver=self.place.rank)
         incoming = MailboxInLink(
-            box=box,
-            keys=keys,
-            arrivals=self._arrivals,
-            settings=settings,
-            on_lost=self._on_lost,
+            box=box, keys=keys, arrivals=self._arrivals, settings=settings, on_lost=self._on_lost
         )
         self._incoming.append(incoming)
         return incoming

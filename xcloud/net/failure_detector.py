@@ -262,11 +262,7 @@ class FailureDetector:
 
     # From the rendezvous on, where no launcher watches the ranks.
     def watch(
-        self,
-        peer: int,
-        connect: Connect,
-        restarted: Collection[int] = (),
-        at_once: bool = True,
+        self, peer: int, connect: Connect, restarted: Collection[int] = (), at_once: bool = True
     ) -> None:
         """Watch `peer` over a link of heartbeats, until either side leaves. Rank 0 calls it for
         each other rank, these for rank 0.

@@ -31,12 +31,7 @@ class GlooPair:
     """
 
     def __init__(
-        self,
-        store: Store,
-        line: str,
-        ranks: str,
-        place: int,
-        join_within: timedelta = FOREVER,
+        self, store: Store, line: str, ranks: str, place: int, join_within: timedelta = FOREVER
     ) -> None:
         self._store = store
         self._line = line

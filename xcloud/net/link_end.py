@@ -22,14 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.net.frame import (
-    OF_A_STEP,
-    Frame,
-    Kind,
-    MessageKey,
-    decode_frame,
-    encode_frame,
-)
+from xcloud.net.frame import OF_A_STEP, Frame, Kind, MessageKey, decode_frame, encode_frame
 from xcloud.net.link import LinkClock, LinkRecord, Progress, Tensors
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.peer import Peer
@@ -72,11 +65,7 @@ class ByteQueue(Generic[T]):
         self._total = total or QueuedBytes()
 
     def put(
-        self,
-        item: T,
-        num_bytes: int,
-        timeout_s: float | None = None,
-        max_bytes: int | None = None,
+        self, item: T, num_bytes: int, timeout_s: float | None = None, max_bytes: int | None = None
     ) -> bool:
         """Queue an item. Return whether there was room within timeout_s (None: wait for ever).
 

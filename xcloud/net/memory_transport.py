@@ -21,13 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.net.frame import Frame, Kind, seal_frame
 from xcloud.net.gloo_groups import GroupCollectives
-from xcloud.net.link_end import (
-    InSettings,
-    Outgoing,
-    OutSettings,
-    ReceivingEnd,
-    SendingEnd,
-)
+from xcloud.net.link_end import InSettings, Outgoing, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
 T = TypeVar("T")

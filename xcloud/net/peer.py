@@ -28,9 +28,7 @@ class Peer:
     """Whether silence is a loss inside a step too, because heartbeats come all the time."""
 
     def __init__(
-        self,
-        liveness: Liveness = DEFAULT_LIVENESS,
-        now_s: Callable[[], float] = time.monotonic,
+        self, liveness: Liveness = DEFAULT_LIVENESS, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.liveness = liveness
         self._now_s = now_s

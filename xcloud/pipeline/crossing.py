@@ -50,10 +50,7 @@ def codecs_of(
     selection: returns the choice in force, where a run chooses among several.
     """
     codecs = [
-        (
-            until,
-            Codec(compressor=getattr(c, direction), memory=getattr(c, f"{direction}_memory")),
-        )
+        (until, Codec(compressor=getattr(c, direction), memory=getattr(c, f"{direction}_memory")))
         for until, c in compression.by_step
     ]
     if isinstance(compression, Selectable):

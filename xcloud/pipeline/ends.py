@@ -16,14 +16,7 @@ from xcloud.base.errors import ConfigError, LinkError
 from xcloud.layout import Layout
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.frame import Frame, Kind
-from xcloud.net.link import (
-    CONTROL,
-    LinkClock,
-    LinkName,
-    LinkRecord,
-    MessageLog,
-    Progress,
-)
+from xcloud.net.link import CONTROL, LinkClock, LinkName, LinkRecord, MessageLog, Progress
 from xcloud.net.link_end import (
     InSettings,
     OutSettings,

@@ -26,9 +26,7 @@ class Guard:
         return self._channel.send(key, self._protected(message, samples=samples), samples)
 
     def _protected(self, message: Message, samples: Samples) -> Message:
-        labels = None
-        if self._defence.needs_labels:
-            labels = samples[LABEL]
+        labels = samples[LABEL] if self._defence.needs_labels else None
         protected = dict(message)
         with self._channel.clock.during("compress"):
             for field in self.fields:

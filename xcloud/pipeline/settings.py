@@ -14,13 +14,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.base.settings import (
-    NotNegative,
-    NotNegativeFloat,
-    Positive,
-    PositiveFloat,
-    settings,
-)
+from xcloud.base.settings import NotNegative, NotNegativeFloat, Positive, PositiveFloat, settings
 from xcloud.feature_settings import OfTraining
 
 OnDivergence = Literal["stop", "skip"]
@@ -57,8 +51,7 @@ class Optimizer:
     warmup_steps: NotNegative = 4000
     decay: Literal["inverse_sqrt", "linear", "constant"] = "inverse_sqrt"
     betas: Annotated[
-        Sequence[Annotated[float, Field(ge=0.0, le=0.999999)]],
-        Field(min_length=2, max_length=2),
+        Sequence[Annotated[float, Field(ge=0.0, le=0.999999)]], Field(min_length=2, max_length=2)
     ] = (0.9, 0.98)
     eps: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.0

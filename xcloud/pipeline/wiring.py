@@ -16,13 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
-from xcloud.comm.channel import (
-    Boundary,
-    BoundaryField,
-    Codecs,
-    ReceiveChannel,
-    SendChannel,
-)
+from xcloud.comm.channel import Boundary, BoundaryField, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, StatefulTree, StateTree

@@ -50,9 +50,7 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     say("\n".join([planner.job.headline, *misfits(planner.job)]))
     report = planner.report(*planner.profile())
     print_plans(report)
-    chosen = None
-    if planner.plan.mode == "apply":
-        chosen = report.ranked.best[0]
+    chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
     write_plan(run_dir, report=report, chosen=chosen)
     say(run_dir / PLAN_FILE)
     is_drawn = write_plan_picture(run_dir / PICTURE, report=report)
@@ -63,10 +61,7 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     if len(chosen.plan.ends) > 1 and layout.num_replicas == 1:
         # The measured step that it is shown with is one of the last.
         epochs = report.over_epochs.get(chosen.plan)
-        if epochs is None:
-            last = report.pricer
-        else:
-            last = epochs.at_the_end
+        last = report.pricer if epochs is None else epochs.at_the_end
         write_predicted(
             run_dir, timeline=last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy
         )
@@ -264,9 +259,7 @@ class Planner:
     def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
         found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
         same = (name for name, other in found.items() if repr(other) == repr(own))
-        name = NO_COMPRESSION
-        if not own.is_identity:
-            name = next(same, own.label)
+        name = next(same, own.label) if not own.is_identity else NO_COMPRESSION
         return {name: found.get(name, own)} | found
 
     def _schedules(self) -> list[Schedule]:
@@ -284,10 +277,7 @@ class Planner:
         """Return every strategy that the cluster, the task and who may see what allow."""
         own = self.job.strategy
         found = dict[str, Arranged]()
-        if "strategy" in self.plan.search:
-            others = self.plan.strategies
-        else:
-            others = {}
+        others = self.plan.strategies if "strategy" in self.plan.search else {}
         for name, strategy in {**others, own.name: own}.items():
             try:
                 layout = strategy.arrange(self.cluster)

@@ -63,18 +63,12 @@ class Space:
         """Yield every plan, with the schedule of `own`, that the job may run with GPipe."""
         varies = self.varies
         own = self.own
-        if "strategy" in varies:
-            strategies = list(self.splits)
-        else:
-            strategies = [own.strategy]
+        strategies = list(self.splits) if "strategy" in varies else [own.strategy]
         for strategy in strategies:
             splits = self.splits[strategy]
             counts = self.counts(arranged[strategy])
             compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
-            if compresses:
-                names = self.compressions
-            else:
-                names = [own.compression]
+            names = self.compressions if compresses else [own.compression]
             if "split" not in varies and len(own.ends) == len(splits[0]):
                 splits = [own.ends]
             allowed = [
@@ -387,10 +381,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
 
 def _changes(mine: Plan, other: Plan) -> list[str]:
     """Return what differs, in words, but for the schedule, which is the best one for either."""
-    if mine.ends == other.ends:
-        changes = []
-    else:
-        changes = ["another split"]
+    changes = [] if mine.ends == other.ends else ["another split"]
     for name in ("strategy", "micro_batches", "compression"):
         if getattr(mine, name) != getattr(other, name):
             changes.append(f"{name.replace('_', '-')} {getattr(other, name)}")

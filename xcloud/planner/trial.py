@@ -460,9 +460,7 @@ def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
     nothing = BoundaryCodec(DirectionCurves(Curve()))
-    codec = nothing
-    if stage is not None:
-        codec = trial.directions(name, boundary=stage)
+    codec = trial.directions(name, boundary=stage) if stage is not None else nothing
     return replace(codec, backward=(codec.backward or codec.forward) if returns else None)
 
 

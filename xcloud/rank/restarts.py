@@ -33,13 +33,7 @@ from xcloud.net.addresses import (
 )
 from xcloud.net.failure_detector import Connect, FailureDetector
 from xcloud.net.gloo_link import heartbeat_link
-from xcloud.net.rendezvous import (
-    JOIN_WITHIN_S,
-    count_of,
-    of_this_attempt,
-    quiet,
-    value_of,
-)
+from xcloud.net.rendezvous import JOIN_WITHIN_S, count_of, of_this_attempt, quiet, value_of
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.pipeline.exchange import digest
 from xcloud.pipeline.trainer import Trainer

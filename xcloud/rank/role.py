@@ -30,11 +30,7 @@ class Restored(Protocol):
     """The function that restores the state from which a rank resumes."""
 
     def __call__(
-        self,
-        context: RankContext[Any],
-        states: StateTree,
-        control: Control | None,
-        facts: Facts,
+        self, context: RankContext[Any], states: StateTree, control: Control | None, facts: Facts
     ) -> Saver:
         """Return what saves `states` from now on, once they have taken over that state."""
 

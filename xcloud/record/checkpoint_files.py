@@ -27,12 +27,7 @@ from torch import Tensor
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.record.files import (
-    AGREED_FILE,
-    CheckpointSteps,
-    numbers,
-    read_json,
-)
+from xcloud.record.files import AGREED_FILE, CheckpointSteps, numbers, read_json
 
 State = Mapping[str, Tensor | int]
 

@@ -178,9 +178,7 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for kind, num_bytes in sent.items():
         if kind != "other" and num_bytes != 0:
             busy = use.get(kind)
-            remark = ""
-            if busy is not None:
-                remark = f"link {human_percent(busy)} used"
+            remark = f"link {human_percent(busy)} used" if busy is not None else ""
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"

@@ -69,10 +69,7 @@ class RunStatistics:
         figures: Sequence[FeatureFigure] = (),
         prices: Mapping[str, RankPrice] | None = None,
     ) -> None:
-        if isinstance(steps, int):
-            self.collector = StepCollector(steps)
-        else:
-            self.collector = steps
+        self.collector = StepCollector(steps) if isinstance(steps, int) else steps
         self._figures = (*figures, REFUSED_REPORTS)
         self._kept = dict(KEPT)
         for figure in self._figures:
@@ -250,14 +247,9 @@ class RunStatistics:
     def _of_attempts(self) -> Summary:
         since_s = self._started_at_s
         until_s = self._last_event_at_s
-        if since_s is None or until_s is None:
-            elapsed_s = 0.0
-        else:
-            elapsed_s = until_s - since_s
+        elapsed_s = 0.0 if since_s is None or until_s is None else until_s - since_s
         lost_s = sum(one["lost_s"] for one in self.resumes)
-        started = None
-        if since_s is not None:
-            started = datetime.fromtimestamp(since_s, UTC)
+        started = datetime.fromtimestamp(since_s, UTC) if since_s is not None else None
         return {
             "num_resumes": len(self.resumes),
             "num_steps_done_twice": sum(one["steps_again"] for one in self.resumes),
@@ -305,10 +297,7 @@ class RunStatistics:
         scores, errors = ({split: event[key] for split, event in latest.items()}
                           for key in ("values", "errors"))  # fmt: skip
         test = latest.get("test", {"step": self.num_steps})
-        if test["step"] < self.num_steps:
-            at_step = {"quality_at_step": test["step"]}
-        else:
-            at_step = {}
+        at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
         return {
             "quality": scores.get("test", {}),
             "quality_error": errors.get("test", {}),

@@ -244,9 +244,7 @@ def _flight(
     _, sender, receiver, _ = key
     kind, number, num_bytes, queued, start, end = message
     start_us = begin[sender] + start
-    came_us = start_us
-    if received_us is not None:
-        came_us = begin[receiver] + received_us
+    came_us = begin[receiver] + received_us if received_us is not None else start_us
     # An error in the joined clocks can make a message arrive before it was sent.
     until_us = max(start_us, came_us if end is None else begin[sender] + end)
     queued_us = begin[sender] + queued
@@ -381,10 +379,7 @@ def read_predicted(run_dir: Path) -> Timeline | None:
 def predicted_of(run_dir: Path) -> dict[str, Any]:
     """For the summary of a run: what its plan predicted; empty for a run without one."""
     path = run_dir / PLAN_FILE
-    if path.exists():
-        table = parsed_json(path.read_text(encoding="utf-8"))
-    else:
-        table = {}
+    table = parsed_json(path.read_text(encoding="utf-8")) if path.exists() else {}
     if not table.get("chosen"):
         return {}
     told: dict[str, Any] = {"predicted_step_time_s": table["predicted_step_time_s"]}

@@ -431,11 +431,7 @@ class Policy:
                 yield _refusal(f"{link}, in {where},", target, allowed, "read", [target])
 
     def refused_job(
-        self,
-        job: object,
-        clouds: Iterable[str],
-        held_by: HeldBy,
-        instead: Mapping[str, Any] = {},
+        self, job: object, clouds: Iterable[str], held_by: HeldBy, instead: Mapping[str, Any] = {}
     ) -> Iterator[Refusal]:
         """Yield what a job lacks that this cloud asks of every one, and what its clouds would hold
         that they may not.

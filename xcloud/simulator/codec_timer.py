@@ -19,14 +19,7 @@ from torch import Tensor
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
-from xcloud.net.frame import (
-    Kind,
-    MessageKey,
-    TensorSpec,
-    decode_frame,
-    encode_frame,
-    seal_frame,
-)
+from xcloud.net.frame import Kind, MessageKey, TensorSpec, decode_frame, encode_frame, seal_frame
 from xcloud.simulator.costs import Direction
 
 BUDGET_S = 0.1

@@ -20,13 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import (
-    NotNegative,
-    NotNegativeFloat,
-    PositiveFloat,
-    Seconds,
-    settings,
-)
+from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, Seconds, settings
 from xcloud.base.wording import unknown_key
 from xcloud.layout import ClusterLayout
 from xcloud.net.link_profile import LinkProfile, Wan
@@ -165,10 +159,7 @@ class Costs:
     def direction(self, message: TransferCost) -> Direction:
         if message.direction == NORM:
             return Direction(self.control_bytes)
-        if message.direction == "forward":
-            table = self.forward
-        else:
-            table = self.backward
+        table = self.forward if message.direction == "forward" else self.backward
         return table[message.boundary] if table else NOTHING
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
@@ -181,9 +172,7 @@ class Costs:
         """
         if not self.updates:
             return 0.0
-        factor = 1.0
-        if what != "average":
-            factor = self.slowdown.get(rank, 1.0)
+        factor = self.slowdown.get(rank, 1.0) if what != "average" else 1.0
         each_s: list[float] = [getattr(self.updates[stage], f"{what}_s") for stage in stages]
         return factor * sum(each_s)
 
@@ -229,9 +218,7 @@ class Curve:
 
 def _curve(given: Any) -> Any:
     """Make a curve of a bare list of points, as a file has them; return anything else as it is."""
-    points = given
-    if isinstance(given, Mapping):
-        points = given.get("points")
+    points = given.get("points") if isinstance(given, Mapping) else given
     if not isinstance(points, list):
         return given
     return Curve([tuple(point) if isinstance(point, list) else point for point in points])

@@ -255,9 +255,7 @@ def memory_of(
     fullest = dict[str, int]()
     p = len(plan.ends)
     averaging = arranged.strategy.averaging
-    copies = 0
-    if averaging is not None:
-        copies = averaging.traits.num_copies
+    copies = averaging.traits.num_copies if averaging is not None else 0
     decoded = 0.0
     if averaging is not None and averaging.merge is not None:
         # A robust merge looks at all contributions at once, its own included, in every replica.

@@ -60,10 +60,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     outside = defaultdict[int, Counter[str]](Counter)  # by rank: the same outside the schedule
     for lane in timeline.lanes:
         for part, action, us in _shares(lane):
-            if action is None:
-                own = outside[lane.rank]
-            else:
-                own = spent[action]
+            own = outside[lane.rank] if action is None else spent[action]
             own[part] += us
     ranks_of = defaultdict[int, set[int]](set)
     for action in spent:

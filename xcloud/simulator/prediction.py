@@ -212,9 +212,7 @@ class Prediction:
             begin_s = self.moments.begin_s[rank][index]
             place = _OUTSIDE if op.action is None else op.action
             if begin_s > at_s:
-                what = "wait"
-                if op.what in ("average", "shared"):
-                    what = "average"
+                what = "average" if op.what in ("average", "shared") else "wait"
                 yield _Span(what=what, place=place, from_s=at_s, until_s=begin_s)
             at_s = begin_s
             parts = self.step.parts_s(self.costs, rank=rank, op=op)
@@ -253,9 +251,7 @@ class Prediction:
                 yield f"codec of stage {stage}", middle_s, middle_s + behind
                 yield f"compute of stage {stage}", begin_s + before, middle_s
                 yield f"codec of stage {stage}", begin_s, begin_s + before
-            free_s = 0.0
-            if index:
-                free_s = self._end_s(rank, index=index - 1)
+            free_s = self._end_s(rank, index=index - 1) if index else 0.0
             if begin_s <= free_s:
                 index -= 1
                 continue

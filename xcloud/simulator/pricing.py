@@ -312,10 +312,7 @@ class Pricer:
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end=end)
-        if codec.backward is None:
-            back = Direction()
-        else:
-            back = codec.backward.at(b)
+        back = Direction() if codec.backward is None else codec.backward.at(b)
         return codec.forward.at(b), back
 
     def _codec(self, compression: str, end: int) -> BoundaryCodec:
@@ -335,9 +332,7 @@ class Pricer:
                 continue  # handed over inside a rank
             leaves = arranged.layout.leaves_cloud(stage)
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
-            returned = None
-            if stage not in silent:
-                returned = round(back.num_bytes)
+            returned = round(back.num_bytes) if stage not in silent else None
             messages[stage] = round(out.num_bytes), returned
         counted = memory_of(
             plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes

@@ -102,9 +102,7 @@ class StepProgram:
         before = 0.0
         if op.received is not None:
             before = costs.direction(op.received).decompress_s
-        behind = 0.0
-        if op.sent is not None:
-            behind = costs.direction(op.sent).compress_s
+        behind = costs.direction(op.sent).compress_s if op.sent is not None else 0.0
         own_s = costs.action_s(rank, action=op.action)
         if op.what == "backward" and op.action.stage in self._deferred:
             own_s -= costs.action_s(rank, action=op.action._replace(kind="weights"))

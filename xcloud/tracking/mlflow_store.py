@@ -124,9 +124,7 @@ class Thinner:
         """Take the values of the next step; returns the points that are known by then."""
         # Three points a bucket, and one bucket may be short.
         is_long = self.num_steps > self.points
-        width = 1
-        if is_long:
-            width = 3 * self.num_steps // (self.points - 3) + 1
+        width = 3 * self.num_steps // (self.points - 3) + 1 if is_long else 1
         bucket, after = (step // width for step in (points[0].step, points[0].step + 1))
         known = [] if bucket == self._bucket else self.close()
         self._bucket = bucket
@@ -215,10 +213,7 @@ class Store:
         """Raise ConfigError if the store would refuse all of a run: its experiment is deleted, or
         what lies in its place is no store. It asks in a moment, without MLflow; a server that does
         not answer may come back, and is no reason."""
-        if self.uri is None:
-            stage = self._stage_here()
-        else:
-            stage = self._stage_at_server()
+        stage = self._stage_here() if self.uri is None else self._stage_at_server()
         if stage == "deleted":
             raise ConfigError(
                 f"MLflow at {without_password(self.tracking_uri)} would refuse all of this run: "
@@ -358,10 +353,7 @@ class Store:
             runs = client.search_runs(
                 [key], _of_sweep(sweep, tag="report_of_sweep"), max_results=1
             )
-            if runs:
-                run = runs[0]
-            else:
-                run = client.create_run(key, tags=mark, run_name=name)
+            run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
             for path in files:
                 self.keep(client, run.info.run_id, path)
             client.set_terminated(run.info.run_id)

@@ -221,14 +221,9 @@ class MlflowSender(threading.Thread, Recording):
     def places(self) -> dict[str, str]:
         lacks = [f"{what}, which it refused" for what in self._refused]
         if not self._complete:
-            late = "everything"
-            if self.run_id:
-                late = f"all after step {self._last_step}"
+            late = f"all after step {self._last_step}" if self.run_id else "everything"
             lacks.append(f"{late} ({self._trouble})")
-        if lacks:
-            places = {"MLflow lacks": "; ".join(lacks)}
-        else:
-            places = {}
+        places = {"MLflow lacks": "; ".join(lacks)} if lacks else {}
         store = self._store
         if self.run_id is None:
             return places
@@ -483,10 +478,7 @@ class MlflowSender(threading.Thread, Recording):
 def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Long values are cut: the complete file is logged as an artifact."""
     for name, value in texts.items():
-        if isinstance(value, list):
-            text = json.dumps(value)
-        else:
-            text = str(value)
+        text = json.dumps(value) if isinstance(value, list) else str(value)
         yield legal_name(name), without_password(text)[:MAX_VALUE_CHARACTERS]
 
 

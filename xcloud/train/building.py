@@ -118,13 +118,7 @@ def build_training(
         stage: build_stage(stage, context, data=data, wiring=wiring, features=features)
         for stage in placement.stages
     }
-    built = BuiltRank(
-        context=context,
-        wiring=wiring,
-        data=data,
-        stages=stages,
-        memory=memory,
-    )
+    built = BuiltRank(context=context, wiring=wiring, data=data, stages=stages, memory=memory)
     pipeline = _pipeline(built, features=features, clock=clock)
     bases = _compare(built)
     if any(ports.boundary.start for ports in pipeline.ports.values()):
@@ -265,8 +259,7 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
         exchange=_exchange(built, features=features),
         sums=built.wiring.sums,
         losses=LossReport(
-            is_silent=replica > 0 and (is_private or not trains_locally),
-            is_private=is_private,
+            is_silent=replica > 0 and (is_private or not trains_locally), is_private=is_private
         ),
     )
 

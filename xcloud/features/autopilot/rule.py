@@ -180,10 +180,7 @@ class Rule:
         if self._gained[best] < enough or (since_step and lasted < self._dwell):
             return None
         returns_soon = best == self._before and lasted < 2 * self._dwell
-        if returns_soon:
-            self._dwell = 2 * self._dwell
-        else:
-            self._dwell = settings.dwell
+        self._dwell = 2 * self._dwell if returns_soon else settings.dwell
         self._before = in_force
         self._gained = []
         return best

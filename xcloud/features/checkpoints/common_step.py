@@ -59,8 +59,5 @@ def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]
         if not line.startswith("ok "):
             reasons.setdefault(line.split(maxsplit=2)[-1], []).append(name_of(rank))
     wrong = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    if not wrong:
-        attempts = {line.split()[2] for line in lines.values()}
-    else:
-        attempts = set()
+    attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
     return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])

@@ -60,9 +60,7 @@ def restored(
     )
     own = holder.own_step(step) if step else 0
     if own < step:
-        since = "restarts"
-        if own:
-            since = f"goes on from its own of step {own}"
+        since = f"goes on from its own of step {own}" if own else "restarts"
         reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
     forgets = False
     if own:

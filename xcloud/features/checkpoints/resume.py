@@ -173,22 +173,13 @@ def changes(
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
         if row is None and key.startswith("cluster."):
             # what moves is looked at below
-            row = LANES
-            if before.ranks:
-                row = NOTHING
+            row = NOTHING if before.ranks else LANES
         old = saved.get(key)
-        if old is None:
-            back = f"leave {key} out"
-        else:
-            back = f"set {key} back to {old}"
-        outcome = OTHER_RUN
-        if row is not None:
-            outcome = outcome_of(row, column=after.column)
+        back = f"leave {key} out" if old is None else f"set {key} back to {old}"
+        outcome = outcome_of(row, column=after.column) if row is not None else OTHER_RUN
         found.take(outcome, f"{key} is {now.get(key, 'not set')}", back=back)
     if found.moves:
-        moved = SHARD
-        if before.sharded_parts == after.sharded_parts:
-            moved = LANES
+        moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
         if before.num_stages != after.num_stages:
             moved = CUT
         found.take(
@@ -250,15 +241,10 @@ class RankCheckpoints:
         """
         lines = {}
         for step in self.folder.steps():
-            agreed = "written"
-            if self.folder.is_agreed(step):
-                agreed = "agreed"
+            agreed = "agreed" if self.folder.is_agreed(step) else "written"
             try:
                 attempt = self._check(step, is_thorough=is_thorough)
-                if not self.places.ranks:
-                    found = self.folder.agreed(step)
-                else:
-                    found = {}
+                found = self.folder.agreed(step) if not self.places.ranks else {}
                 held_by = map(str, found.get("held_by", ()))
                 lines[str(step)] = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
@@ -387,9 +373,7 @@ class RankCheckpoints:
                 "one replica made it, so nothing was merged that others could take over"
             )
         if not before.is_merged(step):
-            when = ""
-            if before.merges_every:
-                when = f"every {before.merges_every} steps, and "
+            when = f"every {before.merges_every} steps, and " if before.merges_every else ""
             raise DataError(
                 "replicas differed then, and other ranks can take over after a merge of all "
                 f"parameters only ({when}the last step)"

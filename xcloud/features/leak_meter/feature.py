@@ -7,12 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from xcloud.features.leak_meter.observers import (
-    LeakObservers,
-    leak_observers,
-    meter_of,
-    observed,
-)
+from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, meter_of, observed
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Use, known_last_step, one_update_at_a_time
 from xcloud.pipeline.pipeline import BoundaryPorts

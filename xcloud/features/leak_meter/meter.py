@@ -96,9 +96,7 @@ class CrossedStream(NamedTuple):
         return cls(direction=direction, boundary=int(boundary), how=how, field=field)
 
     def __str__(self) -> str:
-        kind = "gradient"
-        if self.direction == "forward":
-            kind = "activation"
+        kind = "activation" if self.direction == "forward" else "gradient"
         return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
 
 
@@ -189,9 +187,7 @@ def read_observations(run_dir: Path) -> Observations:
                 rows = CrossedRows(
                     *(file.get_tensor(f"{name}/{part}") for part in CrossedRows._fields)
                 )
-                whose = TRUTH
-                if not name.startswith(f"{TRUTH}."):
-                    whose = about["cloud"]
+                whose = about["cloud"] if not name.startswith(f"{TRUTH}.") else TRUTH
                 parts.setdefault((whose, name), []).append(rows)
     for (cloud, name), some in parts.items():
         newest = dict(CrossedRows.join(some).pieces())

@@ -97,10 +97,7 @@ class Observer:
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
-        if counts is None:
-            wide = torch.ones_like(ids)
-        else:
-            wide = counts.to("cpu", torch.int64)
+        wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
         messages.append(CrossedRows(ids=ids.clone(), counts=wide, rows=rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:

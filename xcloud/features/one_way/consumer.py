@@ -163,9 +163,7 @@ class ConsumerRun(StatefulTree):
         """Take the changes of a step into the plan, and act on those of producers."""
         changes = self.plan.end_step(agreed)
         for p, (before, now) in changes.items():
-            why_gone = ""
-            if now is State.DEAD:
-                why_gone = self._rank.why_gone(p)
+            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
             self._intake.changed(step, p, now=now, why_gone=why_gone)
             if now is State.DEAD:
                 self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
@@ -271,10 +269,7 @@ class ConsumerRank(OneWayRank):
 
     def send_save(self, step: int, is_last: bool) -> None:
         """Ask the producers to save, after all that was ordered so far."""
-        if is_last:
-            code = CheckpointMessage.SAVE_AND_STOP
-        else:
-            code = CheckpointMessage.SAVE
+        code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
         for source in range(len(self._outs)):
             self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
 

@@ -229,13 +229,9 @@ class ConsumptionPlan(StatefulTree):
         """
         is_whole = len(self.active) == len(self._shares)
         # a sum may be rounded
-        together = 1.0
-        if not is_whole:
-            together = self._together(self.active)
+        together = self._together(self.active) if not is_whole else 1.0
         num_left = max(0, self._num_batches - self._num_used)
-        to_come = 0.0
-        if together:
-            to_come = num_left * self._shares[p] / together
+        to_come = num_left * self._shares[p] / together if together else 0.0
         expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
         return self.promised.setdefault((p, number), max(1, expected))
 

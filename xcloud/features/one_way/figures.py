@@ -38,8 +38,6 @@ PRODUCERS = FeatureFigure(
     rows=_feed_rows,
     metrics=_feed_metrics,
     is_of_steps=True,
-    reported={
-        "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
-    },
+    reported={"fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure"},
 )
 """Its part of the summary is made by OneWayStatistics (job.py), of more than these events."""

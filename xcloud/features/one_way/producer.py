@@ -77,10 +77,7 @@ class OrderBook:
 
     def take_orders(self, frame: Frame) -> None:
         """Take orders, int32 [N, 3]. What was ordered for nobody may be ordered again."""
-        if len(frame.parts) == 1:
-            part = frame.parts[0]
-        else:
-            part = torch.empty(0)
+        part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
         if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
             found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
             raise FrameError(f"orders must be int32 [N, 3], got {found}")
@@ -158,10 +155,7 @@ class ProducerRun(StatefulTree):
         self.name = name
         self._guard = rank.divergence_guard()
         module = part.parameters_module
-        if module is None:
-            self._buffer = None
-        else:
-            self._buffer = FlatBuffer(module.parameters())
+        self._buffer = None if module is None else FlatBuffer(module.parameters())
         self._clock = StepClock()
         self.number = self._num_planned = 0
         self.kept: dict[int, Tensor] = {}

@@ -6,11 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.features.privacy.noise import (
-    gaussian_epsilon,
-    max_squared_uses,
-    sampled_epsilon,
-)
+from xcloud.features.privacy.noise import gaussian_epsilon, max_squared_uses, sampled_epsilon
 from xcloud.features.privacy.settings import Privacy
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.hook import Hook

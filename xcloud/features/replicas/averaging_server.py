@@ -293,9 +293,7 @@ class AveragingServer(_End):
     def _report_merge(self, step: int) -> None:
         counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
         weights = {peer.cloud: counted.get(r, 0.0) for r, peer in enumerate(self.links.peers)}
-        kind = "partial_merge"
-        if all(weights.values()):
-            kind = "merge"
+        kind = "merge" if all(weights.values()) else "partial_merge"
         self.reporter.event(kind, step=step, weights=weights)
         was_left_out = self._is_left_out
         self._is_left_out = not any(weights.values())

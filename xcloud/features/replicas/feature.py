@@ -75,13 +75,9 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
     layout = job.cluster
     traits = job.strategy.traits
     label = job.compression.averaged.averaging_choice.label
-    often = "once a step"
-    if traits.every != 1:
-        often = f"once in {traits.every} steps"
+    often = f"once in {traits.every} steps" if traits.every != 1 else "once a step"
     parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
-    what = "gradients"
-    if traits.trains_locally:
-        what = "weight changes"
+    what = "weight changes" if traits.trains_locally else "gradients"
     what = f"{what} of all that is trained in {parts}, compressed by {label}"
     first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
     if not traits.is_elastic:

@@ -96,10 +96,7 @@ class AveragedGradients(Exchange):
         samples = [float(number) for number in replicas.num_samples]
         self._per_share = sum(samples) / samples[replicas.links.replica]
         self._is_robust = averaging.merge is not None
-        if self._is_robust:
-            self._weight = samples[replicas.links.replica]
-        else:
-            self._weight = 1.0
+        self._weight = samples[replicas.links.replica] if self._is_robust else 1.0
         # Who has the same values in this cloud: of sharded stages nobody.
         self._alike = replicas.group
         num_shares = replicas.links.num_shares

@@ -245,10 +245,7 @@ class LocalRounds(Exchange):
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
                 f"{len(names)} tensors; set it to at most {len(names)}"
             )
-        if names:
-            runs = contiguous(sizes, count=averaging.fragments)
-        else:
-            runs = []
+        runs = contiguous(sizes, count=averaging.fragments) if names else []
         self._fragments = [
             self._fragment([names[position] for position in run], number=number)
             for number, run in enumerate(runs)
@@ -306,9 +303,7 @@ class LocalRounds(Exchange):
         averaging = self._settings
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
-        num_shares = 1
-        if not averaging.is_elastic:
-            num_shares = replicas.links.num_shares
+        num_shares = replicas.links.num_shares if not averaging.is_elastic else 1
         shares = by_tensor(shapes, num_shares=num_shares)
         values = OuterParameters(
             parameters=parameters, shares=shares, group=replicas.group, optimizer=averaging.outer
@@ -455,16 +450,11 @@ class LocalRounds(Exchange):
     own_names = ("budget",)
 
     def own(self) -> State:
-        elapsed_s = 0.0
-        if self._started_s is not None:
-            elapsed_s = self.clock() - self._started_s
+        elapsed_s = self.clock() - self._started_s if self._started_s is not None else 0.0
         numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
         return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
 
     def take(self, own: State) -> None:
         self._idle_until = whole_number(own, name="budget.idle_until")
         self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
-        if elapsed_s:
-            self._started_s = self.clock() - elapsed_s
-        else:
-            self._started_s = None
+        self._started_s = self.clock() - elapsed_s if elapsed_s else None

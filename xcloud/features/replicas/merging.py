@@ -238,12 +238,8 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[RowP
             if width and share < num_shares - 1:
                 ends_at = total * (share + 1) / num_shares
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
-            rows = shape
-            if shape:
-                rows = torch.Size((last - first, *shape[1:]))
-            label = name
-            if last - first != num_rows:
-                label = f"{name}[{first}:{last}]"
+            rows = torch.Size((last - first, *shape[1:])) if shape else shape
+            label = f"{name}[{first}:{last}]" if last - first != num_rows else name
             shares[share].append(
                 RowPiece(name=label, index=index, first=first, last=last, shape=rows)
             )
@@ -278,10 +274,7 @@ def gather_shares(
     if mine:
         flat = torch.cat([tensor.reshape(-1) for tensor in mine])
         row[: len(flat)] = flat
-    if len(shares) == 1:
-        rows = [group.from_leader(row)]
-    else:
-        rows = group.gather(row)
+    rows = [group.from_leader(row)] if len(shares) == 1 else group.gather(row)
     return [
         (piece, tensor.view(piece.shape))
         for share, own, row in zip(shares, sizes, rows, strict=False)

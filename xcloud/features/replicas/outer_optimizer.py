@@ -173,9 +173,7 @@ class Replicas:
         for name, found in theirs.items():
             for stage, own, other in zip(stages, mine, found, strict=True):
                 if not torch.equal(own, other):
-                    when = "before the first update"
-                    if step:
-                        when = f"after update {step}"
+                    when = f"after update {step}" if step else "before the first update"
                     raise ReplicasDiffer(
                         f"{when} the parameters of stage {stage} differ between rank "
                         f"{alike.rank} and {name}; all clouds need the same seed, checkpoint "
@@ -228,9 +226,7 @@ class OuterOptimizer:
             update = gradient
             if self.momentum:
                 velocity.mul_(self.momentum).add_(gradient)
-                update = velocity
-                if self.nesterov:
-                    update = gradient + velocity * self.momentum
+                update = gradient + velocity * self.momentum if self.nesterov else velocity
             parameter.sub_(update * self.learning_rate)
 
 

@@ -24,11 +24,7 @@ from torch import Tensor, nn
 from xcloud.comm.state import State, StateTree, copy_of, fill
 from xcloud.comm.step_clock import NOWHERE
 from xcloud.contracts.model import Stage
-from xcloud.features.two_buffered.schedule import (
-    TwoBuffered,
-    next_part,
-    this_part,
-)
+from xcloud.features.two_buffered.schedule import TwoBuffered, next_part, this_part
 from xcloud.net.frame import Kind
 from xcloud.pipeline.control import Reply, Signal
 from xcloud.pipeline.exchange import FlatBuffer, Work

@@ -59,10 +59,7 @@ def follow(words: Sequence[str]) -> None:
     objects = ObjectStore(url, setting="--from" if arguments.url else URL, writes=False)
     store = PatchStore(objects, protect=_protection(job))
     follower = Follower(
-        store,
-        run=name_of(job),
-        num_stages=job.cluster.num_stages,
-        last_step=job.max_steps,
+        store, run=name_of(job), num_stages=job.cluster.num_stages, last_step=job.max_steps
     )
     folder = FollowedFolder(arguments.folder, name_of(job), cast(Any, job.model), job.task)
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):

@@ -122,10 +122,7 @@ class Follower:
         }
 
     def _taken(
-        self,
-        route: PatchRoute,
-        there: Mapping[WeightObject, Stored],
-        missing: set[WeightObject],
+        self, route: PatchRoute, there: Mapping[WeightObject, Stored], missing: set[WeightObject]
     ) -> dict[int, StageWeights] | None:
         """Return the weights at the end of a route; None if an object on it is refused, or is not
         there any more though it was listed, and then is put into `missing`."""

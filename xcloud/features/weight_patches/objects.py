@@ -25,12 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.architecture import checked_architecture
-from xcloud.features.weight_patches.codec import (
-    Bits,
-    ValueChanges,
-    decode_changes,
-    encode_changes,
-)
+from xcloud.features.weight_patches.codec import Bits, ValueChanges, decode_changes, encode_changes
 
 _MAGIC = b"XCW1"
 _LENGTH = struct.Struct("<I")
