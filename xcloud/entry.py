@@ -174,10 +174,7 @@ def resume(words: Sequence[str]) -> None:
     run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
     settings, has_more = resumed(run_dir, overrides=overrides, conf_dir=conf_dir())
     carry_out(
-        settings,
-        run_dir=run_dir,
-        resumes=partial(check_can_go_on, anew=ANEW in words),
-        has_more=has_more,
+        settings, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
     )
 
 

@@ -135,9 +135,7 @@ class TrainedRun:
                 boundary = job.model.boundary(
                     stage, num_stages=layout.num_stages, max_length=self.longest
                 )
-                found[stage] = Crossing(
-                    job, stage=stage, boundary=boundary, last_step=job.training.max_steps
-                )
+                found[stage] = Crossing(job, stage, boundary, last_step=job.training.max_steps)
         return found
 
     def carry(self, stage: int, message: Message, batch: Batch) -> Message:

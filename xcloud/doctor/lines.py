@@ -121,12 +121,7 @@ def check_lines(
                     dialler = Dialler(address=address, cloud=peer, tls=tls)
                     trials.append(
                         LineTrial(
-                            case=case,
-                            peer=peer,
-                            way=dialler,
-                            machine=number,
-                            within_s=wait_s,
-                            turn=turn,
+                            case, peer, way=dialler, machine=number, within_s=wait_s, turn=turn
                         )
                     )
                 continue

@@ -373,9 +373,7 @@ class PipelineJob(Job):
         if period == 1:
             return BatchPlan(num_samples=num_samples, batch_size=size, seed=self.seed)
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
-        return PinnedBatchPlan(
-            num_samples=num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks
-        )
+        return PinnedBatchPlan(num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks)
 
     def leaving(self) -> Iterable[Leaving]:
         return leaving(self)

@@ -138,9 +138,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
     stream = StreamName(
         names[2], sender_cloud=names[0], sender=sends, receiver_cloud=names[1], receiver=receives
     )
-    return Hello(
-        stream, run, attempt=attempt, connection=connection, of=of, expected=expected, known=known
-    )
+    return Hello(stream, run, attempt, connection, of=of, expected=expected, known=known)
 
 
 def read_hello(connection: socket.socket, sender: str) -> Hello | HelloRefusal:

@@ -411,9 +411,7 @@ class MailboxOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes(1)
-        self._await_end(
-            self._over.wait, timeout_s=timeout_s, failing="has left no room in the mailbox"
-        )
+        self._await_end(self._over.wait, timeout_s, failing="has left no room in the mailbox")
 
     def abandon(self) -> None:
         """Tell the receiver that this rank has ended before its time, if that can be done at once.

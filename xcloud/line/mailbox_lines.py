@@ -282,9 +282,7 @@ class MailboxLines:
         rendezvous = MailboxRendezvous(store=self._store, place=place, keys=keys, key=self._key)
         self._attempt, self._certificates = rendezvous.hold(say)
         folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
-        self._arrivals = Arrivals(
-            self._store, folder=folder, check=rendezvous.check, on_lost=on_lost
-        )
+        self._arrivals = Arrivals(self._store, folder, check=rendezvous.check, on_lost=on_lost)
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []

@@ -106,9 +106,7 @@ class StreamOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes(1)
-        self._await_end(
-            self._over.wait, timeout_s=timeout_s, failing="did not take the last messages"
-        )
+        self._await_end(self._over.wait, timeout_s, failing="did not take the last messages")
         self._connections.join(SPEAK_EVERY_S)
 
     def stop(self) -> None:

@@ -63,9 +63,7 @@ class GlooOutLink(SendingEnd):
         with self._sending:
             self._send_closes(self._settings.window.num_posted)
             self._queue.put(None, num_bytes=0)
-        self._await_end(
-            self._has_ended, timeout_s=timeout_s, failing="did not take the last messages"
-        )
+        self._await_end(self._has_ended, timeout_s, failing="did not take the last messages")
 
     @property
     def _is_idle(self) -> bool:
@@ -91,11 +89,7 @@ class GlooOutLink(SendingEnd):
                 else:
                     seal_frame(frame, deliver_at_s=slot.deliver_at_s)
                 self.record.sending(
-                    key,
-                    sequence=sequence,
-                    num_bytes=frame.numel(),
-                    queued_at_s=queued_at_s,
-                    slot=slot,
+                    key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=slot
                 )
                 if slot is not None:
                     settings.note_progress(key.kind, at_s=slot.deliver_at_s)

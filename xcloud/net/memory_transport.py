@@ -123,9 +123,7 @@ class MemoryOutLink(SendingEnd):
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
         seal_frame(frame, deliver_at_s=-time.monotonic())
-        self.record.sending(
-            key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
-        )
+        self.record.sending(key, sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s)
         self._line.carry(frame)
 
 

@@ -121,9 +121,7 @@ class Peer:
             since_s = waited_s
             if progress is not None:
                 since_s = min(waited_s, time.monotonic() - progress.moved_at_s)
-            left_s = self.left_s(
-                waited_s if self.silence_is_loss else since_s, overdue_s=overdue_s
-            )
+            left_s = self.left_s(waited_s if self.silence_is_loss else since_s, overdue_s)
             if in_step:
                 left_s = min(left_s, overdue_s - since_s)
             if attempt(min(1.0, max(0.0, left_s))):

@@ -88,13 +88,7 @@ def words_of(
     if rank != 0:
         own = partial(join, rank, beginning or 1, within_s)
         return WordsToFirst(join=own, rank=rank, within_s=within_s)
-    return WordsOfFirst(
-        store=store,
-        num_ranks=num_ranks,
-        join=join,
-        within_s=within_s,
-        is_open=beginning is not None,
-    )
+    return WordsOfFirst(store, num_ranks, join, within_s, is_open=beginning is not None)
 
 
 def joined_over_gloo(

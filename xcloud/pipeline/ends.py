@@ -187,10 +187,7 @@ class Ends:
     def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
         """Return a link's window; both ends give the same arguments. See LinkWindow.covering."""
         return LinkWindow.covering(
-            under_way,
-            frame_bytes=frame_bytes,
-            budget_bytes=self.layout.link_budget_bytes,
-            num_ahead=ahead,
+            under_way, frame_bytes, budget_bytes=self.layout.link_budget_bytes, num_ahead=ahead
         )
 
     def close(self, *may_be_gone: type[LinkError]) -> None:

@@ -82,9 +82,7 @@ class OverlappedSums(Hook):
         end = len(buffer.gradients)
         for run in runs:
             first = end - sum(p.numel() for p in run)
-            bucket = _Bucket(
-                stage=stage, values=buffer.gradients[first:end], num_parameters=len(run)
-            )
+            bucket = _Bucket(stage, values=buffer.gradients[first:end], num_parameters=len(run))
             for parameter in run:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._hook(bucket)

@@ -283,9 +283,7 @@ class Pipeline:
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)
             sent = self.ports[action.stage].forward_out[peer].send(now.key(action), sent, batch)
-        return InFlight(
-            batch=batch, received=received, send=sent, loss=output.loss, weights=weights
-        )
+        return InFlight(batch, received, send=sent, loss=output.loss, weights=weights)
 
     def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:

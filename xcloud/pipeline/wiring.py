@@ -155,9 +155,7 @@ def wire(
         groups=groups,
         control=control,
         sums=_join_sums(job, ends=ends, control=control),
-        boundaries=Boundaries(
-            job=job, ends=ends, clock=clock, device=device, make_receiver=make_receiver
-        ),
+        boundaries=Boundaries(job, ends, clock, device, make_receiver=make_receiver),
         is_elastic=is_elastic,
         rejoin=rejoin,
     )

@@ -205,9 +205,7 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     last = [Column(name, right=False, wraps=True, spare=4) for name in ("bound by", "next")]
     figures = [Column("bubble", spare=3), Column("bytes", spare=2), Column("memory", spare=1)]
     columns = [*NAMES, Column("step", spare=-1), *figures, *last]
-    print_table(
-        console, columns=columns, rows=[_cells(name, row=row) for name, row in rows.items()]
-    )
+    print_table(console, columns, rows=[_cells(name, row=row) for name, row in rows.items()])
     for line in _notes(report, rows=rows):
         say(console, text=line)
 

@@ -77,9 +77,7 @@ class Space:
                 if self.allows(strategy, name, GPipe(m))
             ]
             for ends, (schedule, compression) in product(splits, allowed):
-                yield Plan(
-                    strategy=strategy, ends=ends, schedule=schedule, compression=compression
-                )
+                yield Plan(strategy, ends, schedule, compression)
 
     def counts(self, arranged: Arranged) -> list[int]:
         """Return the numbers of micro-batches that suit a strategy's clouds."""
@@ -94,15 +92,7 @@ class Space:
         if "schedule" not in self.varies or num_stages == 1:
             return [with_micro_batches(self.own.schedule, number=num_micro_batches)]
         kinds = [*self.schedules, self.own.schedule]
-        each = (
-            variants_of(
-                kind,
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                num_lanes=num_lanes,
-            )
-            for kind in kinds
-        )
+        each = (variants_of(kind, num_stages, num_micro_batches, num_lanes) for kind in kinds)
         return list(dict.fromkeys(chain.from_iterable(each)))
 
 

@@ -108,9 +108,7 @@ def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: New
     if rank in compared:
         rendezvous.write("table", encode_table(mine))
     if rank == 0:
-        found = _Comparison(
-            job=job, rendezvous=rendezvous, mine=mine, peers=compared - {0}
-        ).verdict(newest)
+        found = _Comparison(job, rendezvous, mine, peers=compared - {0}).verdict(newest)
         found = replace(found, text=_printable(found.text), attempt=time.time_ns())
         rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:

@@ -124,9 +124,7 @@ def rendezvous_under_torchrun(
         name_of=partial(rank_name, job),
         say=say,
     )
-    return Rendezvous(
-        rank=rank, num_ranks=num_ranks, store=store, within_s=within_s, detector=detector
-    )
+    return Rendezvous(rank, num_ranks, store, within_s, detector=detector)
 
 
 def store_of_machines(
@@ -151,9 +149,7 @@ def store_of_machines(
 
     def connect(timeout_s: float) -> Store:
         store = store_at(host, port=port, serves=serves, within_s=timeout_s)
-        detector.why_not = Doorbell(
-            store=store, rank=rank, address=address, place=f"{host}:{port}"
-        ).why_not
+        detector.why_not = Doorbell(store, rank, address, place=f"{host}:{port}").why_not
         detector.ask(store)
         return store
 

@@ -69,9 +69,7 @@ class CheckpointFolder(CheckpointSteps):
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
-            digest, num_bytes = _write_tensors(
-                _tensors_file(folder, rank=rank), rank=rank, tensors=tensors
-            )
+            digest, num_bytes = _write_tensors(_tensors_file(folder, rank=rank), rank, tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()

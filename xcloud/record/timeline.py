@@ -353,9 +353,7 @@ def write_predicted(run_dir: Path, timeline: Timeline, strategy: str) -> None:
     """The step of a plan, as a trace that holds the timeline itself as well."""
     flights = [[*between, some] for between, some in timeline.flights.items()]
     own = {"lanes": [asdict(lane) for lane in timeline.lanes], "flights": flights}
-    write_trace(
-        run_dir / PREDICTED_FILE, timeline=timeline, facts={"plan": strategy, "timeline": own}
-    )
+    write_trace(run_dir / PREDICTED_FILE, timeline, facts={"plan": strategy, "timeline": own})
 
 
 def read_predicted(run_dir: Path) -> Timeline | None:

@@ -215,8 +215,6 @@ def link_out(value: str, folders: Sequence[str]) -> str | None:
                 return folder
             for name in (*inner, *files):
                 path = os.path.join(folder, name)
-                if os.path.islink(path) and not lies_below(
-                    os.path.realpath(path), folders=folders
-                ):
+                if os.path.islink(path) and not lies_below(os.path.realpath(path), folders):
                     return path
     return None

@@ -203,9 +203,7 @@ def run(
     lines: the line of each route; None = free.
     """
     return _Run(
-        program=program,
-        seconds=seconds,
-        lines=Lines(program=program, num_bytes=num_bytes, lines=lines),
+        program, seconds, lines=Lines(program=program, num_bytes=num_bytes, lines=lines)
     ).carried_out()
 
 

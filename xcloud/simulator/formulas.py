@@ -332,8 +332,5 @@ def _max_kept(
 ) -> float:  # fmt: skip
     """Return the bytes that a rank keeps for backwards to come."""
     return max_kept(
-        schedule.actions(stage, num_stages=num_stages),
-        num_ranks=num_ranks,
-        activations=activations,
-        waiting=waiting,
+        schedule.actions(stage, num_stages=num_stages), num_ranks, activations, waiting
     )

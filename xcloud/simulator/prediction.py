@@ -93,15 +93,7 @@ class Prediction:
             codec_s = total["compress"] + total["decompress"]
             average_s = total["average"]
             idle_s = self._span_s(rank) - compute_s - codec_s - average_s
-            uses.append(
-                RankUse(
-                    rank=rank,
-                    compute_s=compute_s,
-                    codec_s=codec_s,
-                    average_s=average_s,
-                    idle_s=idle_s,
-                )
-            )
+            uses.append(RankUse(rank, compute_s, codec_s, average_s, idle_s=idle_s))
         return uses
 
     @cached_property

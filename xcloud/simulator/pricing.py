@@ -279,12 +279,7 @@ class Pricer:
         else:
             around_s = profile.around_gradients_s
         return exchange_of(
-            arranged.layout,
-            averaging=averaging,
-            costs=costs,
-            shares=shares,
-            lines=lines,
-            around_s=around_s,
+            arranged.layout, averaging, costs, shares, lines=lines, around_s=around_s
         )
 
     # What crosses.
@@ -334,9 +329,7 @@ class Pricer:
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
             returned = round(back.num_bytes) if stage not in silent else None
             messages[stage] = round(out.num_bytes), returned
-        counted = memory_of(
-            plan, arranged=arranged, works=works, messages=messages, num_passes=self.passes
-        )
+        counted = memory_of(plan, arranged, works, messages, num_passes=self.passes)
         return {cloud: found + self.profile.other_bytes for cloud, found in counted.items()}
 
     def _work_of(self, start: int, end: int, b: float) -> PieceWork:

@@ -163,9 +163,7 @@ class StepProgram:
                         self._tell_norm(rank)
                     kind = action.kind
                     stage = action.stage
-                    received = self._transfer(
-                        stage - (kind == "forward"), action=action, first=first
-                    )
+                    received = self._transfer(stage - (kind == "forward"), action, first)
                     sent = self._transfer(stage - (kind == "backward"), action=action, first=first)
                     need = -1 if received is None else tokens[received]
                     posts = () if sent is None else (self._post(sent, token=tokens[sent]),)

@@ -222,9 +222,7 @@ def _compare(built: BuiltRank) -> dict[str, str]:
         bases |= stage.architecture.get(BASES, {})
     shared = {**bases, **built.data.shared_digests()}
     if built.context.job.roster.is_elastic:  # every replica holds all of it
-        agree_on(
-            "parameters", rendezvous=rendezvous, facts={**parameters_fact(built.stages), **shared}
-        )
+        agree_on("parameters", rendezvous, facts={**parameters_fact(built.stages), **shared})
     else:
         built.wiring.barrier()
         agree_where_shared(rendezvous, facts=shared)

@@ -68,9 +68,7 @@ def schedules_of(
         )
 
     def order(schedule: Schedule, stage: int) -> list[Action]:
-        return schedule.for_lanes(num_stages, num_lanes=num_lanes).actions(
-            stage, num_stages=num_stages
-        )
+        return schedule.for_lanes(num_stages, num_lanes=num_lanes).actions(stage, num_stages)
 
     def share(schedule: Schedule) -> float:
         """Return the share of a pass's samples whose activations the fullest stage keeps."""

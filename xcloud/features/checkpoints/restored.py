@@ -55,9 +55,7 @@ def restored(
         return Checkpointer(
             timing=Timing(never), writer=writer, control=None, parts={}, reporter=reporter
         )
-    holder = RankCheckpoints(
-        folder=folder, rank=rank, places=job.places, settings=context.settings
-    )
+    holder = RankCheckpoints(folder, rank, places=job.places, settings=context.settings)
     own = holder.own_step(step) if step else 0
     if own < step:
         since = f"goes on from its own of step {own}" if own else "restarts"
@@ -68,9 +66,7 @@ def restored(
         load_states(states, state=state, owner=f"rank {rank}")
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(states))  # digests are made here, not between updates
-    folder.delete_after(
-        step, rank=rank, attempt=context.verdict.attempt, roll_back=context.roll_back
-    )
+    folder.delete_after(step, rank, attempt=context.verdict.attempt, roll_back=context.roll_back)
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)

@@ -244,12 +244,7 @@ class ConsumptionPlan(StatefulTree):
         They average their gradients, and must be level to save or to end.
         """
         return [
-            Order(
-                source=source,
-                number=number,
-                consumer=NOBODY,
-                num_planned=self._promise(p, number=number),
-            )
+            Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number=number))
             for p, state in enumerate(self.state)
             if state is not State.DEAD
             for source in self._sources[p]

@@ -55,9 +55,7 @@ def account(
         uses = max_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
         rate = min(1.0, plan.batch_size / plan.num_samples)
         try:
-            sampled = sampled_epsilon(
-                privacy.noise, rate=rate, num_updates=num_updates, delta=privacy.delta
-            )
+            sampled = sampled_epsilon(privacy.noise, rate, num_updates, delta=privacy.delta)
         except ImportError:
             pass
     else:

@@ -265,12 +265,7 @@ class AveragingServer(_End):
             return int(known), None
         most = self.max_weight(replica, range(peer.merged_at + 1, step + 1))
         return int(known), self.terms.contribution(
-            int(asked_at),
-            replica=replica,
-            weight=weight,
-            max_weight=most,
-            codec=self.codec,
-            parts=rest,
+            int(asked_at), replica, weight, max_weight=most, codec=self.codec, parts=rest
         )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
@@ -319,11 +314,7 @@ class AveragingServer(_End):
         key = MessageKey(kind=Kind.AVERAGING, step=peer.number - 1, micro_batch=_ANSWERS)
         try:
             self.links.post(
-                replica,
-                key=key,
-                parts=(head, *parts),
-                carries=(_HEADS[1], *carries),
-                raw_bytes=raw,
+                replica, key, parts=(head, *parts), carries=(_HEADS[1], *carries), raw_bytes=raw
             )
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step=step, why=str(error), error=error)

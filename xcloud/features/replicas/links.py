@@ -214,9 +214,7 @@ def averager_of_ends(
 
     def join(pair: tuple[int, int], stage: int, codec: TensorCodec) -> AllToAll:
         ends = wiring.ends
-        links = links_between(
-            ends, layout=layout, pair=pair, device=device, line=line, stage=stage
-        )
+        links = links_between(ends, layout, pair, device, line=line, stage=stage)
         wiring.averaging.append(links)
         averager = AllToAll(links=links, codec=codec)
         links.open(averager.max_bytes)
