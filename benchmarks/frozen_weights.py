@@ -50,10 +50,10 @@ from xcloud.models.causal_network import (
     write_checkpoint,
 )
 from xcloud.models.causal_stage import CausalStage
-from xcloud.models.frozen_weights import Kind
+from xcloud.models.frozen_weights import WeightFormat
 from xcloud.models.stages import LABEL, TEXT, TYPES
 
-KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "nf4")
+KINDS: tuple[WeightFormat, ...] = ("float32", "bfloat16", "int8", "nf4")
 KINDS_OF_MEMORY = ("parameters", "gradients", "optimizer", "activations", "queued")
 COMMON = [
     "+exp=lora_clm", "tracker=none", "cluster=two_clouds", "cluster/wan=free",
@@ -120,7 +120,7 @@ def write_drawn(folder: Path, shape: str, blocks: int | None) -> None:
     draft.rename(folder)
 
 
-def tokens_per_cpu_s(kind: Kind, checkpoint: Path, length: int = 128) -> float:
+def tokens_per_cpu_s(kind: WeightFormat, checkpoint: Path, length: int = 128) -> float:
     """Return how fast forward and backward of the whole drawn model are, two samples at a time."""
     torch.set_num_threads(1)
     config = read_config(str(checkpoint))
@@ -141,7 +141,7 @@ def tokens_per_cpu_s(kind: Kind, checkpoint: Path, length: int = 128) -> float:
     return text.numel() / (time.process_time() - began_at_s)
 
 
-def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
+def settings_of(kind: WeightFormat, checkpoint: Path) -> list[str]:
     """Return the overrides of a run of the drawn model."""
     return [
         "model.own=null", f"model.checkpoint={checkpoint}", f"model.weights={kind}",
@@ -152,7 +152,7 @@ def settings_of(kind: Kind, checkpoint: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def measured_memory(kind: Kind, folder: Path, checkpoint: Path) -> list[dict[str, Any]]:
+def measured_memory(kind: WeightFormat, folder: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """Return what each rank held in a run of four updates, in bytes."""
     summary = run(
         folder, "summary.json", *settings_of(kind, checkpoint=checkpoint), "training.max_steps=4"
@@ -161,7 +161,9 @@ def measured_memory(kind: Kind, folder: Path, checkpoint: Path) -> list[dict[str
     return ranks
 
 
-def predicted_memory(kind: Kind, folder: Path, checkpoint: Path) -> tuple[dict[str, float], float]:
+def predicted_memory(
+    kind: WeightFormat, folder: Path, checkpoint: Path
+) -> tuple[dict[str, float], float]:
     """Return what `plan=show` says that each rank will take, in bytes by cloud, and how much of it
     is no kind of its own."""
     plan = run(
@@ -187,12 +189,12 @@ def off(predicted: dict[str, float], ranks: list[dict[str, Any]], names: Sequenc
     return max(errors, key=abs)
 
 
-def say(kind: Kind, figures: dict[str, float]) -> None:
+def say(kind: WeightFormat, figures: dict[str, float]) -> None:
     named = "".join(f"  {what} {value:,.2f}" for what, value in figures.items())
     print(f"{kind:9}{named}", flush=True)
 
 
-def print_table(rows: dict[Kind, dict[str, float]]) -> None:
+def print_table(rows: dict[WeightFormat, dict[str, float]]) -> None:
     names = next(iter(rows.values())).keys()
     print("".join(f"{name:>16}" for name in ("model.weights", *names)))
     for kind, figures in rows.items():
@@ -214,10 +216,10 @@ def main() -> None:
     torch.set_num_threads(1)
     where = ran_on()
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
-    rows: dict[Kind, dict[str, float]] = {kind: {} for kind in given.kinds}
-    perplexities: dict[Kind, list[float]] = {kind: [] for kind in given.kinds}
+    rows: dict[WeightFormat, dict[str, float]] = {kind: {} for kind in given.kinds}
+    perplexities: dict[WeightFormat, list[float]] = {kind: [] for kind in given.kinds}
 
-    def note(kind: Kind, figures: dict[str, float]) -> None:
+    def note(kind: WeightFormat, figures: dict[str, float]) -> None:
         rows[kind] |= figures
         say(kind, figures=figures)
         if given.json:

@@ -39,7 +39,7 @@ from benchmarks.machine import ran_on
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.models.causal_network import Lora, blocks_of, config_of, give_memory, laid_out, tie
 from xcloud.models.causal_stage import CausalStage, chunked_cross_entropy
-from xcloud.models.frozen_weights import FrozenMatrix, Kind, keep_matrices
+from xcloud.models.frozen_weights import FrozenMatrix, WeightFormat, keep_matrices
 from xcloud.models.stages import LABEL, TEXT, TYPES
 from xcloud.net.frame import TensorSpec
 from xcloud.pipeline.settings import Optimizer, autocast_for
@@ -48,7 +48,7 @@ PARTS = ("tests", "lora", "cut", "kernels", "codecs")
 DENSE_BF16_FLOP_PER_S = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 FLOP_PER_WEIGHT = 4  # of a frozen weight and token: forward, and the gradient of its input
 TRIALS = 5
-KINDS: tuple[Kind, ...] = ("bfloat16", "nf4")
+KINDS: tuple[WeightFormat, ...] = ("bfloat16", "nf4")
 QWEN3_4B: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -126,7 +126,7 @@ def speed(update: Callable[[], object], num_weights: int, sizes: Sizes) -> dict[
     return found
 
 
-def own_stage(shape: Mapping[str, Any], kind: Kind, device: torch.device) -> CausalStage:
+def own_stage(shape: Mapping[str, Any], kind: WeightFormat, device: torch.device) -> CausalStage:
     """Return a whole model whose blocks are frozen as `kind`. All blocks get the weights drawn for
     the first one, which are packed once."""
     config = config_of(shape)
@@ -179,7 +179,7 @@ def num_weights_of(shape: Mapping[str, Any]) -> int:
     return inside + int(shape["hidden_size"]) * int(shape["vocab_size"])
 
 
-def own_update(shape: Mapping[str, Any], kind: Kind, sizes: Sizes) -> Callable[[], object]:
+def own_update(shape: Mapping[str, Any], kind: WeightFormat, sizes: Sizes) -> Callable[[], object]:
     stage = own_stage(shape, kind, sizes.device)
     optimizer = Optimizer().build(stage)
     autocast = autocast_for(sizes.precision, device=sizes.device)
@@ -196,7 +196,9 @@ def own_update(shape: Mapping[str, Any], kind: Kind, sizes: Sizes) -> Callable[[
     return update
 
 
-def plain_update(shape: Mapping[str, Any], kind: Kind, sizes: Sizes) -> Callable[[], object]:
+def plain_update(
+    shape: Mapping[str, Any], kind: WeightFormat, sizes: Sizes
+) -> Callable[[], object]:
     """Return an update of the loop that most people would write. Packed weights are those of
     bitsandbytes; raises ImportError without it."""
     from peft import LoraConfig, get_peft_model

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import xcloud
 from xcloud.base.settings import settings
-from xcloud.comm.compressor import Compressor, Family, Feedback, Tensors, refuse_integers
-from xcloud.net.frame import TensorSpec
+from xcloud.comm.compressor import Compressor, Family, Feedback, refuse_integers
+from xcloud.net.frame import Tensors, TensorSpec
 
 
 @settings("RowSigns")

@@ -22,8 +22,8 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory
 from xcloud.comm.state import State
 from xcloud.comm.step_clock import StepClock
-from xcloud.net.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.net.link import LinkRecord, Tensors
+from xcloud.net.frame import Kind, MessageKey, Tensors, decode_frame, encode_frame, seal_frame
+from xcloud.net.link import LinkRecord
 from xcloud.net.link_end import expect
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xcloud.comm.compressor import Chain, Compressor, Tensors
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.rotation import Eden
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
 from xcloud.comm.transform import Transform
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "add-a-compressor.md"
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.features.replicas.averaging import Averager, ReplicaLinks, ReplicaPeer
-from xcloud.net.frame import MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import MessageKey, Tensors, TensorSpec
 
 PATIENCE_S = 20.0
 

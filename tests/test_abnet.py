@@ -32,7 +32,7 @@ from xcloud.contracts.model import SplitModel
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.models.transformer import Beam, Greedy, Search, TargetStage
+from xcloud.models.transformer import Beam, Decoding, Greedy, TargetStage
 
 QUICK = MaskedLanguageModelling(steps=2, batch_tokens=64, warmup_steps=1)
 
@@ -206,7 +206,7 @@ def half_trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return stages
 
 
-def decoding_by(stages: list[Any], decoding: Search) -> None:
+def decoding_by(stages: list[Any], decoding: Decoding) -> None:
     last = stages[1]
     assert isinstance(last, TargetStage)
     last.settings = dataclasses.replace(last.settings, decoding=decoding)

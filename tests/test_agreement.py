@@ -37,7 +37,7 @@ from xcloud.rank import agreement
 from xcloud.rank.agreement import (
     MAX_BYTES,
     MAX_LINE,
-    Table,
+    ComparedTable,
     Verdict,
     agree,
     decode_table,
@@ -45,11 +45,11 @@ from xcloud.rank.agreement import (
 )
 
 
-def table_of(plain: Mapping[str, Any]) -> Table:
+def table_of(plain: Mapping[str, Any]) -> ComparedTable:
     return agreement.table_of(compared_settings(plain))
 
 
-def verdicts(*tables: Table) -> list[Verdict]:
+def verdicts(*tables: ComparedTable) -> list[Verdict]:
     """Of each rank, by what they write into a store: a thread for each."""
     store = HashStore()
     num_ranks = len(tables)
@@ -85,7 +85,7 @@ def tokenizer(path: str) -> dict[str, str]:
     return {"_target_": "xcloud.tasks.tokenizer.FileTokenizer", "path": path}
 
 
-def changed(table: Table, **sections: dict[str, str]) -> Table:
+def changed(table: ComparedTable, **sections: dict[str, str]) -> ComparedTable:
     return {**table, **{name: {**table.get(name, {}), **new} for name, new in sections.items()}}
 
 
@@ -208,7 +208,7 @@ def test_a_name_is_compared_where_it_is_declared_as_one(
 
 
 def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
-    def table(name: str) -> Table:
+    def table(name: str) -> ComparedTable:
         return table_of(settings(encoder=base(name)))
 
     bert = table("google-bert/bert-base-cased")

@@ -30,7 +30,7 @@ from xcloud.comm.bit_planes import decode as decode_planes
 from xcloud.comm.bit_planes import encode as encode_planes
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
-from xcloud.comm.compressor import Compressor, Tensors
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.ids import (
     CorruptedTexts,
     IdPacking,
@@ -76,13 +76,14 @@ from xcloud.net.frame import (
     Frame,
     Kind,
     MessageKey,
+    Tensors,
     TensorSpec,
     decode_frame,
     encode_frame,
     seal_frame,
 )
 from xcloud.net.peer import Peer
-from xcloud.net.words import Message, WordKind, decode, encode
+from xcloud.net.words import ControlMessage, WordKind, decode, encode
 from xcloud.pipeline.control import (
     check_norms,
     number_of,
@@ -375,7 +376,10 @@ SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 
 
 def words() -> Parser:
-    honest = [Message(WordKind.TELL, "table", "{}"), Message(WordKind.ASK, "verdict")]
+    honest = [
+        ControlMessage(WordKind.TELL, "table", "{}"),
+        ControlMessage(WordKind.ASK, "verdict"),
+    ]
     return Parser(
         [encode(message).numpy().tobytes() for message in honest],
         lambda data: decode(as_bytes(data), "rank 1"),

@@ -24,7 +24,7 @@ from tests.runs import losses, wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job import invitation
-from xcloud.job.invitation import Code, Exchange
+from xcloud.job.invitation import Code, CodedConnection
 from xcloud.job.invitation_words import WORDS
 from xcloud.line.keys import read_line_keys
 from xcloud.line.relayed import Side, enter
@@ -49,7 +49,7 @@ def test_codes_are_read_as_people_type_them() -> None:
 
 
 def both(
-    port: int, codes: tuple[Code, Code], say: Callable[[Exchange, bool], Any]
+    port: int, codes: tuple[Code, Code], say: Callable[[CodedConnection, bool], Any]
 ) -> dict[bool, Any]:
     """Let both sides speak; return what came of each, by whether it invites."""
     came = dict[bool, Any]()
@@ -58,7 +58,7 @@ def both(
         side = Side.ALONE if invites else Side.DIALS
         try:
             with enter(("127.0.0.1", port), room=CODE.room, side=side, within_s=20.0) as plain:
-                exchange = Exchange(plain, code=codes[not invites], invites=invites)
+                exchange = CodedConnection(plain, code=codes[not invites], invites=invites)
                 came[invites] = say(exchange, invites)
         except ConfigError as error:
             came[invites] = error
@@ -71,7 +71,7 @@ def both(
 
 
 def test_what_one_side_says_the_other_hears_under_the_same_code() -> None:
-    def say(exchange: Exchange, invites: bool) -> list[str]:
+    def say(exchange: CodedConnection, invites: bool) -> list[str]:
         exchange.tell({"file": FILE, "me": str(invites)})
         return exchange.hear("file", "me")
 
@@ -80,7 +80,7 @@ def test_what_one_side_says_the_other_hears_under_the_same_code() -> None:
 
 
 def test_a_wrong_word_ends_the_invitation_and_nothing_is_said() -> None:
-    def say(exchange: Exchange, invites: bool) -> None:
+    def say(exchange: CodedConnection, invites: bool) -> None:
         pytest.fail("they know different words")
 
     other = Code(7, words=("guitar", "onion"))
@@ -94,7 +94,7 @@ def test_a_wrong_word_ends_the_invitation_and_nothing_is_said() -> None:
 def test_what_is_no_message_is_refused() -> None:
     for message in ({}, {"file": 3}, {"me": "x"}):
 
-        def say(exchange: Exchange, invites: bool, message: Any = message) -> Any:
+        def say(exchange: CodedConnection, invites: bool, message: Any = message) -> Any:
             exchange.tell(message)
             return exchange.hear("file")
 

@@ -44,8 +44,7 @@ from xcloud.features.replicas.merging import (
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
 from xcloud.job.strategy import Averaging, Strategy
 from xcloud.layout import ClusterLayout
-from xcloud.net.frame import MessageKey
-from xcloud.net.link import Tensors
+from xcloud.net.frame import MessageKey, Tensors
 from xcloud.pipeline.batch_plan import BatchPlan, cut, samples_of_replica
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.schedule import GPipe

@@ -6,7 +6,7 @@ import pytest
 
 from tests.one_way_toy import feeding
 from xcloud.base.errors import ConfigError
-from xcloud.features.one_way.feed import ConsumptionPlan, Feed, Order, State
+from xcloud.features.one_way.feed import ConsumptionPlan, Feed, Order, Presence
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.net.link_profile import FREE, LinkProfile
 from xcloud.pipeline.settings import Optimizer
@@ -84,13 +84,13 @@ def test_nothing_is_ordered_before_all_are_ready() -> None:
 def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_missed() -> None:
     plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
     plan.orders()
-    assert end(plan, dead=[1])[1] == (State.ACTIVE, State.DEAD)
+    assert end(plan, dead=[1])[1] == (Presence.ACTIVE, Presence.DEAD)
     _, taken = run_steps(plan, 20)
 
     producers = [slot for (slots,) in taken for slot in slots]
     assert producers.count(1) <= 4 and set(producers[10:]) == {0}
     assert all(len(slots) == 2 for (slots,) in taken)
-    assert end(plan, dead=[0])[0][1] is State.DEAD
+    assert end(plan, dead=[0])[0][1] is Presence.DEAD
     assert plan.is_exhausted
 
 
@@ -104,7 +104,7 @@ def test_a_lost_producer_comes_back_with_its_ranks_at_one_number_and_owes_nothin
 
     assert plan.readmit_lost() == [0]
 
-    assert plan.state[0] is State.ABSENT
+    assert plan.state[0] is Presence.ABSENT
     assert plan.numbers.tolist() == [max(numbers[:2])] * 2 + numbers[2:]
     assert plan.ordered.sum(1).tolist() == plan.numbers.tolist()
     assert plan.consumed[:2].tolist() == plan.ordered[:2].tolist()

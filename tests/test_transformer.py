@@ -29,7 +29,7 @@ from tests.translation_models import (
 )
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import SplitModel, TokenIds
-from xcloud.models.transformer import Beam, Greedy, Search, Transformer, sinusoids
+from xcloud.models.transformer import Beam, Decoding, Greedy, Transformer, sinusoids
 
 MODEL = Transformer(
     hidden=16,
@@ -206,7 +206,7 @@ def chance(table: dict[tuple[int, ...], dict[int, float]], text: list[int]) -> f
     )
 
 
-def run(search: Search, *tables: dict[tuple[int, ...], dict[int, float]]) -> list[list[int]]:
+def run(search: Decoding, *tables: dict[tuple[int, ...], dict[int, float]]) -> list[list[int]]:
     limits = search.limits(torch.full((len(tables),), 10), 10)
     return search.search(Scripted(list(tables)), limits, SEVEN_IDS)
 
@@ -275,7 +275,7 @@ def test_a_beam_of_one_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("search", [Greedy(), Beam(size=3)], ids=["greedy", "beam"])
-def test_sentences_do_not_disturb_each_other(search: Search) -> None:
+def test_sentences_do_not_disturb_each_other(search: Decoding) -> None:
     tables = [SHORT, GARDEN, SHORT, {(): {B: 1.0}}]
     assert run(search, *tables) == [run(search, table)[0] for table in tables]
 
@@ -287,7 +287,7 @@ def test_finished_sentences_cost_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("search", [Greedy(), Beam(size=2)], ids=["greedy", "beam"])
-def test_a_text_ends_at_its_limit(search: Search) -> None:
+def test_a_text_ends_at_its_limit(search: Decoding) -> None:
     endless = {(A,) * n: {A: 1.0} for n in range(20)}
     assert search.search(Scripted([endless, endless]), torch.tensor([3, 5]), SEVEN_IDS) == [
         [A] * 3,
@@ -296,7 +296,7 @@ def test_a_text_ends_at_its_limit(search: Search) -> None:
 
 
 @pytest.mark.parametrize("search", [Greedy(), Beam(size=2)], ids=["greedy", "beam"])
-def test_special_ids_are_never_written(search: Search) -> None:
+def test_special_ids_are_never_written(search: Decoding) -> None:
     table = {(): {PAD: 0.3, BOS: 0.3, MASK: 0.3, A: 0.1}}
     assert run(search, table) == [[A]]
 

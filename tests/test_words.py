@@ -22,7 +22,7 @@ from xcloud.net.words import (
     MAX_NAME_BYTES,
     MAX_TEXT_BYTES,
     MAX_WORDS,
-    Message,
+    ControlMessage,
     WordKind,
     _JoinedLine,
     decode,
@@ -130,9 +130,9 @@ def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
         if trouble == "garbage":
             line._pair.isend(torch.full((70,), 0xFF, dtype=torch.uint8), 0).wait()
         messages = {
-            "twice": [Message(WordKind.TELL, "a", "1")] * 2,
-            "too many": [Message(WordKind.TELL, f"{n}") for n in range(MAX_WORDS + 1)],
-            "answers": [Message(WordKind.ANSWER, "verdict", "stop")],
+            "twice": [ControlMessage(WordKind.TELL, "a", "1")] * 2,
+            "too many": [ControlMessage(WordKind.TELL, f"{n}") for n in range(MAX_WORDS + 1)],
+            "answers": [ControlMessage(WordKind.ANSWER, "verdict", "stop")],
         }
         for message in messages.get(trouble, ()):
             line.send(message)
@@ -152,11 +152,11 @@ def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
 
 def test_a_word_comes_back_as_it_was_and_is_bounded() -> None:
     for text in ("", "x" * MAX_TEXT_BYTES, "é\n\0"):
-        message = Message(WordKind.TELL, "n" * MAX_NAME_BYTES, text)
+        message = ControlMessage(WordKind.TELL, "n" * MAX_NAME_BYTES, text)
         longer = torch.cat([encode(message), torch.ones(9, dtype=torch.uint8)])
         assert decode(encode(message), "rank 1") == decode(longer, "rank 1") == message
     with pytest.raises(ValueError, match="262,145 bytes"):
-        encode(Message(WordKind.TELL, "n", "x" * (MAX_TEXT_BYTES + 1)))
+        encode(ControlMessage(WordKind.TELL, "n", "x" * (MAX_TEXT_BYTES + 1)))
 
 
 def _bytes(*parts: Any) -> torch.Tensor:

@@ -22,9 +22,9 @@ from xcloud.contracts.model import (
     Batch,
     BuildContext,
     Cut,
+    DataSplit,
     Follow,
     Scores,
-    Split,
     Stage,
     StageOutput,
     TokenIds,
@@ -62,7 +62,7 @@ class ToyData:
         return dict.fromkeys(self.fields, TokenIds(VOCABULARY, 0, 1, 2, 3))
 
     @property
-    def num_cut(self) -> dict[str, dict[Split, Cut]]:
+    def num_cut(self) -> dict[str, dict[DataSplit, Cut]]:
         return {}
 
     @property

@@ -19,10 +19,10 @@ from xcloud.contracts.model import (
     Batch,
     BuildContext,
     Cut,
+    DataSplit,
     Follow,
     Head,
     Scores,
-    Split,
     Stage,
     StageOutput,
     TokenIds,
@@ -80,7 +80,7 @@ class ToyTextData:
         return dict.fromkeys(self.fields & {"text"}, TokenIds(FIRST + NUM_WORDS, PAD, BOS, EOS, 1))
 
     @property
-    def num_cut(self) -> dict[str, dict[Split, Cut]]:
+    def num_cut(self) -> dict[str, dict[DataSplit, Cut]]:
         return {}
 
     @property

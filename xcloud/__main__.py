@@ -16,7 +16,7 @@ from xcloud.base.terminal import prepare_process, say
 from xcloud.features import COMMANDS as OF_FEATURES
 
 
-class Command(NamedTuple):
+class Listed(NamedTuple):
     """function: the name, in xcloud or in a clone's experiments, of a function of (arguments) that
     returns an exit code or None."""
 
@@ -70,7 +70,7 @@ show.wire_audit.main | wire-audit outputs/DATE/TIME \
     | join the clouds' records of what left them; of two folders, whether they agree
 """
 ROWS = (
-    Command(*map(str.strip, row.split("|"))) for row in (TABLE + OF_FEATURES).strip().splitlines()
+    Listed(*map(str.strip, row.split("|"))) for row in (TABLE + OF_FEATURES).strip().splitlines()
 )
 OF_A_CLONE = "experiments."  # wheels have no such folder
 COMMANDS = {row.example.split()[0]: row for row in ROWS}

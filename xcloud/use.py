@@ -126,7 +126,7 @@ class TrainedRun:
 
     @cached_property
     def _crossings(self) -> dict[int, Crossing]:
-        """What messages to another cloud go through, by the stage that sends them."""
+        """Defence and compressors of messages to another cloud, by the stage that sends them."""
         job = self.experiment
         layout = job.cluster
         found = {}
@@ -147,7 +147,7 @@ class TrainedRun:
 
     @cached_property
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
-        """What makes the context that stages compute in: the run's precision."""
+        """Return a maker of the context that stages compute in: the run's precision."""
         return autocast_for(self.experiment.training.precision, device=torch.device("cpu"))
 
     @property

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from xcloud.base.errors import FrameError
+from xcloud.comm.ids import Ints
 
-Ints = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 Marks = npt.NDArray[np.bool_]
 
 MOST_PLANES = 14
@@ -35,7 +35,7 @@ CODES_PER_VALUE = 4
 """High parts of a message for each value, at most, so that a receiver's memory is bounded."""
 
 
-def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bits | None:
+def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bytes | None:
     """Return the numbers as bytes; None if they would have too many high parts to be read.
 
     edges: the first column of each class of columns, followed by the number of columns.
@@ -57,7 +57,7 @@ def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bits | None
     return out.joined(most=most_codes(codes_RC.size, len(edges)))
 
 
-def decode(data: Bits, num_rows: int, edges: Sequence[int]) -> npt.NDArray[np.int32]:
+def decode(data: Bytes, num_rows: int, edges: Sequence[int]) -> npt.NDArray[np.int32]:
     """Reverse `encode`. Raises FrameError for what it cannot have written."""
     num_columns = edges[-1]
     read = _Reader(data, most=most_codes(num_rows * num_columns, len(edges)))
@@ -103,7 +103,7 @@ def _bit_lengths(numbers_N: Ints) -> Ints:
     return np.frexp(numbers_N.astype(np.float64))[1].astype(np.int64)
 
 
-def _bits_of(numbers_N: Ints, widths_N: Ints) -> Bits:
+def _bits_of(numbers_N: Ints, widths_N: Ints) -> Bytes:
     """Return the lowest bits of each number, the lowest first."""
     ends_N = np.cumsum(widths_N)
     place_K = np.repeat(np.arange(len(numbers_N)), widths_N)
@@ -149,7 +149,7 @@ class _Writer:
     def low(self, numbers_N: Ints, widths: Ints | int) -> None:
         self._low.append((numbers_N, np.broadcast_to(widths, numbers_N.shape)))
 
-    def joined(self, most: int) -> Bits | None:
+    def joined(self, most: int) -> Bytes | None:
         high_N = np.concatenate(self._high)
         if len(high_N) > most:
             return None
@@ -164,7 +164,7 @@ class _Writer:
 class _Reader:
     """Reads what a _Writer has collected. Raises FrameError for what it cannot have."""
 
-    def __init__(self, data: Bits, most: int) -> None:
+    def __init__(self, data: Bytes, most: int) -> None:
         if len(data) < HEAD_BYTES:
             raise FrameError("coded values are cut short")
         num_bytes = int(np.frombuffer(data[:HEAD_BYTES].tobytes(), "<u4")[0])

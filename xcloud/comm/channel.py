@@ -26,12 +26,12 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.comm.compression import ChannelId
-from xcloud.comm.compressor import Chain, Compressor, Tensors, seed_from
+from xcloud.comm.compressor import Chain, Compressor, seed_from
 from xcloud.comm.devices import bring
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.comm.step_clock import StepClock
-from xcloud.net.frame import Kind, MessageKey, TensorSpec
+from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 
 Samples = Mapping[str, Tensor]

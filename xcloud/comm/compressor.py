@@ -19,9 +19,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.state import StatefulTree, StateTree
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
-Tensors = tuple[Tensor, ...]
 Family = Literal["none", "low_rank", "sparse", "precision"]
 Feedback = Literal["needless", "useful", "needed", "harmful"]
 """What error feedback does for a compressor whose messages are added up: nothing, as nothing is

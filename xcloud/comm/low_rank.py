@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.settings import Positive, Rate, settings
-from xcloud.comm.compressor import Compressor, Family, Feedback, Tensors, refuse_integers, wide
+from xcloud.comm.compressor import Compressor, Family, Feedback, refuse_integers, wide
 from xcloud.comm.state import State
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 
 class WarmFactors(Compressor):

@@ -20,16 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.compressor import (
-    Compressor,
-    Draws,
-    Family,
-    Feedback,
-    Tensors,
-    refuse_integers,
-    wide,
-)
-from xcloud.net.frame import TensorSpec
+from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, refuse_integers, wide
+from xcloud.net.frame import Tensors, TensorSpec
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xcloud.base.settings import settings
-from xcloud.comm.compressor import Draws, Family, Feedback, Tensors, refuse_integers, wide
+from xcloud.comm.compressor import Draws, Family, Feedback, refuse_integers, wide
 from xcloud.comm.precision import Seed, pack, packed_bytes, unpack
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 BLOCK = 128
 """Values that are rotated together: long enough for Gaussian sums, and one scale costs an eighth

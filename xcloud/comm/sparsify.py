@@ -14,9 +14,9 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
-from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, Tensors, refuse_integers
+from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, refuse_integers
 from xcloud.comm.precision import Seed, pack, packed_bytes, unpack
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 _SAMPLE = 1 << 16
 """Values that show roughly where the largest begin."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.comm.compressor import Chain, Compressor, Tensors, seed_from, wide
+from xcloud.comm.compressor import Chain, Compressor, seed_from, wide
 from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, copy_of, fill
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""

@@ -23,11 +23,11 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import settings
 from xcloud.comm import bit_planes
-from xcloud.comm.bit_planes import Bits
-from xcloud.comm.compressor import Compressor, Family, Feedback, Tensors, refuse_integers, wide
+from xcloud.comm.bit_planes import Bytes
+from xcloud.comm.compressor import Compressor, Family, Feedback, refuse_integers, wide
 from xcloud.comm.low_rank import matrix_shape
 from xcloud.comm.state import State, copy_of
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 MAX_FEATURES = 2048  # of rows with a basis
 _ROWS_PER_FEATURE = 8  # before there is a basis
@@ -78,7 +78,7 @@ class _Basis:
         """Return where classes begin among components and, as the last class, features."""
         return [*_edges(self.classes_K.numpy()), len(self.classes_K) + num_features]
 
-    def packed(self) -> Bits:
+    def packed(self) -> Bytes:
         parts = (self.mean_H.view(torch.uint8), self.classes_K, self.codes_KH.view(torch.uint8))
         return np.concatenate([part.reshape(-1).numpy() for part in parts])
 
@@ -309,7 +309,7 @@ class Transform(Compressor):
         number: int = 0,
         num_components: int = 0,
         delta: float = 0.0,
-        content: Bits | None = None,
+        content: Bytes | None = None,
     ) -> Tensors:
         head = _HEAD.pack(kind, number, num_components)
         head += np.array([delta], dtype=_delta_type(spec)).tobytes()
@@ -351,7 +351,7 @@ class Transform(Compressor):
 
 def _coded_in(
     basis: _Basis, matrix_RH: Tensor, delta: float, spec: TensorSpec
-) -> tuple[float, Bits]:
+) -> tuple[float, Bytes]:
     """Return the step and the codes of rows in a basis."""
     rows_KH = basis.rows_KH.to(matrix_RH)
     around_RH = matrix_RH - basis.mean_H.to(matrix_RH)
@@ -378,7 +378,7 @@ def _coded(
     edges: list[int],
     spec: TensorSpec,
     taken: int = 0,
-) -> tuple[float, Bits]:
+) -> tuple[float, Bytes]:
     """Return the step, and the codes of a message, which are not longer than a receiver takes.
 
     codes_of: returns the codes for a step. delta: the step to begin with. taken: bytes of the
@@ -394,7 +394,7 @@ def _coded(
         delta *= 2
 
 
-def _decode_alone(rest: Bits, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any]]:
+def _decode_alone(rest: Bytes, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any]]:
     """Return the mean and the codes of a message that needs no other one. Raises FrameError."""
     num_rows, num_features = matrix_shape(spec.shape)
     means = np.zeros(num_features)
@@ -407,7 +407,7 @@ def _decode_alone(rest: Bits, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any
             raise FrameError("means and classes of features are cut short")
         means = np.frombuffer(rest[:mean_bytes].tobytes(), dtype=_delta_type(spec))
         pairs = rest[mean_bytes:num_bytes]
-        classes_H: Bits = np.stack([pairs >> 4, pairs & 15], axis=1).ravel()[:num_features]
+        classes_H: Bytes = np.stack([pairs >> 4, pairs & 15], axis=1).ravel()[:num_features]
         _, order_H, edges = _by_class(classes_H)
         rest = rest[num_bytes:]
     codes = bit_planes.decode(rest, num_rows=num_rows, edges=edges)
@@ -416,7 +416,7 @@ def _decode_alone(rest: Bits, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any
     return torch.from_numpy(means.copy()), in_order
 
 
-def _unpacked(rest: Bits, number: int, num_rows: int, num_features: int) -> tuple[_Basis, Bits]:
+def _unpacked(rest: Bytes, number: int, num_rows: int, num_features: int) -> tuple[_Basis, Bytes]:
     """Return the basis at the start of a message, and what follows. Raises FrameError."""
     sizes = np.cumsum([4 * num_features, num_rows, num_rows * num_features])
     if not 1 <= num_rows <= num_features or len(rest) < sizes[-1]:
@@ -434,15 +434,15 @@ def _unpacked(rest: Bits, number: int, num_rows: int, num_features: int) -> tupl
     return _Basis(number, mean_H=mean_H, codes_KH=codes_KH, classes_K=classes_K), rest[sizes[-1] :]
 
 
-def _classes(sd_C: npt.NDArray[Any]) -> Bits:
+def _classes(sd_C: npt.NDArray[Any]) -> Bytes:
     """Return the class of each column by its deviation: the largest ones have 0."""
     relative_C = np.maximum(sd_C, 1e-300) / max(float(sd_C.max()), 1e-300)
     octaves_C = np.round(-_CLASSES_PER_OCTAVE * np.log2(relative_C))
-    classes_C: Bits = octaves_C.clip(0, _NUM_CLASSES - 1).astype(np.uint8)
+    classes_C: Bytes = octaves_C.clip(0, _NUM_CLASSES - 1).astype(np.uint8)
     return classes_C
 
 
-def _by_class(classes_C: Bits) -> tuple[Bits, npt.NDArray[Any], list[int]]:
+def _by_class(classes_C: Bytes) -> tuple[Bytes, npt.NDArray[Any], list[int]]:
     """Return classes as bytes, the order of columns by class, and where classes begin in it."""
     order_C = np.argsort(classes_C, kind="stable")
     padded = np.pad(classes_C, (0, len(classes_C) % 2))
@@ -450,7 +450,7 @@ def _by_class(classes_C: Bits) -> tuple[Bits, npt.NDArray[Any], list[int]]:
     return pairs, order_C, _edges(classes_C[order_C])
 
 
-def _edges(classes_C: Bits) -> list[int]:
+def _edges(classes_C: Bytes) -> list[int]:
     """Return where classes begin among columns that are ordered by them, and the number last."""
     inner: list[int] = (np.flatnonzero(np.diff(classes_C)) + 1).tolist()
     return [0, *inner, len(classes_C)]

@@ -222,8 +222,8 @@ class SplitModel(Protocol):
         where the context has an exported stage's architecture, arbitrary ones."""
 
 
-Split = Literal["train", "dev", "test"]
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+DataSplit = Literal["train", "dev", "test"]
+SPLITS: tuple[DataSplit, ...] = ("train", "dev", "test")
 Answers = Literal["sample", "span"]
 """What an understanding task predicts: one label per sample, or a span in it."""
 
@@ -251,7 +251,7 @@ class Cut(NamedTuple):
     setting: str
 
 
-NumCut = Mapping[str, Mapping[Split, Cut]]
+NumCut = Mapping[str, Mapping[DataSplit, Cut]]
 """What did not fit, by what became of it ("source texts cut", "chats left out"), then by split."""
 
 
@@ -276,7 +276,7 @@ class TaskData(Protocol):
         """Return digests of what every cloud that reads it must have alike and may show the
         others: public tokenizers, by a name for messages."""
 
-    def num_samples(self, split: Split) -> int: ...
+    def num_samples(self, split: DataSplit) -> int: ...
 
     @property
     def vocabularies(self) -> Mapping[str, TokenIds]:
@@ -293,14 +293,14 @@ class TaskData(Protocol):
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Token ids of the training texts of a visible field, without special ids."""
 
-    def batch(self, split: Split, ids: Tensor) -> Batch:
+    def batch(self, split: DataSplit, ids: Tensor) -> Batch:
         """The visible fields of these samples, padded to the longest; the same in every epoch.
         ids: int64 [B]."""
 
     def weight(self, ids: Tensor) -> float:
         """Weight of these training samples in the loss, such as their target tokens."""
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Quality of the predictions of a whole split, by sample id."""
 
     def save_tokenizers(self, folder: Path) -> None:
@@ -310,7 +310,7 @@ class TaskData(Protocol):
         """How each score was computed, by its name."""
 
     def sample_outputs(
-        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+        self, split: DataSplit, scores: Scores, count: int, follow: Follow = no_text
     ) -> str:
         """Return a few predictions with their references, for display; empty if none can be shown.
 

@@ -304,8 +304,8 @@ class Composer:
 
 
 class SharedChoices:
-    """What Hydra composes of the options that points choose. A value that no other setting refers
-    to is set in plain data, which takes a hundredth of the time."""
+    """The configs of the options that points choose, composed once by Hydra. A value that no other
+    setting refers to is set in plain data, which takes a hundredth of the time."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config

@@ -87,7 +87,7 @@ class Code:
         return cls(int(number), words=(words[0], words[1]))
 
 
-class Exchange:
+class CodedConnection:
     """A connection on which both know the words of a code.
 
     Raises ConfigError where the other side does not know them, before anything else is said.
@@ -200,7 +200,7 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
     own = _own_certificate(given.cloud)
     plain, code = _wait_at(relay)
     with plain:
-        exchange = Exchange(plain, code=code, invites=True)
+        exchange = CodedConnection(plain, code=code, invites=True)
         message = {"from": given.cloud, "for": peer, "certificate": own.pem}
         exchange.tell({**message, "file": found[0].decode()})
         [certificate] = exchange.hear("certificate")
@@ -228,7 +228,7 @@ def accept(words: Sequence[str]) -> int:
     except LinkError as error:
         raise ConfigError(str(error)) from None
     with plain:
-        exchange = Exchange(plain, code=code, invites=False)
+        exchange = CodedConnection(plain, code=code, invites=False)
         peer, me, certificate, text = exchange.hear("from", "for", "certificate", "file")
         with _policy_of(me) as is_first:
             exchange.tell({"certificate": _own_certificate(me).pem})
@@ -305,7 +305,7 @@ def _own_certificate(me: str) -> Certificate:
 def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) -> int:
     """Keep the other cloud's certificate, show what `approve` shows, and ask.
 
-    is_first: whether this cloud's policy is to be one that allows this file and no other.
+    is_first: True if this cloud's policy is to allow this file and no other.
     Return the exit code of `approve`.
     """
     _keep_certificate(peer, pem=pem)

@@ -32,7 +32,7 @@ from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import check_gpu
 from xcloud.net.transport import Rendezvous, Transport
-from xcloud.rank.agreement import Table, Verdict, agree
+from xcloud.rank.agreement import ComparedTable, Verdict, agree
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.events import EVENTS_FILE
@@ -48,7 +48,7 @@ FINAL_REPORT_S = 0.3  # how long a rank that fails lets its last report travel
 
 
 def join(
-    job: Job, table: Table, rank: int, run_dir: Path, find_others: Callable[[], Rendezvous]
+    job: Job, table: ComparedTable, rank: int, run_dir: Path, find_others: Callable[[], Rendezvous]
 ) -> tuple[Rendezvous, Verdict]:
     """Compare with the other ranks what is to run and from which checkpoint it resumes.
 

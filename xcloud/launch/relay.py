@@ -33,7 +33,7 @@ _OWN_FILES = 64
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a relay carries at most.
+    """The limits of a relay.
 
     connections: number of all connections.
     per_address: number of connections of one address (IPv6: of one /64).
@@ -51,7 +51,7 @@ class Bounds:
 
 
 @dataclass(eq=False)
-class _Caller:
+class _RelayedCaller:
     """Somebody who has dialled.
 
     crowd: the address from which it comes.
@@ -64,7 +64,7 @@ class _Caller:
     writer: asyncio.StreamWriter
     crowd: str
     room: tuple[bytes, bool] | None = None
-    met: asyncio.Future[_Caller] = field(
+    met: asyncio.Future[_RelayedCaller] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     parted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +79,7 @@ class Relay:
     def __init__(self, bounds: Bounds | None = None) -> None:
         self._bounds = bounds or Bounds()
         self._crowds = Counter[str]()
-        self._rooms: dict[tuple[bytes, bool], dict[_Caller, Side]] = {}  # the oldest first
+        self._rooms: dict[tuple[bytes, bool], dict[_RelayedCaller, Side]] = {}  # the oldest first
         self._say = OnceAMinute(lambda text: say(text, error=True))
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
@@ -88,7 +88,7 @@ class Relay:
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = _Caller(reader, writer, crowd=_crowd(writer.get_extra_info("peername")))
+        caller = _RelayedCaller(reader, writer, crowd=_crowd(writer.get_extra_info("peername")))
         self._crowds[caller.crowd] += 1
         try:
             if self._is_full(caller.crowd):
@@ -120,7 +120,7 @@ class Relay:
         oldest.end()
         return False
 
-    async def _meet(self, caller: _Caller) -> None:
+    async def _meet(self, caller: _RelayedCaller) -> None:
         """Find out for which room somebody came, and pass on what those in it say."""
         async with asyncio.timeout(RECORD_S):
             magic, number, room = RECORD.unpack(await caller.reader.readexactly(RECORD.size))
@@ -145,7 +145,7 @@ class Relay:
             finally:
                 self._forget(caller)
 
-    def _forget(self, caller: _Caller) -> None:
+    def _forget(self, caller: _RelayedCaller) -> None:
         if caller.room is None:
             return
         room = self._rooms[caller.room]
@@ -154,7 +154,7 @@ class Relay:
             del self._rooms[caller.room]
         caller.room = None
 
-    async def _wait(self, caller: _Caller) -> None:
+    async def _wait(self, caller: _RelayedCaller) -> None:
         """Wait for somebody to come to the other side, then serve both."""
         until_s = time.monotonic() + self._bounds.wait_s
         gone = asyncio.ensure_future(caller.reader.read(1))  # who waits has nothing to say
@@ -183,14 +183,14 @@ class Relay:
             other.end()
             other.parted.set()
 
-    async def _carry(self, one: _Caller, other: _Caller) -> bool:
+    async def _carry(self, one: _RelayedCaller, other: _RelayedCaller) -> bool:
         """Pass bytes on in both directions. Return True once both sides have ended, False where
         one breaks or a bound is reached."""
         loop = asyncio.get_running_loop()
         ends_at_s = loop.time() + self._bounds.pair_s
         left_bytes = self._bounds.pair_bytes
 
-        async def carry(source: _Caller, to: _Caller) -> None:
+        async def carry(source: _RelayedCaller, to: _RelayedCaller) -> None:
             nonlocal left_bytes
             while data := await source.reader.read(_READ_BYTES):
                 left_bytes -= len(data)

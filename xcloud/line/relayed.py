@@ -51,7 +51,7 @@ class Side(IntEnum):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks of two clouds meet.
+    """The relay and the rooms in which ranks of two clouds meet.
 
     relay: host and port of the relay.
     rooms: the names of the rooms. There are two for a cloud of which two certificates are known.

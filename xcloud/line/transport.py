@@ -42,7 +42,7 @@ from xcloud.net.rendezvous import FOREVER
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 from xcloud.net.words import (
     WORD_BYTES,
-    Message,
+    ControlMessage,
     WordLine,
     Words,
     decode,
@@ -343,10 +343,10 @@ class SealedWordLine:
         self._incoming = lines.incoming("words", peer, InSettings(*settings, peer=watched))
         self._peer_name = name
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         self._out.send(_WORD, (encode(message),), ("a word before the first step, as text",))
 
-    def receive(self, within: timedelta = FOREVER) -> Message:
+    def receive(self, within: timedelta = FOREVER) -> ControlMessage:
         (part,) = self._incoming.recv(_WORD, overdue_s=within.total_seconds())
         return decode(part, self._peer_name)
 

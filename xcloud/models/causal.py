@@ -55,7 +55,7 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import CausalStage, OwnCausal
 from xcloud.models.experts import RouterLoss
-from xcloud.models.frozen_weights import DTYPES, Kind
+from xcloud.models.frozen_weights import DTYPES, WeightFormat
 from xcloud.models.pretraining import PublicTexts
 from xcloud.models.scratch import ProtocolGpt
 from xcloud.models.split_point import Split, projection_at
@@ -123,7 +123,7 @@ class CausalLM(TextModel):
     own: OwnCausal | None = None
     scratch: ProtocolGpt | None = None
     lora: Lora | None = None
-    weights: Kind | None = None
+    weights: WeightFormat | None = None
     router_loss: NotNegativeFloat | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[NotNegative] | None = None
@@ -184,12 +184,12 @@ class CausalLM(TextModel):
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the model knows something before the first update."""
+        """True if the model was pretrained."""
         return self.scratch is None
 
     @property
     def variant(self) -> str:
-        """What is trained, for the names of runs: such as "lora16 nf4", or "full"."""
+        """The trained part, for the names of runs: "lora16 nf4", or "full"."""
         if self.lora is None:
             return "full"
         return " ".join(filter(None, (f"lora{self.lora.r}", self.weights)))
@@ -211,7 +211,7 @@ class CausalLM(TextModel):
         return f"{name}, {trained}{cut}"
 
     @property
-    def _kept_as(self) -> Kind | None:
+    def _kept_as(self) -> WeightFormat | None:
         """Return the form in which load_weights keeps matrices."""
         return "float32" if self.lora is None else self.weights
 

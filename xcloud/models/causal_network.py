@@ -35,7 +35,7 @@ from xcloud.models.frozen_weights import (
     PACKED,
     FrozenEmbedding,
     FrozenMatrix,
-    Kind,
+    WeightFormat,
     keep_matrices,
 )
 from xcloud.models.stages import seeded
@@ -398,7 +398,7 @@ def check_checkpoint(name_or_path: str) -> list[str]:
 def load_weights(
     network: Any,
     name_or_path: str,
-    weights: Kind | None = "float32",
+    weights: WeightFormat | None = "float32",
     end_block: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
     """Fill this part, adapters aside, block by block. Each block gets its memory only then.
@@ -418,7 +418,7 @@ def load_weights(
     def place_of(name: str) -> str:
         return place_in(files, network, name=name, is_tied=is_tied)
 
-    def kind_at_end(name: str) -> Kind:
+    def kind_at_end(name: str) -> WeightFormat:
         if weights is None or weights in PACKED:
             return files.dtype(place_of(name))
         return weights

@@ -95,7 +95,7 @@ def attend(
     key, value: tensors [B, N or fewer, T, F], of earlier tokens too.
     documents: the documents that the rows of the only sample (B = 1) belong to; None: each sample
         is one document.
-    position_ids, use_cache, output_router_logits: these arguments change nothing here.
+    position_ids, use_cache, output_router_logits: unused.
     """
     assert getattr(module, "is_causal", True), "config_of refuses a model that is not"
     how = partial(causal, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.devices import scratch
 
-Kind = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 PACKED = ("int8", "nf4")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NF4_BLOCK = 64  # weights with one scale
@@ -48,7 +48,7 @@ class FrozenMatrix(nn.Module):
 
     scales: nn.Parameter | None
 
-    def __init__(self, linear: nn.Module, kind: Kind) -> None:
+    def __init__(self, linear: nn.Module, kind: WeightFormat) -> None:
         super().__init__()
         self.kind = kind
         given = cast(Tensor, linear.weight)
@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
 class FrozenEmbedding(nn.Module):
     """In place of an Embedding: float32 rows of a table in 16 bits, without memory yet."""
 
-    def __init__(self, embedding: nn.Embedding, kind: Kind) -> None:
+    def __init__(self, embedding: nn.Embedding, kind: WeightFormat) -> None:
         super().__init__()
         self.weight = _empty(*embedding.weight.shape, dtype=DTYPES[kind])
         self._scale = float(getattr(embedding, "scalar_embed_scale", 1.0))  # of Gemma 3
@@ -157,7 +157,7 @@ def cast_to(dtype: torch.dtype, weights: Tensor) -> Tensor:
     return scratch("dense", weights.shape, dtype, device=weights.device).copy_(weights)
 
 
-def keep_matrices(block: nn.Module, kind_of: Callable[[str], Kind]) -> None:
+def keep_matrices(block: nn.Module, kind_of: Callable[[str], WeightFormat]) -> None:
     """Put a FrozenMatrix in place of each Linear and Conv1D of a block, adapters aside.
 
     kind_of: a function that returns the type in which the weight of this name in the block is

@@ -150,7 +150,7 @@ class Beam(Limits):
         return _texts(best_written, eos=ids.eos)
 
 
-Search = Greedy | Beam
+Decoding = Greedy | Beam
 
 
 def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
@@ -171,7 +171,7 @@ class EncoderDecoder:
     dropout: Fraction = 0.1
     label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
     encoder_layers_per_stage: Sequence[Positive] | None = None
-    decoding: Search = field(default_factory=Greedy)
+    decoding: Decoding = field(default_factory=Greedy)
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         if num_stages < 2:

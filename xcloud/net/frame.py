@@ -24,6 +24,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 
+Tensors = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class TensorSpec:

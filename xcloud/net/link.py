@@ -25,8 +25,6 @@ from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.net.link_profile import LinkProfile
 from xcloud.net.unsteady_line import jitter_share
 
-Tensors = tuple[Tensor, ...]
-
 CONTROL = -1
 """In place of a boundary: control messages from and to rank 0."""
 

@@ -22,8 +22,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.net.frame import OF_A_STEP, Frame, Kind, MessageKey, decode_frame, encode_frame
-from xcloud.net.link import LinkClock, LinkRecord, Progress, Tensors
+from xcloud.net.frame import (
+    OF_A_STEP,
+    Frame,
+    Kind,
+    MessageKey,
+    Tensors,
+    decode_frame,
+    encode_frame,
+)
+from xcloud.net.link import LinkClock, LinkRecord, Progress
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.peer import Peer
 

@@ -185,7 +185,7 @@ class InboundWire(LinkProfile):
     packet headers do not count there, nor here; messages of at most 1,024 bytes take no time here,
     and there is none of them there.
 
-    bandwidth_bits_per_s: of the inbound wire of each rank.
+    bandwidth_bits_per_s: the bandwidth of the inbound wire of each rank.
     latency_s: the seconds that each message keeps the wire busy beside its bits.
     """
 

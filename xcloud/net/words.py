@@ -59,8 +59,8 @@ class WordLine(Protocol):
     Both methods raise RuntimeError or a LinkError once the other side is gone.
     """
 
-    def send(self, message: Message) -> None: ...
-    def receive(self, within: timedelta = FOREVER) -> Message: ...
+    def send(self, message: ControlMessage) -> None: ...
+    def receive(self, within: timedelta = FOREVER) -> ControlMessage: ...
 
 
 JoinLine = Callable[[int, int, float], WordLine]
@@ -120,7 +120,7 @@ class WordKind(IntEnum):
     ANSWER = 3
 
 
-class Message(NamedTuple):
+class ControlMessage(NamedTuple):
     """A message between a rank and rank 0. text: empty in a question."""
 
     kind: WordKind
@@ -128,7 +128,7 @@ class Message(NamedTuple):
     text: str = ""
 
 
-def encode(message: Message) -> torch.Tensor:
+def encode(message: ControlMessage) -> torch.Tensor:
     """Return a message as uint8 [N]. Raises ValueError for a text that is too long."""
     name = message.name.encode()
     text = message.text.encode()
@@ -139,7 +139,7 @@ def encode(message: Message) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def decode(buffer: torch.Tensor, sender: str) -> Message:
+def decode(buffer: torch.Tensor, sender: str) -> ControlMessage:
     """Return the message in a buffer, which may be longer.
 
     Raises FrameError for anything but what `encode` makes.
@@ -160,7 +160,7 @@ def decode(buffer: torch.Tensor, sender: str) -> Message:
         raise FrameError(f"{sender} sent a word that is no UTF-8") from None
     if not name.isprintable():
         raise FrameError(f"{sender} sent a word by a name that cannot be printed")
-    return Message(WordKind(kind), name, text=text)
+    return ControlMessage(WordKind(kind), name, text=text)
 
 
 class _JoinedLine:
@@ -171,10 +171,10 @@ class _JoinedLine:
         self._peer = peer
         pair.join()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         self._pair.isend(encode(message), 0).wait()
 
-    def receive(self, within: timedelta = FOREVER) -> Message:
+    def receive(self, within: timedelta = FOREVER) -> ControlMessage:
         buffer = torch.zeros(WORD_BYTES, dtype=torch.uint8)
         self._pair.irecv(buffer, tag=0).wait(within)
         return decode(buffer, f"rank {self._peer}")
@@ -192,7 +192,9 @@ class WordsToFirst:
 
     def tell(self, name: str, text: str) -> None:
         self._own[name] = text
-        self._carried(lambda line: line.send(Message(WordKind.TELL, name, text=text)), name=name)
+        self._carried(
+            lambda line: line.send(ControlMessage(WordKind.TELL, name, text=text)), name=name
+        )
 
     def hear(self, name: str, rank: int) -> str:
         if rank == self._rank:
@@ -200,7 +202,7 @@ class WordsToFirst:
         assert rank == 0, "ranks hear of each other from rank 0"
 
         def ask(line: WordLine) -> str:
-            line.send(Message(WordKind.ASK, name))
+            line.send(ControlMessage(WordKind.ASK, name))
             answer = line.receive(timedelta(seconds=self._within_s))
             if answer.kind is not WordKind.ANSWER or answer.name != name:
                 raise FrameError(f"rank 0 answered {answer.name!r:.80} when asked for {name!r}")
@@ -312,7 +314,9 @@ class WordsOfFirst:
                 if message.kind is WordKind.TELL:
                     self._keep(rank, message=message)
                 elif message.kind is WordKind.ASK:
-                    line.send(Message(WordKind.ANSWER, message.name, text=self._own(message.name)))
+                    line.send(
+                        ControlMessage(WordKind.ANSWER, message.name, text=self._own(message.name))
+                    )
                 else:
                     raise FrameError(f"rank {rank} answers what nobody asked")
         except LinkError as error:
@@ -320,7 +324,7 @@ class WordsOfFirst:
         except RuntimeError:
             self._end(rank, reason=LinkClosed(f"rank {rank} ended while the ranks joined"))
 
-    def _keep(self, rank: int, message: Message) -> None:
+    def _keep(self, rank: int, message: ControlMessage) -> None:
         with self._changed:
             own = [name for teller, name in self._told if teller == rank]
             if message.name in own or len(own) >= MAX_WORDS:
@@ -349,7 +353,7 @@ class WordsInOneProcess:
         self._within_s = within_s
 
     def tell(self, name: str, text: str) -> None:
-        encode(Message(WordKind.TELL, name, text=text))  # as bounded as over a line
+        encode(ControlMessage(WordKind.TELL, name, text=text))  # as bounded as over a line
         self._store.set(f"word {self._rank} {name}", text)
 
     def hear(self, name: str, rank: int) -> str:

@@ -17,8 +17,7 @@ import torch
 
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.net.failure_detector import FailureDetector
-from xcloud.net.frame import Frame, Kind, MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import Frame, Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 
 REPORT_CAPACITY_BYTES = 1 << 18

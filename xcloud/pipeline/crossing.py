@@ -22,10 +22,9 @@ from xcloud.comm.channel import (
 )
 from xcloud.comm.compression import ChannelId, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
-from xcloud.comm.compressor import Tensors
 from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
-from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.frame import Kind, MessageKey, Tensors
 from xcloud.pipeline.guard import Guard
 from xcloud.security.defences import Defence
 

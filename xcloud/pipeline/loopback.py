@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples
-from xcloud.net.frame import MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import MessageKey, Tensors, TensorSpec
 
 
 class Loopback:

@@ -32,7 +32,7 @@ from xcloud.job.compared import PATH, as_text, digest_of
 from xcloud.job.job import Job
 from xcloud.net.transport import Rendezvous, rendezvous_store
 
-Table = Mapping[str, Mapping[str, str]]
+ComparedTable = Mapping[str, Mapping[str, str]]
 """Section (setting, code, fact, info) -> dotted key or file -> value as JSON text."""
 
 MAX_BYTES = 1 << 18
@@ -89,7 +89,9 @@ def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     return Rendezvous(rank=rank, num_ranks=num_ranks, store=store, within_s=within_s)
 
 
-def agree(job: Job, rendezvous: Rendezvous, mine: Table, held: Held, newest: Newest) -> Verdict:
+def agree(
+    job: Job, rendezvous: Rendezvous, mine: ComparedTable, held: Held, newest: Newest
+) -> Verdict:
     """Compare what is to run and the checkpoints with all ranks. Every rank calls it first.
 
     If ranks may start at any time, those that save compare with each other, and the others compare
@@ -226,10 +228,10 @@ class _Comparison:
     not this."""
 
     def __init__(
-        self, job: Job, rendezvous: Rendezvous, mine: Table, peers: Iterable[int]
+        self, job: Job, rendezvous: Rendezvous, mine: ComparedTable, peers: Iterable[int]
     ) -> None:
         self._name_of = partial(rank_name, job)
-        self._tables: dict[int, Table] = {rendezvous.rank: mine}
+        self._tables: dict[int, ComparedTable] = {rendezvous.rank: mine}
         self._unread: dict[int, str] = {}
         for peer in sorted(peers):
             text = rendezvous.read("table", peer)
@@ -319,7 +321,7 @@ def rank_name(job: Job, rank: int) -> str:
     return f"rank {rank} (cloud {job.cluster.placement(rank).cloud})"
 
 
-def encode_table(table: Table) -> str:
+def encode_table(table: ComparedTable) -> str:
     """Return a table as JSON. Raises ConfigError for an experiment that is too large to
     compare."""
     text = json.dumps(table)
@@ -333,7 +335,7 @@ def encode_table(table: Table) -> str:
     return text
 
 
-def decode_table(text: str, sender: str) -> Table:
+def decode_table(text: str, sender: str) -> ComparedTable:
     """Return the table that `sender` sent. Raises FrameError for anything but what encode_table
     makes."""
     return _decoded(_TABLE, text=text, what=f"{sender} sent no table of settings and digests")
@@ -354,7 +356,7 @@ def _printable(text: str) -> str:
     return "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in text)[:_MAX_TEXT]
 
 
-def table_of(compared: Mapping[str, str]) -> Table:
+def table_of(compared: Mapping[str, str]) -> ComparedTable:
     """Everything of this rank that is compared. All of it is ASCII.
 
     compared: the settings (job/compared.py).

@@ -30,7 +30,7 @@ from xcloud.simulator.pricing import OverEpochs, Pricer
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Called with what a replica contributed to an average: (step, replica, tensors by name)."""
 
-Guard = Callable[..., Callable[[Sequence[Tensor]], Sequence[Tensor]]]
+MakeGuard = Callable[..., Callable[[Sequence[Tensor]], Sequence[Tensor]]]
 """Makes the function that changes a contribution before it leaves its cloud. The arguments are the
 names of its tensors, num_parts (number of messages that together are one contribution) and silent
 (names of tensors that must not be sent)."""
@@ -40,8 +40,8 @@ class Feature:
     """Something that a job may use beyond a plain pipeline. A feature overrides what it has.
 
     uses: the ways in which settings ask for it, with what it then needs of the job.
-    noises: what features that need exact gradients or weights lack beside it; None: nothing.
-    ends_early: what features that need to know the last update lack beside it; None: nothing.
+    noises: the reason to refuse it beside features that need exact gradients or weights, or None.
+    ends_early: the reason to refuse it beside features that need to know the last update, or None.
     left_out_of_trials: settings, by dotted name, that run a job without it. A planner's trial has
         these where the feature is not among what it measures.
     """
@@ -124,7 +124,7 @@ class FeatureAtRank:
     """Replicas may not tell each other their losses."""
     watch: Watch | None = None
     """Sees what other replicas contribute to averages."""
-    guard: Guard | None = None
+    guard: MakeGuard | None = None
     """Changes what this replica contributes to averages."""
 
     def receiver(self, make: MakeReceiver) -> MakeReceiver:
@@ -152,7 +152,7 @@ class FeatureAtRank:
         on from has not replaced yet."""
 
     def exchange(
-        self, built: BuiltRank, watch: Watch | None, guard: Guard | None
+        self, built: BuiltRank, watch: Watch | None, guard: MakeGuard | None
     ) -> Exchange | None:
         """Return the exchange of gradients that replaces the sum over a stage's ranks. watch,
         guard: functions of another feature."""

@@ -19,7 +19,7 @@ from xcloud.net.transport import Transport
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.ends import OnReport
 from xcloud.rank.agreement import Verdict
-from xcloud.rank.saving import Facts, Saver
+from xcloud.rank.saving import InputDigests, Saver
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
@@ -30,7 +30,11 @@ class Restored(Protocol):
     """The function that restores the state from which a rank resumes."""
 
     def __call__(
-        self, context: RankContext[Any], states: StateTree, control: Control | None, facts: Facts
+        self,
+        context: RankContext[Any],
+        states: StateTree,
+        control: Control | None,
+        facts: InputDigests,
     ) -> Saver:
         """Return what saves `states` from now on, once they have taken over that state."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xcloud.base.errors import FrameError
-from xcloud.contracts.model import SPLITS, Split, Task, TaskData
+from xcloud.contracts.model import SPLITS, DataSplit, Task, TaskData
 from xcloud.job.job import PipelineJob
 from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, compare_facts
@@ -52,11 +52,11 @@ def _unread(job: PipelineJob, data: TaskData) -> TaskData:
     return _with_sizes(job.task, sizes=sizes).load(frozenset(), job.seed)
 
 
-def _with_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
+def _with_sizes(task: Task, sizes: Mapping[DataSplit, int]) -> Task:
     return replace(task, sizes=sizes)  # type: ignore[type-var]
 
 
-def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
+def _sizes_in(facts: Mapping[str, str]) -> dict[DataSplit, int]:
     found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
     if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
         raise FrameError(f"rank 0 told {found} for the numbers of samples")

@@ -14,7 +14,7 @@ from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame, TensorSpec
 from xcloud.pipeline.control import Signal
 
-Facts = Mapping[str, Mapping[str, str]]
+InputDigests = Mapping[str, Mapping[str, str]]
 """The digests of what a rank reads, by kind ("data", "base") and by a name for messages, are saved
 with its shard of a checkpoint."""
 

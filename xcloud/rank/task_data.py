@@ -23,9 +23,9 @@ from xcloud.contracts.model import (
     SPLITS,
     Batch,
     BuildContext,
+    DataSplit,
     NumCut,
     Scores,
-    Split,
     Stage,
     Task,
     TaskData,
@@ -112,7 +112,7 @@ def report_cuts(reporter: Reporter, num_cut: NumCut) -> None:
 def cuts_in_words(num_cut: NumCut) -> list[str]:
     """Return what did not fit, a line a split, such as "train: 3 of 120 chats left out, 2 of 120
     chats cut (task.max_length)"."""
-    told: dict[Split, dict[str, list[str]]] = {}
+    told: dict[DataSplit, dict[str, list[str]]] = {}
     for what, by_split in num_cut.items():
         for split, cut in by_split.items():
             of_setting = told.setdefault(split, {}).setdefault(cut.setting, [])
@@ -214,7 +214,7 @@ class Evaluator(Hook):
             if self.context.rank == 0:
                 self.context.reporter.event("target", step=step, target=until.in_words)
 
-    def evaluate(self, split: Split, step: int) -> bool:
+    def evaluate(self, split: DataSplit, step: int) -> bool:
         """Score a split. Every rank calls it, and returns once all are done: else the next step
         would wait for another cloud's decoding. Return whether the scores reach the target."""
         reaches = False
@@ -222,7 +222,7 @@ class Evaluator(Hook):
             reaches = self._score(split, step=step)
         return self.barrier(reaches)
 
-    def _score(self, split: Split, step: int) -> bool:
+    def _score(self, split: DataSplit, step: int) -> bool:
         """Return whether this rank knows that the scores reach the target."""
         started = time.perf_counter()
         data = self.data
@@ -247,7 +247,7 @@ class Evaluator(Hook):
         until = self.context.job.training.until
         return until is not None and until.is_reached(scores.values)
 
-    def _write_samples(self, split: Split, step: int, scores: Scores) -> None:
+    def _write_samples(self, split: DataSplit, step: int, scores: Scores) -> None:
         """Write what is said of single samples, and whether a tracker may have it: texts of public
         corpora that no rule keeps in a cloud, and figures without texts."""
         reporter = self.context.reporter
@@ -268,8 +268,8 @@ class Evaluator(Hook):
 
     @property
     def _is_whole_writer(self) -> bool:
-        """Whether this rank alone holds a whole model that writes text. Of several ranks, each
-        would have to see the text."""
+        """Return True if this rank alone holds a full model that writes text. Of several ranks,
+        each would have to see the text."""
         if self.pipeline.num_stages > 1 or self.groups[0].group_size > 1:
             return False
         return type(self.pipeline.stages[0]).follow is not Stage.follow
@@ -303,7 +303,7 @@ def predicted(
     pipeline: Pipeline,
     groups: Mapping[int, RankGroup],
     data: TaskData,
-    split: Split,
+    split: DataSplit,
     pieces: Sequence[Tensor],
     step: int,
 ) -> dict[int, list[int]]:
@@ -328,7 +328,7 @@ def predicted(
 
 def report_scores(
     reporter: Reporter,
-    split: Split,
+    split: DataSplit,
     step: int,
     scores: Scores,
     signature: Mapping[str, str],

@@ -29,8 +29,6 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.record.files import AGREED_FILE, CheckpointSteps, numbers, read_json
 
-State = Mapping[str, Tensor | int]
-
 _DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -55,7 +53,9 @@ class CheckpointFolder(CheckpointSteps):
         """Return the ranks whose shard is here, complete."""
         return sorted(numbers(self.step_dir(step), pattern=r"rank-(\d+)\.json"))
 
-    def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
+    def write(
+        self, step: int, rank: int, state: Mapping[str, Tensor | int], about: Mapping[str, Any]
+    ) -> int:
         """Write one rank's shard. Return its bytes once it is on the disk.
 
         about: facts for whoever reads it, of plain containers.

@@ -31,8 +31,8 @@ MAX_BYTES = 1 << 24
 """Of one rank's record."""
 MAX_RANKS = 1 << 20
 _STRICT = ConfigDict(strict=True)
-_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Text = Annotated[str, Field(max_length=1000)]
+BoundedInt = Annotated[int, Field(ge=0, lt=1 << 63)]
+BoundedText = Annotated[str, Field(max_length=1000)]
 _SpanText = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9]{1,19}$")]
 
 _TEXT = {"text", "source", "target", "ids", "tokens", "first", "second"}  # fields of tasks
@@ -190,37 +190,37 @@ def _counted(
 
 class _Part(BaseModel):
     model_config = _STRICT
-    carries: _Text
-    dtype: _Text
-    shape: Annotated[list[_Whole | _SpanText], Field(max_length=16)]
+    carries: BoundedText
+    dtype: BoundedText
+    shape: Annotated[list[BoundedInt | _SpanText], Field(max_length=16)]
 
 
 class _Message(BaseModel):
     model_config = _STRICT
-    kind: _Text
-    boundary: int | _Text | None
+    kind: BoundedText
+    boundary: int | BoundedText | None
     parts: Annotated[list[_Part], Field(max_length=1000)]
-    num_messages: _Whole
-    num_bytes: _Whole
+    num_messages: BoundedInt
+    num_bytes: BoundedInt
 
 
 class _Received(_Message):
-    sender: _Whole
-    to: _Text
+    sender: BoundedInt
+    to: BoundedText
 
 
 class _RankRecord(BaseModel):
-    """What join_audit reads of a rank's record, which another owner may have written."""
+    """The fields of a rank's record that join_audit reads. Another owner may have written it."""
 
     model_config = _STRICT
-    rank: _Whole
-    cloud: _Text
+    rank: BoundedInt
+    cloud: BoundedText
     num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     crosses_clouds: bool
     messages: Annotated[list[_Message], Field(max_length=100_000)]
     received: Annotated[list[_Received], Field(max_length=100_000)]
-    unframed: Annotated[list[_Text], Field(max_length=1000)]
-    reports: Annotated[dict[_Text, list[_Text]], Field(max_length=1000)]
+    unframed: Annotated[list[BoundedText], Field(max_length=1000)]
+    reports: Annotated[dict[BoundedText, list[BoundedText]], Field(max_length=1000)]
 
 
 def bounded_bytes(path: Path, most: int) -> bytes:

@@ -35,7 +35,7 @@ from xcloud.record.summary import SUMMARY_FILE
 STALE_S = 5.0  # a rank writes its state every second
 
 
-Wait = tuple[int, str, float]  # for which rank, which message, seconds
+AwaitedRank = tuple[int, str, float]  # for which rank, which message, seconds
 
 
 class RankStatus:
@@ -61,13 +61,13 @@ class RankStatus:
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
         self.lines_down: list[str] = []
-        waits: list[Wait] = []
+        waits: list[AwaitedRank] = []
         if not self.has_ended:  # its last state names what it waited for until then
             self.lines_down = state.get("lines_down", [])
             waits = [
                 (one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]
             ]
-        self.waits: list[Wait] = sorted(waits, key=lambda wait: -wait[2])
+        self.waits: list[AwaitedRank] = sorted(waits, key=lambda wait: -wait[2])
 
     @property
     def is_well(self) -> bool:
@@ -79,7 +79,7 @@ class RankStatus:
         silent = f"sent no heartbeat for {human_duration(self.silent_s)}"
         return f"rank {self.rank} {what.get(self.process, silent)}"
 
-    def line(self, wait: Wait | None) -> str:
+    def line(self, wait: AwaitedRank | None) -> str:
         text = f"rank {self.rank}: {self.phase} for {self._since('phase_since')}"
         if self.step is not None:
             text += f", step {self.step} done {self._since('step_at')} ago"
@@ -135,7 +135,7 @@ def _process(pid: int, host: str) -> str:
     return ends.get(state, "running")
 
 
-def waited_for(ranks: Sequence[RankStatus]) -> dict[int, Wait]:
+def waited_for(ranks: Sequence[RankStatus]) -> dict[int, AwaitedRank]:
     """Return the longest wait of each rank that waits. In a collective a rank waits for all
     others, and those that are in it too are not the reason."""
     waits = {one.rank: one.waits for one in ranks if one.waits}

@@ -27,6 +27,7 @@ from xcloud.line.sealing import verify
 from xcloud.security.audit import (
     MAX_BYTES,
     MAX_RANKS,
+    BoundedInt,
     as_table,
     bounded_bytes,
     compact,
@@ -36,22 +37,21 @@ from xcloud.security.audit import (
 
 MAX_SIGNATURE_BYTES = 1 << 16
 
-_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Name = Annotated[str, Field(max_length=200)]
 
 
 class _Count(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    rank: _Whole
+    rank: BoundedInt
     cloud: _Name
     kind: _Name
-    messages: _Whole
-    bytes: _Whole
+    messages: BoundedInt
+    bytes: BoundedInt
 
 
 class _Attempt(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    attempt: _Whole
+    attempt: BoundedInt
     is_finished: bool
     sent: list[_Count]
     received: list[_Count]
@@ -64,7 +64,7 @@ class _Attempt(BaseModel):
 
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True)
-    rank: _Whole
+    rank: BoundedInt
     cloud: _Name
     num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     attempts: list[_Attempt]

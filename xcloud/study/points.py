@@ -43,7 +43,7 @@ from xcloud.record.files import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
 from xcloud.tracking.tracker import REPLACED_FILE, TRACKED_FILE
 
-Settings = Mapping[str, object]
+PointSettings = Mapping[str, object]
 Overrides = tuple[str, ...]
 
 STATE_FILE = "sweep.json"
@@ -73,7 +73,7 @@ class Point:
 
     overrides: Overrides
     config: configs.Settings
-    settings: Settings
+    settings: PointSettings
     experiment: Job
     label: str = ""
     row: str = ""
@@ -113,7 +113,7 @@ class Point:
         return self.row or file_name(safe, end=f"_s{self.experiment.seed}")
 
 
-def identity(settings: Settings, *without: str) -> str:
+def identity(settings: PointSettings, *without: str) -> str:
     """A short hash of the settings that decide the result, except `without` and keys below: equal
     without "seed" for points that differ only in their seed."""
     kept = {
@@ -123,7 +123,7 @@ def identity(settings: Settings, *without: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+def differences(one: PointSettings, other: PointSettings) -> dict[str, tuple[object, object]]:
     """Deciding settings that differ, as (one, other); a missing one is None."""
     one = deciding(one)
     other = deciding(other)
@@ -131,14 +131,14 @@ def differences(one: Settings, other: Settings) -> dict[str, tuple[object, objec
     return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
 
 
-def varying(many: Sequence[Settings]) -> list[str]:
+def varying(many: Sequence[PointSettings]) -> list[str]:
     """Deciding settings that are not equal in all, in order of first appearance."""
     many = [deciding(settings) for settings in many]
     keys = dict.fromkeys(key for settings in many for key in settings)
     return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
 
 
-def is_unsplit(settings: Settings) -> bool:
+def is_unsplit(settings: PointSettings) -> bool:
     """Return whether a splittable model is left unsplit."""
     return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
 
@@ -245,7 +245,7 @@ def _word(key: str, value: object) -> str:
     return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
 
 
-def deciding(settings: Settings) -> Settings:
+def deciding(settings: PointSettings) -> PointSettings:
     """The settings that decide the result."""
     silent = [SPLIT] if is_unsplit(settings) else []
     return {
@@ -265,7 +265,7 @@ def _below(key: str, heads: Sequence[str]) -> bool:
     return any(key == head or key.startswith(f"{head}.") for head in heads)
 
 
-Verdict = Literal["run", "skip", "again", "resume", "follow"]
+PointAction = Literal["run", "skip", "again", "resume", "follow"]
 Changed = Mapping[str, tuple[object, object]]  # by setting: before and now
 
 
@@ -275,7 +275,7 @@ class Decision:
     last checkpoint, or follow the job that runs it. why: the reason, if worth printing."""
 
     point: Point
-    verdict: Verdict
+    verdict: PointAction
     folder: str
     why: str = ""
 

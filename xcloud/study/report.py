@@ -43,7 +43,7 @@ from xcloud.show.tables import (
 )
 from xcloud.study.points import (
     UNCOMPRESSED,
-    Settings,
+    PointSettings,
     differences,
     is_number,
     read_points,
@@ -438,7 +438,7 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
     )
 
 
-def columns_of(settings: Sequence[Settings]) -> list[str]:
+def columns_of(settings: Sequence[PointSettings]) -> list[str]:
     """Settings that differ, for MLflow's table. One that only some points have is shown only if it
     is a number that varies (a compressor's rate); the label covers the rest."""
     shown = []
@@ -454,7 +454,7 @@ def columns_of(settings: Sequence[Settings]) -> list[str]:
 def page_in_mlflow(
     sweep: str,
     tracker: Tracker,
-    settings: Sequence[Settings],
+    settings: Sequence[PointSettings],
     score: str = "bleu",
     files: Sequence[Path] = (),
 ) -> list[str]:

@@ -39,7 +39,7 @@ from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import (
     STATE_FILE,
     UNCOMPRESSED,
-    Settings,
+    PointSettings,
     deciding,
     identity,
     is_number,
@@ -65,7 +65,7 @@ class PointResult:
 
     sweep: str
     run_dir: Path
-    settings: Settings
+    settings: PointSettings
     summary: dict[str, Any]
     at_once: int = 1
 
@@ -460,7 +460,7 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[PointR
     return folder, results
 
 
-def published_for(settings: Settings, compression: str) -> dict[str, Any]:
+def published_for(settings: PointSettings, compression: str) -> dict[str, Any]:
     """Return what the paper has for this setting: the first entry that fits, of figures as texts
     (quality, share, ratio, of_one_cloud) and `notes` to show with them."""
     data = _published()
@@ -478,7 +478,9 @@ def _published() -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
 
-def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:
+def _fits(
+    settings: PointSettings, compression: str, key: str, wanted: str | bool | list[str]
+) -> bool:
     if key == "unsplit":
         return is_unsplit(settings) == wanted
     value = settings.get(key)

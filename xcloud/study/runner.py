@@ -92,7 +92,7 @@ class LauncherSettings:
 
 
 class PointRunner(Protocol):
-    """What runs points. `run` blocks: it is called from one thread per point. `end` is called
+    """A way to run points. `run` blocks: it is called from one thread per point. `end` is called
     once, at Ctrl+C."""
 
     def run(self, point: Point, run_dir: Path) -> None: ...

@@ -19,7 +19,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.base.wording import listed
-from xcloud.contracts.model import SPLITS, Answers, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, DataSplit, Scores
 from xcloud.demo import answers, inferences, reviews
 from xcloud.tasks.labels import (
     CROSS_LINGUAL,
@@ -35,16 +35,16 @@ from xcloud.tasks.rows import (
     Corpus,
     Demo,
     Form,
+    GivenText,
     Rows,
     RowTable,
     Size,
     SplitTables,
     Tables,
-    Text,
     name_of,
     read,
 )
-from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
+from xcloud.tasks.scores import MEANINGS, LabelKind, label_scores, metrics_of
 from xcloud.tasks.sources import (
     HubTable,
     InFolder,
@@ -77,11 +77,11 @@ class Classification(TextTask):
     answers: ClassVar[Answers] = "sample"
     benchmarks: ClassVar[Mapping[str, Benchmark]] = GLUE
     name: str = "classification"
-    kind: Kind = "classes"
+    kind: LabelKind = "classes"
     classes: Annotated[Sequence[str], Field(min_length=2)] | None = None
     metrics: Annotated[Sequence[str], Field(min_length=1)] | None = None
-    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | None = None
-    label_column: Text | None = None
+    text_columns: Annotated[Sequence[GivenText], Field(min_length=1, max_length=2)] | None = None
+    label_column: GivenText | None = None
     tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
     # The least: special ids of a pair and a few tokens of both texts.
     max_length: Annotated[int, Field(ge=8)] = 128
@@ -177,7 +177,7 @@ class Classification(TextTask):
         remarks = [f"columns {described}", *corpus.remarks]
         return replace(corpus, remarks=remarks, agreed={**corpus.agreed, "columns": described})
 
-    def labels_of(self, corpus: Corpus) -> tuple[LabelSet, dict[Split, Tensor]]:
+    def labels_of(self, corpus: Corpus) -> tuple[LabelSet, dict[DataSplit, Tensor]]:
         """Return what the labels of a corpus mean, and those of each split. Raises DataError."""
         cells = {split: corpus.splits[split].texts["label"] for split in SPLITS}
         where = self.describe()
@@ -195,7 +195,7 @@ class Classification(TextTask):
         return {**super().agreed_settings(), **more}
 
 
-def _contradicting(cells: Mapping[Split, Mapping[str, Sequence[str]]]) -> Iterator[str]:
+def _contradicting(cells: Mapping[DataSplit, Mapping[str, Sequence[str]]]) -> Iterator[str]:
     """Yield a remark for each split in which a text stands with different labels."""
     for split, of in cells.items():
         texts = [*zip(*(of[name] for name in ("first", "second") if name in of), strict=True)]
@@ -212,9 +212,9 @@ class ClassificationData(View[Classification]):
     def __init__(self, task: Classification, corpus: Corpus, fields: frozenset[str]) -> None:
         cells = {split: corpus.splits[split].texts for split in SPLITS}
         self._parts = {split: of["part"] for split, of in cells.items() if "part" in of}
-        self._pairs: dict[Split, PairTable] = {}
+        self._pairs: dict[DataSplit, PairTable] = {}
         self._label: LabelSet | None = None
-        columns: dict[str, dict[Split, Any]] = {}
+        columns: dict[str, dict[DataSplit, Any]] = {}
         tokenizers = {}
         remarks: list[str] = []
         if fields & {"text", "types"}:
@@ -249,7 +249,7 @@ class ClassificationData(View[Classification]):
         samples = [self._pairs["train"].texts(i) for i in range(self._rows["train"])]
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return the task's metrics, in percent, over the samples in `predictions`. If the split
         has parts: the main metric averaged over parts, then every metric of each part (accuracy,
         accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
@@ -282,7 +282,7 @@ class ClassificationData(View[Classification]):
             meanings[names[0]] = f"mean over {', '.join(parts)} of: {there[names[0]]}"
         return meanings
 
-    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+    def shown(self, split: DataSplit, ident: int) -> Mapping[str, str]:
         if "text" not in self._tokenizers:
             return {}
         texts = map(self._tokenizers["text"].decode, self._pairs[split].texts(ident))

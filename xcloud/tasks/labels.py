@@ -17,9 +17,9 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import Head, Split
+from xcloud.contracts.model import DataSplit, Head
 from xcloud.tasks.rows import OwnNames, RowTable
-from xcloud.tasks.scores import Kind
+from xcloud.tasks.scores import LabelKind
 
 # Cells, in lower case, that mark a missing label: SNLI has "-", GLUE's hidden labels are -1.
 MISSING = frozenset({"", "-", "-1", "nan", "null", "<na>"})
@@ -60,7 +60,7 @@ class LabelSet:
     @staticmethod
     def of(
         known: Benchmark,
-        cells: Mapping[Split, Sequence[str]],
+        cells: Mapping[DataSplit, Sequence[str]],
         train_set: Sequence[str],
         where: str,
     ) -> LabelSet:
@@ -225,7 +225,7 @@ class Benchmark:
     synonyms: Mapping[str, str] = field(default_factory=dict)
     hub: str = "nyu-mll/glue"
     languages: tuple[str, ...] = ()
-    kind: Kind = "classes"
+    kind: LabelKind = "classes"
 
     def columns(self, table: RowTable, texts: Sequence[str], label: str | None) -> dict[str, str]:
         """Return the columns of a training set by use: first, perhaps second, and label; those
@@ -327,7 +327,7 @@ PAIRS = (
     ("text_a", "text_b"),
 )  # fmt: skip
 SINGLES = ("sentence", "text", "question", "review", "comment", "content")
-LABELS: Mapping[Kind, Sequence[str]] = {
+LABELS: Mapping[LabelKind, Sequence[str]] = {
     "classes": ("label", "gold_label", "is_duplicate", "Quality", "class", "category"),
     "value": ("score", "similarity", "relatedness", "value", "label"),
 }

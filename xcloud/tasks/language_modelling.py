@@ -34,9 +34,9 @@ from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
     Cut,
+    DataSplit,
     Follow,
     Scores,
-    Split,
     TokenIds,
     no_text,
 )
@@ -47,11 +47,11 @@ from xcloud.tasks.rows import (
     Corpus,
     Demo,
     Form,
+    GivenText,
     Rows,
     RowTable,
     Size,
     SplitTables,
-    Text,
     unread_keys,
 )
 from xcloud.tasks.scores import ratio_error
@@ -478,7 +478,7 @@ class CausalTokenizer:
 
     @cached_property
     def _writes_begin(self) -> bool:
-        """Whether the tokenizer itself begins a text with the begin token."""
+        """Return True if the tokenizer itself begins a text with the begin token."""
         return bool(self._first) and self._pretrained.encode("")[:1] == self._first
 
     def encode_itself(self, text: str) -> list[int]:
@@ -570,7 +570,7 @@ class LanguageModelling(TextTask):
     )
     tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=8)] = 128
-    column: Text | None = None
+    column: GivenText | None = None
     date: Annotated[str, Field(pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$")] = DATE
 
     def column_of(self, table: RowTable) -> str:
@@ -737,11 +737,11 @@ class LanguageData(View[LanguageModelling]):
 
     def __init__(self, task: LanguageModelling, corpus: Corpus, fields: frozenset[str]) -> None:
         self._tokenizer: CausalTokenizer | None = None
-        self._documents: dict[Split, list[list[int]]] = {}  # their numbers, by sample
-        columns: dict[str, dict[Split, TokenTable]] = {name: {} for name in task.fields}
+        self._documents: dict[DataSplit, list[list[int]]] = {}  # their numbers, by sample
+        columns: dict[str, dict[DataSplit, TokenTable]] = {name: {} for name in task.fields}
         packed: list[str] = []
         remarks: list[str] = []
-        cuts: dict[str, dict[Split, Cut]] = {}
+        cuts: dict[str, dict[DataSplit, Cut]] = {}
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
             self._tokenizer.date = task.date
@@ -807,7 +807,7 @@ class LanguageData(View[LanguageModelling]):
         assert isinstance(labels, TokenTable)
         return float(labels.num_unlike_pad[ids].sum())
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return perplexity and the mean loss in nats of the guessed tokens of these samples;
         errors are over documents. Predicted are millionths of a nat and tokens of each document,
         or piece of one, in a sample."""
@@ -819,7 +819,7 @@ class LanguageData(View[LanguageModelling]):
         return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
     def sample_outputs(
-        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+        self, split: DataSplit, scores: Scores, count: int, follow: Follow = no_text
     ) -> str:
         """Return the first documents that were scored: of chats what was asked, what the model
         answers and what was expected; of plain texts what was to be guessed. Chats are left out
@@ -848,7 +848,7 @@ class LanguageData(View[LanguageModelling]):
             return None
         return [token for token in written if token not in self.tokenizer_here.ends]
 
-    def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
+    def _documents_of(self, split: DataSplit, ident: int) -> Iterator[dict[str, list[int]]]:
         """Yield the documents of a sample: tokens by the names that they are shown under."""
         labels = self._columns["label"][split][ident]
         if "text" not in self._fields:  # then not even where a document ends

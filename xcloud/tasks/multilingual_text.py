@@ -29,7 +29,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
-from xcloud.contracts.model import Cut, NumCut, Split, TokenIds
+from xcloud.contracts.model import Cut, DataSplit, NumCut, TokenIds
 from xcloud.pretrained import kept_digest, key_of, make_once
 from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
 from xcloud.tasks.text_task import TokenTable, write_table
@@ -207,7 +207,7 @@ class TextStream:
     def num_cut(self, cloud: str) -> NumCut:
         """Return how many pairs were cut, and how many texts were left out as there was nothing in
         them. cloud: whose texts they are, for the names."""
-        found: dict[str, Mapping[Split, Cut]] = {}
+        found: dict[str, Mapping[DataSplit, Cut]] = {}
         for part, table in self.tables.items():
             if table.num_cut:
                 cut = Cut(num=table.num_cut, of=table.num_texts, setting="model.text.max_length")

@@ -19,7 +19,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import PositiveFloat, settings
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import NO_LABEL, Scores, Split
+from xcloud.contracts.model import NO_LABEL, DataSplit, Scores
 from xcloud.demo import NUM_ROWS, reviews
 from xcloud.tasks.language_modelling import (
     CHAT_KEYS,
@@ -316,13 +316,13 @@ class PreferenceData(LanguageData):
     def __init__(self, task: Preferences, corpus: Corpus, fields: frozenset[str]) -> None:
         super().__init__(task, corpus=corpus, fields=fields)
         self.beta = task.beta
-        self.reference: dict[Split, Mapping[int, Sequence[int]]] = {}
+        self.reference: dict[DataSplit, Mapping[int, Sequence[int]]] = {}
 
     def weight(self, ids: Tensor) -> float:
         check_visible("label", there=self._fields)
         return float(len(ids))
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return how often the chosen answer has the larger reward, by how much, what the chosen
         one gained, and the loss; errors are over pairs. Predicted are millionths of a nat and
         tokens of each answer."""
@@ -361,7 +361,7 @@ class PreferenceData(LanguageData):
             "loss": "mean of -log sigmoid(reward margin)",
         }
 
-    def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
+    def _documents_of(self, split: DataSplit, ident: int) -> Iterator[dict[str, list[int]]]:
         """Yield a pair: tokens by the names that they are shown under. Two answers without their
         prompt say nothing."""
         if "text" not in self._fields:

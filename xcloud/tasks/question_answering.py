@@ -29,7 +29,7 @@ import torch
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.wording import quoted
-from xcloud.contracts.model import SPLITS, Answers, Cut, Head, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, Cut, DataSplit, Head, Scores
 from xcloud.demo import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import (
     Corpus,
@@ -311,7 +311,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
     """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
     def __init__(self, task: QuestionAnswering, corpus: Corpus, fields: frozenset[str]) -> None:
-        windows: dict[Split, Windows] = {}
+        windows: dict[DataSplit, Windows] = {}
         tokenizers = {}
         if corpus.splits["train"].texts:
             tokenizers["text"] = tokenizer = public_tokenizer(
@@ -320,8 +320,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             lengths = (task.max_length, task.max_question, task.stride)
             windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
         sizes = {split: len(made.starts) for split, made in windows.items()}
-        columns: dict[str, dict[Split, Any]] = {name: {} for name in task.fields}
-        cuts: dict[str, dict[Split, Cut]] = {"questions cut": {}, "answers in no window": {}}
+        columns: dict[str, dict[DataSplit, Any]] = {name: {} for name in task.fields}
+        cuts: dict[str, dict[DataSplit, Cut]] = {"questions cut": {}, "answers in no window": {}}
         for split, made in windows.items():
             labels = [made.label(i) for i in range(sizes[split])]
             num = made.asked.num_rows
@@ -356,7 +356,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         questions = dict(zip(windows.question_of, texts, strict=True))
         return [text[0] for text in questions.values()] + [text[1] for text in texts]
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return F1 and exact match in percent, over questions with a window in `predictions`: of
         each the best span over all windows."""
         self.check_predictions(split, predictions=predictions)
@@ -395,7 +395,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             "exact_match": f"share of exact answers, percent; {compared}",
         }
 
-    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+    def shown(self, split: DataSplit, ident: int) -> Mapping[str, str]:
         return {"question": self._windows[split].asked.texts["question"][ident]}
 
 
@@ -414,7 +414,7 @@ class DemoQuestions(Demo):
     num_test: Size = 900
 
     @property
-    def counts(self) -> dict[Split, int]:
+    def counts(self) -> dict[DataSplit, int]:
         return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
 
     def find(self, form: Form) -> SplitTables:

@@ -22,16 +22,16 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Leads, Positive, settings
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import SPLITS, Cut, Split
+from xcloud.contracts.model import SPLITS, Cut, DataSplit
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
-Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[Text | Sequence[Text] | None, Leads("inside")]
+GivenText = Annotated[str, Field(min_length=1)]
+Names = Annotated[GivenText | Sequence[GivenText] | None, Leads("inside")]
 Share = Positive | Annotated[float, Field(gt=0, le=0.5)]
 Size = Annotated[int, Field(ge=1, le=100_000)]
 FileKind = Literal["table", "json", "squad", "lines", "text"]
 MAX_KEYS = 8  # unused ones that are named
-OwnNames = Mapping[Split, Mapping[str, str]]
+OwnNames = Mapping[DataSplit, Mapping[str, str]]
 """Split -> set name -> part name ("" for none)."""
 
 
@@ -86,15 +86,15 @@ class Corpus:
         left out first: chance would else fill a small dev set with them.
     """
 
-    splits: Mapping[Split, Rows]
+    splits: Mapping[DataSplit, Rows]
     remarks: Sequence[str] = ()
     agreed: Mapping[str, object] = field(default_factory=dict)
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
     train_set: Rows = Rows(num_rows=0, texts={})
-    useless: Mapping[str, Mapping[Split, Cut]] = field(default_factory=dict)
+    useless: Mapping[str, Mapping[DataSplit, Cut]] = field(default_factory=dict)
 
     @property
-    def counts(self) -> dict[Split, int]:
+    def counts(self) -> dict[DataSplit, int]:
         return {split: self.splits[split].num_rows for split in SPLITS}
 
     def digests(self) -> dict[str, str]:
@@ -219,14 +219,14 @@ def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
 
 @dataclass(frozen=True)
 class Form:
-    """What a task reads, as a source has to know it.
+    """The data that a task reads, as described to its source.
 
     expected: the files that make up a corpus in a folder, in words.
     rows: the kind of its rows, in words, where some sources have only these.
     name: the name of the corpus, where it is a known one.
     endings: the format of each file ending.
     languages: the languages of line pairs (train.es, train.en), if any.
-    version: what may stand behind the usual name of a file (train-v1.1).
+    version: the suffix that the usual name of a file may have (train-v1.1).
     files, splits: the sets that make up a split by their names in the corpus itself, as files of a
         folder and on the hub; used where none are asked for.
     hub, config: the data set on the hub and its configuration, used where none is asked for.
@@ -252,7 +252,7 @@ class Form:
     test_languages: Sequence[str] = ()
 
 
-Tables = dict[Split, Mapping[str, Sequence[RowTable]]]
+Tables = dict[DataSplit, Mapping[str, Sequence[RowTable]]]
 """Split -> part -> tables; the part "" is the whole split."""
 
 
@@ -310,7 +310,7 @@ class Source(ABC):
         """Raise DataError if data is missing; return the tables where they are local. Quick."""
         return self.find(form)
 
-    def is_usual(self, name: str, split: Split, form: Form) -> bool:
+    def is_usual(self, name: str, split: DataSplit, form: Form) -> bool:
         """Return whether a set of this name usually is the split."""
         return name in (DEV_NAMES if split == "dev" else (split,))
 
@@ -330,7 +330,7 @@ class Source(ABC):
         found = listed(map(name_of, there))
         if unread:
             found += f"; of forms that are not read: {listed(unread)}"
-        chosen: dict[Split, list[RowTable]] = {}
+        chosen: dict[DataSplit, list[RowTable]] = {}
         for split in SPLITS:
             setting = key.format(split)
             own = own_names.get(split, {})
@@ -373,7 +373,7 @@ class Source(ABC):
         return tables
 
 
-def in_train(splits: Mapping[Split, Rows]) -> list[str]:
+def in_train(splits: Mapping[DataSplit, Rows]) -> list[str]:
     """Return remarks on rows of dev and test whose texts stand in train, too. Labels alone say
     nothing of that."""
     remarks = []
@@ -445,7 +445,7 @@ class Demo(Source):
     names_columns = False
     is_public = True
     title: ClassVar[str]
-    order: ClassVar[Sequence[Split]] = SPLITS  # in which splits take their rows
+    order: ClassVar[Sequence[DataSplit]] = SPLITS  # in which splits take their rows
 
     def where(self, form: Form) -> str:
         return "demo"
@@ -457,7 +457,7 @@ class Demo(Source):
         """Do nothing: demo texts are part of the package."""
 
     @property
-    def counts(self) -> dict[Split, int]:
+    def counts(self) -> dict[DataSplit, int]:
         return {split: getattr(self, f"num_{split}") for split in SPLITS}
 
     @property

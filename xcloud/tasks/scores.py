@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcloud.base.errors import ConfigError
 
-Kind = Literal["classes", "value"]
+LabelKind = Literal["classes", "value"]
 Vector = NDArray[np.float64]
 Measure = Callable[[Vector], float]
 """A score of samples that count so many times each, [N]: once each in the score itself, by chance
@@ -31,7 +31,7 @@ SEED = 0
 # Rajpurkar et al., arXiv:1606.05250, section 6.1.
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-MEANINGS: Mapping[Kind, Mapping[str, str]] = {
+MEANINGS: Mapping[LabelKind, Mapping[str, str]] = {
     "classes": {
         "accuracy": "share of correct classes, percent",
         "f1": "F1 of class 1, percent",
@@ -45,7 +45,7 @@ MEANINGS: Mapping[Kind, Mapping[str, str]] = {
 }
 
 
-def metrics_of(kind: Kind, names: Sequence[str] | None) -> Sequence[str]:
+def metrics_of(kind: LabelKind, names: Sequence[str] | None) -> Sequence[str]:
     """The names, or those of the kind: accuracy for classes, both correlations for values."""
     there = MEANINGS[kind]
     if unknown := [name for name in names or () if name not in there]:

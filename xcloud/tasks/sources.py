@@ -36,17 +36,17 @@ from xcloud.base.placeholders import (
 )
 from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
-from xcloud.contracts.model import SPLITS, Split
+from xcloud.contracts.model import SPLITS, DataSplit
 from xcloud.pretrained import go_offline_if_unreachable
 from xcloud.tasks.data_cards import cards_of, check_card, check_features
 from xcloud.tasks.rows import (
     DEV_NAMES,
     FileKind,
     Form,
+    GivenText,
     Names,
     Source,
     SplitTables,
-    Text,
     check_columns,
     check_is_no_header,
 )
@@ -284,14 +284,14 @@ class Folder(InFolder):
         name, a pattern such as "newstest20*.tsv.gz", or a list of these.
     language: the language that selects among train.en.tsv, train.de.tsv, …. Files without a
         language always match.
-    document: what one document of a .txt is, where the task reads running text: blank_line (it
-        ends at an empty line; the default there), line, or file.
+    document: the end of a document in a .txt of running text: blank_line (an empty line; the
+        default there), line, or file.
     """
 
     train_file: Names = None
     dev_file: Names = None
     test_file: Names = None
-    language: Text = "en"
+    language: GivenText = "en"
     document: Literal["blank_line", "line", "file"] | None = None
 
     def check(self, form: Form) -> None:
@@ -338,7 +338,7 @@ class Folder(InFolder):
                     f"it, or choose the set with task.data.{split}_file=NAME"
                 )
 
-    def is_usual(self, name: str, split: Split, form: Form) -> bool:
+    def is_usual(self, name: str, split: DataSplit, form: Form) -> bool:
         if form.version is not None:
             name = form.version.sub("", name)
         name = name.lower()
@@ -555,7 +555,7 @@ class Hub(OnHub):
         config = self.data_set(form)
         return f"{name} {config}" if config else name
 
-    def is_usual(self, name: str, split: Split, form: Form) -> bool:
+    def is_usual(self, name: str, split: DataSplit, form: Form) -> bool:
         is_hidden = split == "test" and form.hides_test
         return not is_hidden and super().is_usual(name, split, form)
 

@@ -24,7 +24,7 @@ from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.pretrained import kept_digest
-from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, RowTable, Text, name_of, unread_keys
+from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, GivenText, RowTable, name_of, unread_keys
 from xcloud.tasks.sources import (
     HubTable,
     TextFile,
@@ -138,7 +138,7 @@ class FolderText(TextSource):
     """
 
     path: ReadPath
-    text_key: Text = "text"
+    text_key: GivenText = "text"
 
     def describe(self) -> str:
         return f"files in {Path(self.path).expanduser().resolve().name}"

@@ -35,10 +35,10 @@ from xcloud.contracts.model import (
     SPLITS,
     Batch,
     Cut,
+    DataSplit,
     Follow,
     Head,
     Scores,
-    Split,
     TokenIds,
     no_text,
 )
@@ -88,7 +88,7 @@ class TextTask(ABC):
     test_share: Share = 0.02
     max_train_samples: Positive | None = None
     max_eval_samples: Positive | None = None
-    sizes: Mapping[Split, Positive] | None = None
+    sizes: Mapping[DataSplit, Positive] | None = None
     cache_dir: WritePath = ".cache"
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class TextTask(ABC):
         """Raise DataError for texts that every rank would refuse, where finding them takes
         seconds."""
 
-    def check_rows(self, rows: Mapping[Split, int]) -> None:
+    def check_rows(self, rows: Mapping[DataSplit, int]) -> None:
         """Raise DataError if the row counts are not as the settings say."""
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
@@ -203,7 +203,7 @@ class TextTask(ABC):
 
         Rows with the same cell in a column "group" are held out together.
         """
-        splits: dict[Split, Mapping[str, Rows]] = {
+        splits: dict[DataSplit, Mapping[str, Rows]] = {
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
             for split, parts in tables.tables.items()
         }
@@ -216,7 +216,7 @@ class TextTask(ABC):
         for split in (split for split in SPLITS if split in splits):
             if num := sum(rows.num_empty for rows in splits[split].values()):
                 remarks.append(f"{split}: {num:,} empty texts left out")
-        useless: dict[str, dict[Split, Cut]] = {}
+        useless: dict[str, dict[DataSplit, Cut]] = {}
         for split, parts in splits.items():
             for part, rows in parts.items():
                 reasons = useless_of(rows)
@@ -239,7 +239,7 @@ class TextTask(ABC):
             splits[split] = {"": train.take(numbers)}
             if split != "train":
                 remarks.append(f"{split} held out of train")
-        result = dict[Split, Rows]()
+        result = dict[DataSplit, Rows]()
         for split in SPLITS:
             most = self.max_train_samples if split == "train" else self.max_eval_samples
             parts = splits[split]
@@ -265,11 +265,11 @@ class TextTask(ABC):
             useless=useless
         )  # fmt: skip
 
-    def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
+    def _held_out(self, there: Iterable[DataSplit], train: Rows) -> dict[DataSplit, list[int]]:
         """Return row numbers of train for each missing split and, last, for what remains of it."""
         groups = train.texts.get("group", range(train.num_rows))
         left = list(dict.fromkeys(groups))
-        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
+        shares: dict[DataSplit, int | float] = {"dev": self.dev_share, "test": self.test_share}
         wanted = {
             split: share if isinstance(share, int) else max(1, int(share * len(left)))
             for split, share in shares.items()
@@ -282,7 +282,7 @@ class TextTask(ABC):
             lower = " and ".join(f"task.{split}_share" for split in wanted)
             said += f" {len(left):,}; lower {lower}, or add a set for each"
             raise DataError(f"{self.where}: {said}")
-        split_of: dict[Any, Split] = {}
+        split_of: dict[Any, DataSplit] = {}
         for split, count in wanted.items():
             split_of |= {left[i]: split for i in chosen_rows(len(left), wanted=count)}
             left = [group for group in left if group not in split_of]
@@ -343,11 +343,11 @@ class View(Tokenized, Generic[T]):
         corpus: Corpus,
         fields: frozenset[str],
         tokenizers: Mapping[str, Any],
-        columns: Mapping[str, Mapping[Split, TokenTable | Tensor]],
-        sizes: Mapping[Split, int] | None = None,
+        columns: Mapping[str, Mapping[DataSplit, TokenTable | Tensor]],
+        sizes: Mapping[DataSplit, int] | None = None,
         remarks: Sequence[str] = (),
         in_words: str | None = None,
-        cuts: Mapping[str, Mapping[Split, Cut]] = {},
+        cuts: Mapping[str, Mapping[DataSplit, Cut]] = {},
     ) -> None:
         self._task = task
         self._fields = fields
@@ -395,10 +395,10 @@ class View(Tokenized, Generic[T]):
     def _tokenizer_digests(self) -> dict[str, str]:
         return {f"the {name} tokenizer": f"{t.digest:08x}" for name, t in self._tokenizers.items()}
 
-    def num_samples(self, split: Split) -> int:
+    def num_samples(self, split: DataSplit) -> int:
         return self._rows[split]
 
-    def batch(self, split: Split, ids: Tensor) -> Batch:
+    def batch(self, split: DataSplit, ids: Tensor) -> Batch:
         batch = {"ids": ids}
         for name, columns in self._columns.items():
             column = columns[split]
@@ -411,7 +411,7 @@ class View(Tokenized, Generic[T]):
     def weight(self, ids: Tensor) -> float:
         return float(len(ids))
 
-    def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
+    def check_predictions(self, split: DataSplit, predictions: Mapping[int, object]) -> None:
         """Raise DataError if what they are compared with is not visible here, ValueError if there
         are none, or one is for no sample of the split."""
         check_visible(self._task.fields[-1], there=self._fields)
@@ -421,12 +421,12 @@ class View(Tokenized, Generic[T]):
         if outside := [i for i in predictions if not 0 <= i < num]:
             raise ValueError(f"sample {outside[0]} is not in {split} (0..{num - 1})")
 
-    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+    def shown(self, split: DataSplit, ident: int) -> Mapping[str, str]:
         """Return what a sample of Scores asks, if this rank sees it: texts by name."""
         return {}
 
     def sample_outputs(
-        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+        self, split: DataSplit, scores: Scores, count: int, follow: Follow = no_text
     ) -> str:
         """Return the first samples that were scored, each with what it asks."""
         lines = []
@@ -437,7 +437,7 @@ class View(Tokenized, Generic[T]):
         return "\n".join(lines)
 
 
-def counted(counts: Mapping[Split, int]) -> str:
+def counted(counts: Mapping[DataSplit, int]) -> str:
     """Return counts in words: "1,000 train, 50 dev, 50 test"."""
     return ", ".join(f"{count:,} {split}" for split, count in counts.items())
 
@@ -448,7 +448,7 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     return choice.prepare(texts, in_project(cache_dir))
 
 
-def cuts_of(tables: Mapping[Split, TokenTable]) -> dict[Split, Cut]:
+def cuts_of(tables: Mapping[DataSplit, TokenTable]) -> dict[DataSplit, Cut]:
     """Return how many rows of each table were longer than max_length."""
     return {
         s: Cut(num=table.num_cut, of=len(table), setting="task.max_length")

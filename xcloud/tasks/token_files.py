@@ -31,11 +31,11 @@ from xcloud.contracts.model import (
     NO_TOKEN,
     SPLITS,
     Batch,
+    DataSplit,
     Follow,
     Head,
     NumCut,
     Scores,
-    Split,
     TokenIds,
     no_text,
 )
@@ -92,7 +92,7 @@ class TokenFile:
         return found.hexdigest()[:32]
 
 
-class Windows:
+class TokenWindows:
     """The windows of a split: those of its files from `first` on, at most `most` (None: all)."""
 
     def __init__(
@@ -148,7 +148,7 @@ class TokenFiles:
     num_test: Positive = 10_240
     max_length: Annotated[int, Field(ge=8)] = 1024
     vocab_size: Annotated[int, Field(ge=2, le=2**16)] = 50_257
-    sizes: Mapping[Split, Positive] | None = None
+    sizes: Mapping[DataSplit, Positive] | None = None
 
     def __post_init__(self) -> None:
         if self.sizes is not None and set(self.sizes) != set(SPLITS):
@@ -163,7 +163,7 @@ class TokenFiles:
     def check(self) -> None:
         self.windows()
 
-    def windows(self) -> dict[Split, Windows]:
+    def windows(self) -> dict[DataSplit, TokenWindows]:
         """Return the windows of each split. Reads headers alone. Raises DataError."""
         train, validation = (
             self._files(pattern, key)
@@ -175,10 +175,10 @@ class TokenFiles:
                 f"{self.validation}: choose patterns that share no file"
             )
         length = self.max_length
-        found: dict[Split, Windows] = {
-            "train": Windows(train, length),
-            "dev": Windows(validation, length, most=self.num_dev),
-            "test": Windows(validation, length, first=self.num_dev, most=self.num_test),
+        found: dict[DataSplit, TokenWindows] = {
+            "train": TokenWindows(train, length),
+            "dev": TokenWindows(validation, length, most=self.num_dev),
+            "test": TokenWindows(validation, length, first=self.num_dev, most=self.num_test),
         }
         wanted = {"train": 1, "dev": self.num_dev, "test": self.num_test}
         for split, windows in found.items():
@@ -228,8 +228,8 @@ class TokenData:
         self,
         task: TokenFiles,
         fields: frozenset[str],
-        windows: Mapping[Split, Windows],
-        sizes: Mapping[Split, int],
+        windows: Mapping[DataSplit, TokenWindows],
+        sizes: Mapping[DataSplit, int],
     ) -> None:
         self._task = task
         self._fields = fields
@@ -258,7 +258,7 @@ class TokenData:
     def shared_digests(self) -> dict[str, str]:
         return {}
 
-    def num_samples(self, split: Split) -> int:
+    def num_samples(self, split: DataSplit) -> int:
         return self._sizes[split]
 
     @property
@@ -274,7 +274,7 @@ class TokenData:
         rows: list[list[int]] = self.batch("train", ids)[field].tolist()
         return rows
 
-    def batch(self, split: Split, ids: Tensor) -> Batch:
+    def batch(self, split: DataSplit, ids: Tensor) -> Batch:
         if not self._fields:
             return {"ids": ids}
         tokens = self._windows[split].tokens(ids, self._task.vocab_size)
@@ -288,7 +288,7 @@ class TokenData:
     def weight(self, ids: Tensor) -> float:
         return float(len(ids) * self._task.max_length)
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return perplexity and the mean loss in nats; errors are over windows."""
         check_visible("label", there=self._fields)
         num = self._sizes[split]
@@ -301,7 +301,7 @@ class TokenData:
         return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
     def sample_outputs(
-        self, split: Split, scores: Scores, count: int, follow: Follow = no_text
+        self, split: DataSplit, scores: Scores, count: int, follow: Follow = no_text
     ) -> str:
         """Return nothing: without a tokenizer there is no text to show."""
         return ""

@@ -346,7 +346,7 @@ class PretrainedTokenizer(TokenizerChoice):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """True if it is a folder of this machine."""
         return Path(resolve(self.name_or_path)).expanduser().is_dir()
 
     def check(self) -> None:

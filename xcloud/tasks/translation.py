@@ -19,9 +19,9 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_text
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, ReadPath, settings
-from xcloud.contracts.model import SPLITS, Cut, Scores, Split
+from xcloud.contracts.model import SPLITS, Cut, DataSplit, Scores
 from xcloud.demo import NUM_ROWS, pairs
-from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
+from xcloud.tasks.rows import Corpus, Demo, Form, GivenText, SplitTables, check_columns, read
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.sources import read_lines
 from xcloud.tasks.text_task import PairTable, TextTask, Tokenized, TokenTable, View, cuts_of
@@ -49,10 +49,10 @@ class Translation(TextTask):
     """
 
     fields = FIELDS
-    source: Text = "es"
-    target: Text = "en"
-    source_column: Text | None = None
-    target_column: Text | None = None
+    source: GivenText = "es"
+    target: GivenText = "en"
+    source_column: GivenText | None = None
+    target_column: GivenText | None = None
     source_monolingual_file: ReadPath | None = None
     target_monolingual_file: ReadPath | None = None
     source_tokenizer: TokenizerChoice = TrainedTokenizer()
@@ -119,7 +119,7 @@ class Translation(TextTask):
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
     def _further_texts(self, key: str, path: str, corpus: Corpus) -> tuple[list[str], str]:
-        splits: tuple[Split, ...] = ("dev", "test")
+        splits: tuple[DataSplit, ...] = ("dev", "test")
         scored = {text for split in splits for text in corpus.splits[split].texts[key]}
         lines = [line.strip() for line in read_lines(Path(path).expanduser())]
         texts = [line for line in lines if line and line not in scored]
@@ -202,7 +202,7 @@ class TranslationData(View[Translation], TranslationText):
         self.tokenizer("target")
         return float((self._tables["target"]["train"].lengths(ids) - 1).sum())
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+    def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
         self.check_predictions(split, predictions=predictions)
@@ -227,7 +227,7 @@ class TranslationData(View[Translation], TranslationText):
             metric.corpus_score(["a"], [["a"]])  # sets the reference count of the signature
         return {name: str(metric.get_signature()) for name, metric in metrics.items()}
 
-    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+    def shown(self, split: DataSplit, ident: int) -> Mapping[str, str]:
         if "source" not in self._tables:
             return {}
         return {"source": self.tokenizer("source").decode(self._tables["source"][split][ident])}

@@ -10,7 +10,7 @@ from xml.sax.saxutils import unescape
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.base.wording import listed
-from xcloud.contracts.model import Split
+from xcloud.contracts.model import DataSplit
 from xcloud.tasks.rows import Form, SplitTables, Tables
 from xcloud.tasks.sources import InFolder, TextFile, read_lines
 
@@ -73,7 +73,7 @@ class Wit3(InFolder):
                 ]
             }
         }
-        chosen: dict[Split, Sequence[str]] = {"dev": self.dev, "test": self.test}
+        chosen: dict[DataSplit, Sequence[str]] = {"dev": self.dev, "test": self.test}
         for split, sets in chosen.items():
             if sets:
                 tables[split] = {"": [_set(folder, name=name, pair=pair) for name in sets]}

@@ -40,7 +40,7 @@ from xcloud.rank.reports import (
 from xcloud.rank.restarts import enter_late, parameters_fact
 from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
-from xcloud.rank.saving import Facts
+from xcloud.rank.saving import InputDigests
 from xcloud.rank.task_data import Evaluator, context_of, note_data, token_pads
 from xcloud.record.files import TOKENIZERS_DIR
 from xcloud.tasks.tokenizer import keep_tokenizers
@@ -289,7 +289,7 @@ def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hoo
     return Hooks([sums, memories, *own, meter])
 
 
-def _restored(context: Context, wiring: Wiring, states: StateTree, facts: Facts) -> Hook:
+def _restored(context: Context, wiring: Wiring, states: StateTree, facts: InputDigests) -> Hook:
     """Restore `states` from the checkpoint from which the run resumes. Return the hook that saves
     checkpoints.
 

@@ -22,8 +22,7 @@ from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.state import Stateful
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.job.job import PipelineJob
-from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_profile import LinkProfile, line_bytes
 from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.line_meter import LineMeters
@@ -155,7 +154,7 @@ class RunPilot(Switching):
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
         """Return, in rank 0, what all use from the next update on; None: as before.
 
-        measured: by rank.
+        measured: the measures of each rank.
         """
         before = self._last
         self._last = dict(measured)
@@ -294,7 +293,7 @@ def codec_costs(
 ) -> Iterator[tuple[str, Direction]]:
     """Yield the costs of a choice's codecs at a boundary, by direction.
 
-    num_samples: of a micro-batch.
+    num_samples: the samples of a micro-batch.
     """
     for direction, fields, compressor in (
         ("forward", boundary.fields, choice.forward),

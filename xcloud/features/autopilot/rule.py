@@ -32,8 +32,8 @@ class Measured:
     """The measures of one update, on average since the last look.
 
     compute_s: seconds of forward and backward of a stage's rank together, by stage.
-    sent_bytes: of a message, by boundary and direction.
-    lines: by the clouds that they join.
+    sent_bytes: bytes of a message, by boundary and direction.
+    lines: the lines, by the clouds that they join.
     """
 
     step_s: float
@@ -55,8 +55,7 @@ class Forecast:
     A choice is a schedule and a compression: number // len(codecs) and number % len(codecs).
 
     schedules: the run's own first.
-    codecs: by compression, the costs of a message of any one size over each boundary in each
-        direction.
+    codecs: the costs of a message of any one size, by compression, boundary and direction.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from xcloud.comm.compression import Compression
 class Autopilot:
     """The settings of `autopilot`.
 
-    choices: by name, besides the run's own compression.
+    choices: compressors besides the run's own, by name.
     micro_batches, in_flight: numbers besides the schedule's own (num_micro_batches,
         num_in_flight).
     every: updates between looks.

@@ -12,11 +12,11 @@ from xcloud.features.checkpoints.saving import CheckpointWriter, Timing, about_p
 from xcloud.pipeline.control import Control
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.rank.role import RankContext
-from xcloud.rank.saving import Facts
+from xcloud.rank.saving import InputDigests
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 
-def check_facts(context: RankContext[Any], facts: Facts) -> None:
+def check_facts(context: RankContext[Any], facts: InputDigests) -> None:
     """Raise DataError if the run resumes from a checkpoint that was made with other data.
 
     Called as soon as they are loaded: what is built from them may take hours.
@@ -35,7 +35,7 @@ def restored(
     context: RankContext[Any],
     states: StateTree,
     control: Control | None,
-    facts: Facts,
+    facts: InputDigests,
     is_told: bool = True,
 ) -> Checkpointer:
     """Return the saver of `states`, once they have loaded the agreed checkpoint.

@@ -28,7 +28,7 @@ from xcloud.job.compared import as_text
 from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.job.strategy import ModelPlacement
-from xcloud.rank.saving import Facts
+from xcloud.rank.saving import InputDigests
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 MAX_STEPS = "training.max_steps"
@@ -41,7 +41,7 @@ OTHER_RUN = Outcome(refused="that would be another run")
 COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
 
 
-class Row(NamedTuple):
+class SameOutcome(NamedTuple):
     """A row of TABLE: settings that have the same outcome when they change.
 
     keys: the settings, as one pattern; "" where the outcome depends on who holds what
@@ -65,45 +65,47 @@ CUT = "number of stages"
 LANES = "cluster: which ranks hold a stage"
 SHARD = "cluster: parts of a sharded stage"
 _DECLARED = {
-    name: Row(
+    name: SameOutcome(
         rf"{re.escape(name)}(\.|$)", outcome,
         others={} if outcome.refused else {"elastic": _elastic()},
     )
     for name, outcome in OUTCOMES.items()
 }  # fmt: skip
-TABLE: Mapping[str, Row] = {
+TABLE: Mapping[str, SameOutcome] = {
     **_DECLARED,  # features say it of their settings
-    NOTHING: Row(
+    NOTHING: SameOutcome(
         r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
         r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.slow_after_s",
         EQUAL, others={"elastic": _elastic()},
     ),
-    "steps, optimizer, precision, divergence, decoding, security": Row(
+    "steps, optimizer, precision, divergence, decoding, security": SameOutcome(
         r"training\.(max_steps|optimizer\.(?!_target_)|on_divergence|max_skips_in_a_row|precision)|"
         r"security|model\.(decoding|max_answer_tokens)|feed\.on_dead",
         GOES_ON, others={"elastic": _elastic()},
     ),
-    "memory and speed of stages": Row(
+    "memory and speed of stages": SameOutcome(
         r"model\.(activation_checkpointing|vocabulary_chunk)$|training\.activation_cache_mb$",
         GOES_ON, others={"elastic": _elastic(), "one-way": None},
     ),
-    "compression": Row("compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE}),
-    "schedule, accumulation": Row(
+    "compression": SameOutcome(
+        "compression", FORGETS, others={"elastic": _elastic(_REMEMBERED), **_NONE},
+    ),
+    "schedule, accumulation": SameOutcome(
         r"schedule(?!\.predict)|training\.accumulate_steps", FORGETS,
         others={"elastic": _elastic(_REMEMBERED), **_NONE},
     ),
-    LANES: Row(
+    LANES: SameOutcome(
         "", FORGETS,
         others={
             "local updates": _AFTER_MERGE, "streaming": _AFTER_MERGE, "elastic": _AFTER_MERGE,
             "one-way": Outcome(refused="its ranks cannot change places"),
         },
     ),
-    SHARD: Row(
+    SHARD: SameOutcome(
         "", Outcome(refused="each rank has a part, and parts are not joined"), others=_NONE
     ),
-    CUT: Row("", Outcome(refused="stages hold other layers then"), others=_NONE),
-    "model, task, data, seed, batch size, strategy, release": Row(
+    CUT: SameOutcome("", Outcome(refused="stages hold other layers then"), others=_NONE),
+    "model, task, data, seed, batch size, strategy, release": SameOutcome(
         r"_target_|model|task|seed|strategy|hooks|feed\.(_target_|run_ahead)|"
         r"training\.(_target_|batch_size|batches_per_step|optimizer\._target_)", OTHER_RUN,
     ),
@@ -286,7 +288,7 @@ class RankCheckpoints:
         has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
         return max(has, default=0)
 
-    def restore(self, step: int, fresh: State, facts: Facts) -> tuple[State, bool]:
+    def restore(self, step: int, fresh: State, facts: InputDigests) -> tuple[State, bool]:
         """Return this rank's state after `step`, and whether compression's memory was dropped.
 
         fresh: its state now, for what has no meaning any more.
@@ -313,7 +315,7 @@ class RankCheckpoints:
             held |= {key: value for key, value in part.items() if key.startswith(own)}
         return held, any(map(_remembers, parts.values()))
 
-    def check_facts(self, step: int, facts: Facts) -> None:
+    def check_facts(self, step: int, facts: InputDigests) -> None:
         """Raise DataError if what this rank reads is not what the checkpoint was made with.
 
         Where ranks change places, what both have read is compared.

@@ -19,7 +19,7 @@ from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
 from xcloud.comm.state import State, StateTree, states_of
 from xcloud.job.strategy import ModelPlacement
 from xcloud.pipeline.settings import Checkpoints
-from xcloud.rank.saving import Facts
+from xcloud.rank.saving import InputDigests
 from xcloud.record.checkpoint_files import CheckpointFolder
 
 _NICENESS = 10  # of the thread that writes
@@ -102,7 +102,7 @@ class Timing:
 
 
 def about_part(
-    places: ModelPlacement, settings: Mapping[str, str], attempt: int, facts: Facts
+    places: ModelPlacement, settings: Mapping[str, str], attempt: int, facts: InputDigests
 ) -> dict[str, Any]:
     """Return what a rank writes beside its state, for whoever resumes from it.
 

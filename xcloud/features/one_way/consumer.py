@@ -17,7 +17,7 @@ from xcloud.comm.state import State as Saved
 from xcloud.comm.state import Stateful, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import SUMS, Consumer
-from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State
+from xcloud.features.one_way.feed import ConsumptionPlan, Order, Presence, Round
 from xcloud.features.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.ranks import CARRIES, OneWayRank
@@ -85,7 +85,7 @@ class ConsumerRun(StatefulTree):
         for p in self.plan.readmit_lost():
             self._rank.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
-            self._intake.producer(self.num_updates, p, state=State.ABSENT, what=what)
+            self._intake.producer(self.num_updates, p, state=Presence.ABSENT, what=what)
 
     def train(self, checkpoints: Saver) -> bool:
         """Do all steps. Return whether the run ended before, as it was asked to.
@@ -163,15 +163,15 @@ class ConsumerRun(StatefulTree):
         """Take the changes of a step into the plan, and act on those of producers."""
         changes = self.plan.end_step(agreed)
         for p, (before, now) in changes.items():
-            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
+            why_gone = self._rank.why_gone(p) if now is Presence.DEAD else ""
             self._intake.changed(step, p, now=now, why_gone=why_gone)
-            if now is State.DEAD:
+            if now is Presence.DEAD:
                 self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
         if self.plan.is_exhausted:
             names = ", ".join(self._names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 
-    def _lose(self, p: int, before: State, why: str, checkpoints: Saver) -> None:
+    def _lose(self, p: int, before: Presence, why: str, checkpoints: Saver) -> None:
         """Continue without a producer, or raise LinkClosed as feed.on_dead says.
 
         Until now a checkpoint needed its shard: the plan counted on its batches.
@@ -182,7 +182,7 @@ class ConsumerRun(StatefulTree):
             for lost in rank.job.cluster.ranks_in(name):
                 rank.control.out.pop(lost, None)
                 checkpoints.lose(lost)
-        if before is State.ABSENT and not rank.inbox.was_ready(p):
+        if before is Presence.ABSENT and not rank.inbox.was_ready(p):
             raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
         if rank.job.feed.on_dead == "stop":
             advice = "To continue without it set feed.on_dead=redistribute"
@@ -322,7 +322,7 @@ class ConsumerRank(OneWayRank):
         """
         checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
-        alive = [p for p, state in enumerate(plan.state) if state is not State.DEAD]
+        alive = [p for p, state in enumerate(plan.state) if state is not Presence.DEAD]
         while self.rank == 0 and checkpoints.is_pending and time.monotonic() < until_s:
             if any(self.inbox.end_of(p) for p in alive):
                 return

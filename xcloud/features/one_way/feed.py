@@ -81,7 +81,7 @@ class Feed:
         return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
 
 
-class State(IntEnum):
+class Presence(IntEnum):
     """The state of a producer, in the plan of every rank of the consumer and in reports."""
 
     ABSENT = 0  # not ready yet
@@ -147,7 +147,7 @@ class ConsumptionPlan(StatefulTree):
         self.feed = feed
         self.num_consumers = layout.num_consumers
         self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
-        self.state = [State.ABSENT] * len(layout.producers)
+        self.state = [Presence.ABSENT] * len(layout.producers)
         self.has_started = False  # all were ready once
         self.producer_of = layout.producer_of
         self._sources = layout.sources
@@ -166,11 +166,11 @@ class ConsumptionPlan(StatefulTree):
     @property
     def active(self) -> list[int]:
         """The producers that feed."""
-        return [p for p, state in enumerate(self.state) if state is State.ACTIVE]
+        return [p for p, state in enumerate(self.state) if state is Presence.ACTIVE]
 
     @property
     def is_exhausted(self) -> bool:
-        return all(state is State.DEAD for state in self.state)
+        return all(state is Presence.DEAD for state in self.state)
 
     def round(self, num_sums: int = 0) -> Round:
         """Return a round in which nothing has happened."""
@@ -187,7 +187,7 @@ class ConsumptionPlan(StatefulTree):
     def orders(self) -> list[Order]:
         """Return what to order now, so that producers never idle and never run too far ahead."""
         if not self.has_started:
-            alive = sum(state is not State.DEAD for state in self.state)
+            alive = sum(state is not Presence.DEAD for state in self.state)
             if not self.active or len(self.active) < alive:
                 return []
             self.has_started = True
@@ -246,12 +246,12 @@ class ConsumptionPlan(StatefulTree):
         return [
             Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number=number))
             for p, state in enumerate(self.state)
-            if state is not State.DEAD
+            if state is not Presence.DEAD
             for source in self._sources[p]
             for number in range(self.numbers[source] + 1, self.numbers[self._sources[p]].max() + 1)
         ]
 
-    def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
+    def end_step(self, agreed: Round) -> dict[int, tuple[Presence, Presence]]:
         """Take in what happened in a step. Return the producers whose state changed: (before,
         now).
 
@@ -275,12 +275,12 @@ class ConsumptionPlan(StatefulTree):
             self._num_used = sum(self._used_before) + self._num_skipped
         return changes
 
-    def _next_state(self, p: int, agreed: Round) -> State:
+    def _next_state(self, p: int, agreed: Round) -> Presence:
         state = self.state[p]
-        if state is State.DEAD or agreed.dead[p]:
-            return State.DEAD
+        if state is Presence.DEAD or agreed.dead[p]:
+            return Presence.DEAD
         if agreed.ready[p] == self.num_consumers:
-            return State.ACTIVE
+            return Presence.ACTIVE
         return state
 
     def readmit_lost(self) -> list[int]:
@@ -288,9 +288,9 @@ class ConsumptionPlan(StatefulTree):
 
         What they owed is not waited for, and their numbers continue.
         """
-        lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
+        lost = [p for p, state in enumerate(self.state) if state is Presence.DEAD]
         for p in lost:
-            self.state[p] = State.ABSENT
+            self.state[p] = Presence.ABSENT
             sources = self._sources[p]
             self.turns[p] = 0.0
             self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
@@ -316,7 +316,7 @@ class ConsumptionPlan(StatefulTree):
             raise ValueError("the plan was saved with other producers or ranks of the consumer")
         for name in _KEPT:
             setattr(self, name, plan[name])
-        self.state = [State(number) for number in self.state]
+        self.state = [Presence(number) for number in self.state]
         self._counts[:] = counts
         self.numbers = self.ordered.sum(1)
         self.turns = torch.as_tensor(own["turns"]).tolist()

@@ -20,7 +20,7 @@ from xcloud.comm.state import State as Saved
 from xcloud.comm.state import StatefulTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import precision_recall
-from xcloud.features.one_way.feed import ConsumptionPlan, Order, Round, State, packed, unpacked
+from xcloud.features.one_way.feed import ConsumptionPlan, Order, Presence, Round, packed, unpacked
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.net.frame import Frame
@@ -286,7 +286,7 @@ class Intake:
                     arrived.append(one)
             if not arrived and not late:  # until a producer is there that feeds
                 inbox = self.inbox
-                idle = [p for p, state in enumerate(self.plan.state) if state is State.ABSENT]
+                idle = [p for p, state in enumerate(self.plan.state) if state is Presence.ABSENT]
                 inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))
         for one in arrived:
             mine.consumed[one.source, self.group_rank] += 1
@@ -329,9 +329,9 @@ class Intake:
         slow = {p for p in active if inbox.silent_s(p) > slow_after_s}
         for p in sorted(slow - self._noted_slow):
             what = f"has sent nothing for {slow_after_s:g} s (feed.slow_after_s); waiting for it"
-            self.producer(step, p, state=State.SLOW, what=what)
+            self.producer(step, p, state=Presence.SLOW, what=what)
         for p in sorted(self._noted_slow - slow):
-            self.producer(step, p, state=State.ACTIVE, what="sends again")
+            self.producer(step, p, state=Presence.ACTIVE, what="sends again")
         self._noted_slow = slow
 
     @property
@@ -342,19 +342,19 @@ class Intake:
         if self.group_rank == 0:
             self.reporter.note(line)
 
-    def producer(self, step: int, p: int, state: State, what: str) -> None:
+    def producer(self, step: int, p: int, state: Presence, what: str) -> None:
         if self.group_rank == 0:
             name = self._names[p]
             self.reporter.event("producer", producer=name, state=state.name.lower(), step=step)
             self.reporter.note(f"producer {name} {what} (step {step})")
 
-    def changed(self, step: int, p: int, now: State, why_gone: str) -> None:
+    def changed(self, step: int, p: int, now: Presence, why_gone: str) -> None:
         """Report a change of a producer's state.
 
         why_gone: the reason why a dead producer is gone.
         """
         what = "is ready"
-        if now is State.DEAD:
+        if now is Presence.DEAD:
             what = f"is gone ({why_gone})"
             if self.job.feed.on_dead != "stop":
                 others = ", ".join(self._names[q] for q in self.plan.active if q != p)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from xcloud.contracts.model import BuildContext, Split
+from xcloud.contracts.model import BuildContext, DataSplit
 from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, compression_changes_rows, one_pipeline, plain
@@ -101,7 +101,7 @@ class PreferenceTuningAtRank(FeatureAtRank):
         data = cast(PreferenceData, built.data)
         plan = job.batch_plan(data.num_samples("train"))
         size = -(-training.batch_size // job.num_pieces)
-        splits: list[Split] = ["test"]
+        splits: list[DataSplit] = ["test"]
         if training.evaluate_every or training.until is not None:
             splits.append("dev")
         pieces = {split: scored_pieces(training, data.num_samples(split)) for split in splits}

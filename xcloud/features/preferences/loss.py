@@ -23,7 +23,7 @@ class PreferenceLoss:
 
     Source: Rafailov et al., arXiv:2305.18290, equation 7.
 
-    reference: by training sample, what the model of the start predicts (CausalStage.predict).
+    reference: predictions of the initial model, by training sample (CausalStage.predict).
     """
 
     def __init__(self, beta: float) -> None:

@@ -43,7 +43,7 @@ def account(
 ) -> dict[str, Any]:
     """Return what so many updates guarantee, as the "privacy" event tells it.
 
-    num_contributions: of each cloud to averagings of the same values.
+    num_contributions: how often each cloud contributes to averages of the same values.
 
     epsilon holds against whoever sees all that other replicas gave, and knows the batches, which
     follow from the seed. epsilon_if_sampled is as usually reported, for secret random batches;

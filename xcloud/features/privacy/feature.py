@@ -13,7 +13,7 @@ from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import split_backwards
 from xcloud.pipeline.trainer import Trainer
-from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard
 from xcloud.rank.role import RankContext
 
 several_replicas = plain(
@@ -99,7 +99,7 @@ class DifferentialPrivacy(Feature):
         return PrivacyAtRank(privacy=privacy, num_replicas=context.job.cluster.num_replicas)
 
 
-def guard_of(privacy: Privacy) -> Guard | None:
+def guard_of(privacy: Privacy) -> MakeGuard | None:
     """Return what clips and noises the contributions of a cloud; None where samples are protected
     and not clouds."""
     if privacy.unit == "cloud":

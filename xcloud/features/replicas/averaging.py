@@ -28,8 +28,7 @@ from xcloud.features.replicas.merging import (
     weighted_sum,
 )
 from xcloud.job.strategy import everyone_merges
-from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
-from xcloud.net.link import Tensors
+from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec, frame_bytes
 
 _WEIGHT = TensorSpec(shape=(1,), dtype=torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"

@@ -25,8 +25,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Merged, ReplicaLinks, Terms, first_part
 from xcloud.features.replicas.late import LatePolicy
 from xcloud.features.replicas.merging import Contribution
-from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec
 from xcloud.pipeline.exchange import are_finite
 from xcloud.record.reporter import Reporter
 

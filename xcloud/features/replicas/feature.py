@@ -16,7 +16,7 @@ from xcloud.job.leaving import Leaving
 from xcloud.job.needs import Lack, Use
 from xcloud.pipeline.batch_plan import cut, samples_of_replica
 from xcloud.pipeline.exchange import Exchange, RankGroup
-from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, Guard, Watch
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard, Watch
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 
@@ -93,7 +93,7 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
 class AveragingAtRank(FeatureAtRank):
     """The links of one rank to its counterparts in the other replicas."""
 
-    def exchange(self, built: BuiltRank, watch: Watch | None, guard: Guard | None) -> Exchange:
+    def exchange(self, built: BuiltRank, watch: Watch | None, guard: MakeGuard | None) -> Exchange:
         job = built.context.job
         wiring = built.wiring
         links = replica_links(
@@ -120,7 +120,7 @@ def replicas_exchange(
     stages: Mapping[int, nn.Module],
     reporter: Reporter,
     watch: Watch | None,
-    guard: Guard | None,
+    guard: MakeGuard | None,
 ) -> Exchange:
     """Build the exchange of a rank with its counterparts in the other replicas.
 

@@ -17,8 +17,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, ReplicaPeer
 from xcloud.features.replicas.averaging_server import SERVER
 from xcloud.layout import ClusterLayout
-from xcloud.net.frame import LONG_BYTES, MessageKey
-from xcloud.net.link import Tensors
+from xcloud.net.frame import LONG_BYTES, MessageKey, Tensors
 from xcloud.net.link_end import ReceivingEnd, SendingEnd
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.pipeline.freed_memory import return_freed_memory

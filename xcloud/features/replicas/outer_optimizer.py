@@ -27,10 +27,9 @@ from xcloud.features.replicas.averaging import (
     first_part,
 )
 from xcloud.features.replicas.merging import RowPiece, gather_shares
-from xcloud.net.frame import Kind, MessageKey, TensorSpec
-from xcloud.net.link import Tensors
+from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec
 from xcloud.pipeline.exchange import RankGroup, are_finite, digest
-from xcloud.rank.feature import Guard, Watch
+from xcloud.rank.feature import MakeGuard, Watch
 from xcloud.record.reporter import Reporter
 
 Shapes = Mapping[str, torch.Size]
@@ -64,7 +63,7 @@ class Replicas:
     weight: Callable[[int, int], float]
     reporter: Reporter
     watch: Watch | None = None
-    guard: Guard | None = None
+    guard: MakeGuard | None = None
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:

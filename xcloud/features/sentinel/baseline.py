@@ -40,9 +40,9 @@ _TINY = 1e-30
 class Departure(NamedTuple):
     """A sudden departure of one statistic.
 
-    value: its newest one.
+    value: the newest value.
     usual: the middle of its range before.
-    deviation: from there to both ends of the range.
+    deviation: the distance from there to both ends of the range.
     """
 
     statistic: str

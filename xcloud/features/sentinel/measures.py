@@ -15,7 +15,7 @@ MAX_ROWS = 1024  # evenly spaced ones of a longer message stand for it
 
 def measure(rows: Tensor) -> Tensor:
     """Return float32 [3 + 2D]: mean square, mean magnitude and mean row norm of all values, then
-    two mean rows: of the values, and of their signed squares (x |x|).
+    the mean row of the values, and that of their signed squares (x |x|).
 
     rows: [R, *features], flattened to [R, D]; R is 1 or more. Nothing is copied to the host.
     """

@@ -27,7 +27,7 @@ class WatchedStream(StatefulTree):
     """One floating field of a channel, in the hands of one compressor: another one leaves other
     errors, so what is usual is learned for each.
 
-    measured: of the messages of the step under way.
+    measured: the measures of this step's messages.
     """
 
     sender: int

@@ -37,7 +37,7 @@ from xcloud.pipeline.trainer import NO_HOOKS, Trainer
 class WeightCopy:
     """The weights that one of the two updates under way computes with, and its gradients.
 
-    modules: by stage, copies that share every tensor which is not trained with the original.
+    modules: the copies of the stages. They share every tensor that is not trained.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
@@ -107,8 +107,8 @@ class TwoBufferedPipeline(Pipeline):
 
 
 @dataclass
-class Batch:
-    """What this rank keeps of one update's batch until the update is made.
+class UpdateBatch:
+    """The part of one update's batch that this rank keeps until the update is made.
 
     total_loss, squared_norms: known once the last backward is done.
     """
@@ -138,7 +138,7 @@ class TwoBufferedTrainer(Trainer):
         m = self.schedule.num_micro_batches
         ahead = [self.schedule.num_ahead(stage, num_stages=num_stages) for stage in stages]
         self._ends_a_window_early = min(ahead) == m
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, UpdateBatch] = {}
         self._held_signal = Signal.GO_ON
 
     def children(self) -> StateTree:
@@ -213,7 +213,7 @@ class TwoBufferedTrainer(Trainer):
             weight=self.feed.work.weight,
             loss=torch.zeros((), device=self.pipeline.device),
         )
-        self._batches[step] = Batch(under_way=under_way, work=self.feed.work)
+        self._batches[step] = UpdateBatch(under_way=under_way, work=self.feed.work)
 
     def _run(self, actions: list[Action], step: int, hooks: Hook) -> None:
         """Compute the actions of a window: those of its own update, and those of the next."""

@@ -192,7 +192,7 @@ class SweepLauncher(Launcher):
 
     @cached_property
     def composer(self) -> Composer:
-        """What composes a point, from all places that Hydra looks in."""
+        """The composer of a point, with all places that Hydra looks in."""
         from xcloud.job.given import Composer
 
         loader = self.context.config_loader
