@@ -1,6 +1,5 @@
 """The one list of the settings that features add to those of a job. Each stands in the feature's
-folder, in a settings.py that imports no room above this one.
-"""
+folder, in a settings.py that imports no room above this one."""
 
 from __future__ import annotations
 

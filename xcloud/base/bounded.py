@@ -1,6 +1,5 @@
 """JSON and lines that a stranger may have written: nothing is kept or parsed before its size is
-known to be bounded, and whatever cannot be parsed is a ValueError.
-"""
+known to be bounded, and whatever cannot be parsed is a ValueError."""
 
 from __future__ import annotations
 

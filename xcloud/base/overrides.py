@@ -1,6 +1,5 @@
 """The words of a command line, key=value, in Hydra's grammar: read as a user means them, and
-written so that they are read again as they were. Composes nothing.
-"""
+written so that they are read again as they were. Composes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Files that hold something else than their names promise: what a clone without its large files,
-or a failed download, leaves in place of data. Reads the beginning of a file, never all of it.
-"""
+or a failed download, leaves in place of data. Reads the beginning of a file, never all of it."""
 
 from __future__ import annotations
 

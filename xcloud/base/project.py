@@ -1,6 +1,5 @@
 """Where the project lies, what its owner and its child processes find there, and which commit it
-is. Reads files and asks git; changes nothing.
-"""
+is. Reads files and asks git; changes nothing."""
 
 import hashlib
 import os

@@ -1,6 +1,5 @@
 """Settings as typed, frozen dataclasses: the annotation of a field is its check, made when the
-object is built. Not a schema language: what several fields must meet stands in __post_init__.
-"""
+object is built. Not a schema language: what several fields must meet stands in __post_init__."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What a process needs before it says or writes anything: output that no terminal can break, text
-that cannot steer one, and files that are private.
-"""
+that cannot steer one, and files that are private."""
 
 from __future__ import annotations
 

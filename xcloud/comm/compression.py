@@ -1,7 +1,6 @@
 """Which compressors and memories act at a boundary and on what replicas average; what names one
 direction of a boundary. Compression that changes by step, boundary or tensor, or is chosen while
-a run goes on: compression_plans.py.
-"""
+a run goes on: compression_plans.py."""
 
 from __future__ import annotations
 

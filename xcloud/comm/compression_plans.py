@@ -1,6 +1,5 @@
 """Compression that changes by step, boundary or tensor, and what a run may choose between while it
-goes on.
-"""
+goes on."""
 
 from __future__ import annotations
 

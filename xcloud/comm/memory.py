@@ -42,8 +42,7 @@ class Memory(StatefulTree):
     """Sender: before_send, compress, decompress, after_send. Receiver: decompress, after_receive.
     Each end has its own copy. Batches are planned so that a sample always meets the same two ends
     (`PinnedBatchPlan`); in an evaluation only the two methods named after it are called. label:
-    short name; "" for no memory.
-    """
+    short name; "" for no memory."""
 
     label = ""
     reads_text: ClassVar[bool] = False

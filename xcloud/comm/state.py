@@ -1,6 +1,5 @@
 """State: what an object needs to resume exactly, and how it is composed of its children's states.
-When it is saved is decided elsewhere (features/checkpoints/).
-"""
+When it is saved is decided elsewhere (features/checkpoints/)."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ class Producer(Stateful, Protocol):
     @property
     def parameters_module(self) -> nn.Module | None:
         """The trained module, its gradients averaged over the cloud's ranks. None: nothing is
-        trained.
-        """
+        trained."""
 
     def own_digests(self) -> Mapping[str, str]:
         """Return a digest of each thing that this rank has read, by a name for messages.
@@ -101,8 +100,7 @@ class Producer(Stateful, Protocol):
 
     def finish(self, run_dir: Path) -> None:
         """Export what is worth keeping. Called after the last batch, in the first rank of the
-        cloud.
-        """
+        cloud."""
 
 
 class Consumer(Stateful, Protocol):
@@ -126,8 +124,7 @@ class Consumer(Stateful, Protocol):
 
     def update(self, step: int, weight: float) -> None:
         """Divide the gradients, summed over the cloud's ranks, by `weight`, and make an optimizer
-        step.
-        """
+        step."""
 
     def skip(self, step: int) -> None:
         """Forget what `consume` noted of a step whose loss or gradient is not finite in some rank.
@@ -165,8 +162,7 @@ class OneWayModel(Protocol):
 
     def check(self, producers: Sequence[str]) -> None:
         """Raise ConfigError if a cloud has no producer here, or a producer no cloud, and DataError
-        if data are missing, as far as that is seen at once.
-        """
+        if data are missing, as far as that is seen at once."""
 
     def producer(self, context: OneWayContext) -> Producer: ...
 
@@ -177,5 +173,4 @@ class OneWayModel(Protocol):
 
     def next_command(self, run_dir: Path) -> str | None:
         """Return a command for what a finished run left, to be copied; None: nothing in
-        particular.
-        """
+        particular."""

@@ -57,8 +57,7 @@ def answers(num: int) -> list[tuple[str, str, bool]]:
 
 def inferences(num: int) -> list[tuple[dict[str, tuple[str, str]], str]]:
     """Return the first `num` inference pairs, each in both languages, with their relation:
-    ({"en": (premise, hypothesis), "es": the same}, "entailment", "neutral" or "contradiction").
-    """
+    ({"en": (premise, hypothesis), "es": the same}, "entailment", "neutral" or "contradiction")."""
     rows = _rows("inferences", num=num)
     return [({"en": (en[0], en[1]), "es": (es[0], es[1])}, relation) for en, es, relation in rows]
 

@@ -1,6 +1,5 @@
 """A finished run as a model of lm-evaluation-harness: what follows a text, and how probable it is.
-All stages run in this process; a message between two clouds goes through the run's compressors.
-"""
+All stages run in this process; a message between two clouds goes through the run's compressors."""
 
 from __future__ import annotations
 

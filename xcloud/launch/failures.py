@@ -1,6 +1,5 @@
 """Why a run has failed: what a rank leaves of its failure, and which of several is the cause. Also
-which clouds, of a run that can do without them, may restart, and what no run can begin with.
-"""
+which clouds, of a run that can do without them, may restart, and what no run can begin with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The progress that a cloud other than the first one sees of a run over several machines: its own
-steps while it runs, and in the end how many bytes of which kind have left it.
-"""
+steps while it runs, and in the end how many bytes of which kind have left it."""
 
 from __future__ import annotations
 

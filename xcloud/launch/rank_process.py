@@ -1,6 +1,5 @@
 """A rank as a process that a launcher has started: it reads what it is to run, finds the other
-ranks, runs, and says in its run folder and by its exit code how it has ended.
-"""
+ranks, runs, and says in its run folder and by its exit code how it has ended."""
 
 from __future__ import annotations
 

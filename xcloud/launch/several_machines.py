@@ -1,6 +1,5 @@
 """A run over several machines (docs/several-machines.md): torchrun starts its ranks, which watch
-each other, and rank 0 starts the monitor, for no launcher does.
-"""
+each other, and rank 0 starts the monitor, for no launcher does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """TLS between two clouds that know each other's certificates: TLS 1.3 only, both sides show
 theirs, and a peer is who owns a certificate of this cloud's policy. There is no authority, and
-host names mean nothing.
-"""
+host names mean nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sources of backbone weights: pretrained here, on one side's own texts or on public ones; drawn
 from the run's seed; or a checkpoint of the BERT family, which can be written, too: query, key and
 value are one matrix here, RoBERTa has no unused first positions, ERNIE's constant task embedding
-is added to the type embeddings. The network is in encoder.py.
-"""
+is added to the type embeddings. The network is in encoder.py."""
 
 from __future__ import annotations
 

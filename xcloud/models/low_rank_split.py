@@ -333,8 +333,7 @@ class SvdTop(nn.Module):
 @torch.no_grad()
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
-    of each column of U is positive, so that clouds computing it separately agree on signs.
-    """
+    of each column of U is positive, so that clouds computing it separately agree on signs."""
     u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
     sign = largest_entry_sign(u[:, :rank])
     return (

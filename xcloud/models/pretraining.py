@@ -423,8 +423,7 @@ def choose_masked(
 ) -> Tensor:
     """Rows to mask, int64 [M], ascending, at least one: each token, or with starts_V (bool [V],
     ids that start a word) each whole word, with probability `share`. Words longer than
-    LONGEST_WORD are split into parts of that length. Never pad, bos or eos.
-    """
+    LONGEST_WORD are split into parts of that length. Never pad, bos or eos."""
     fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
     if starts_V is None:
         chance_R = torch.rand(len(ids_R), generator=draw)

@@ -1,6 +1,5 @@
 """Causal language models that start from weights drawn by the run's seed, each stage in its own
-cloud. Every block draws from a random stream of its own, so the layout changes nothing.
-"""
+cloud. Every block draws from a random stream of its own, so the layout changes nothing."""
 
 from __future__ import annotations
 

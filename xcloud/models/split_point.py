@@ -174,8 +174,7 @@ class Split:
 
 class Orthonormal(nn.Module):
     """Q of X = QR (of X' if X is wide), R with positive diagonal. Equals X if X is orthonormal,
-    and is invariant to scaling X, so weight decay has no effect.
-    """
+    and is invariant to scaling X, so weight decay has no effect."""
 
     def forward(self, x: Tensor) -> Tensor:
         tall = x if x.shape[0] >= x.shape[1] else x.T

@@ -170,8 +170,7 @@ def check_finite(scores: Tensor) -> None:
 
 class SampleHead(nn.Module):
     """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
-    classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
-    """
+    classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """What joins several ranks of one cloud, or of one stage: sums and the like, over gloo or NCCL.
-Where ranks may begin at any time, also again, those of a cloud begin together.
-"""
+Where ranks may begin at any time, also again, those of a cloud begin together."""
 
 from __future__ import annotations
 

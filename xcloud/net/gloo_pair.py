@@ -1,6 +1,5 @@
 """A process group of two over gloo: what a direction of a link, a line of heartbeats and a line of
-words are carried by.
-"""
+words are carried by."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The link ends of one rank and what they share: names, clocks, records, heartbeats. Which ends
-a rank needs is up to its wiring (wiring.py) or its role.
-"""
+a rank needs is up to its wiring (wiring.py) or its role."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What a feature may do around an update. The core calls hooks and knows none of them by name;
-train/building.py makes those of a job.
-"""
+train/building.py makes those of a job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Sums of gradients over the ranks of one cloud that hold the same stage, begun while the backward
 still goes on: in buckets, each as soon as its gradients are complete in this rank (PyTorch DDP,
-arXiv:2006.15704).
-"""
+arXiv:2006.15704)."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ class Ranked:
 
     def advice(self, place: int) -> str:
         """Return the one change that makes a plan of `best` fastest, else a remedy for what bounds
-        it.
-        """
+        it."""
         return _advice(self.best[place], others=[(p.step_s, p.plan) for p in self.best[:place]])
 
     @property

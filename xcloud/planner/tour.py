@@ -1,6 +1,5 @@
 """Run a planner's trial: change schedule and compression between updates as a Tour says, and leave
-what each rank did in a file.
-"""
+what each rank did in a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The reports of one rank after the last update: the memory that its training took, by kind, and
 one of the last steps, span by span and message by message. Rank 0 chooses the step;
-record/timeline.py merges what the ranks report. Also the clock of steps on a GPU.
-"""
+record/timeline.py merges what the ranks report. Also the clock of steps on a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Switch a rank's compression and schedule between updates: by what a rank measures, or each in
-turn.
-"""
+turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What a figure is that a feature adds to a run. It is written down once, in the feature's folder:
-which events it is made of, what the summary has of it, what is shown and tracked of it.
-"""
+which events it is made of, what the summary has of it, what is shown and tracked of it."""
 
 from __future__ import annotations
 

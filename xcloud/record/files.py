@@ -1,6 +1,5 @@
 """Files of a run's folder: their names; which checkpoints there are; the bytes of its event log.
-No events here.
-"""
+No events here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Check other ranks' reports on their way into rank 0's event log. They may come from another
 cloud: what does not fit is left out, counted and shown with its sender. _TABLE and the features'
 figures say what a rank may report: the fields that each kind of event must have, those that it may
-have, and what they hold.
-"""
+have, and what they hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One pass over a run's events, and what follows from it: `summary.json`, whose figures
 docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
-What features add is in their folders.
-"""
+What features add is in their folders."""
 
 import json
 import math

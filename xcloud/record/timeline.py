@@ -409,8 +409,7 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[MessagePassage]
     fastest message each way, sent at s and received at r:
         offset = (min(r - s there) - min(r - s back)) / 2,  off by at most half of the sum of both,
     i.e. by half of the fastest round trip. Without messages both ways the machines' wall clocks
-    are trusted, and the error is unknown.
-    """
+    are trusted, and the error is unknown."""
     fastest: dict[tuple[str, str], int] = {}
     for p in passages:
         pair = (p.sender, p.receiver)

@@ -1,6 +1,5 @@
 """`python -m xcloud monitor RUN_DIR --experiment FILE`: the monitor of a run on several machines,
-which no launcher follows. Rank 0's machine starts it as a separate process.
-"""
+which no launcher follows. Rank 0's machine starts it as a separate process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Run a command of the user's when a run diverges, loses a cloud, resumes or ends
-(`launch.on_event`).
-"""
+(`launch.on_event`)."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ class Prediction:
     @cached_property
     def step_s(self) -> float:
         """The seconds from the last rank's beginning of the last step to the last rank's end, as
-        in a run.
-        """
+        in a run."""
         return max(self._end_s(rank, index=-1) for rank in self._all) - self._since_s
 
     @cached_property

@@ -346,8 +346,7 @@ def _stages(
     layout: ClusterLayout, lines: Mapping[str, LinkProfile]
 ) -> list[tuple[float, int, list[LinkProfile]]]:
     """Return each stage's slowdown and ranks, and between clouds the lines to the next stage and
-    back.
-    """
+    back."""
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
         (

@@ -1,6 +1,5 @@
 """Texts into token ids such that no text becomes a special token: only who writes them by id, or a
-chat template, does.
-"""
+chat template, does."""
 
 from __future__ import annotations
 

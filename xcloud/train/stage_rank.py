@@ -1,6 +1,5 @@
 """A rank of a pipeline: build what trains (building.py), train it with the other ranks, export,
-evaluate. `train` is the loop over updates.
-"""
+evaluate. `train` is the loop over updates."""
 
 from __future__ import annotations
 

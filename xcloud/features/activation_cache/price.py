@@ -1,6 +1,5 @@
 """What a step costs where clouds keep rows of frozen parts: in the first epoch all samples cross,
-in later ones those that did not fit.
-"""
+in later ones those that did not fit."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ class Ledger:
 
     def report(self, rank: int, step: int, is_written: bool) -> dict[int, bool]:
         """Take a rank's report. Return whether each rank has its shard, once all have reported;
-        empty until then.
-        """
+        empty until then."""
         with self._lock:
             reports = self._reports.setdefault(step, {})
             reports[rank] = is_written

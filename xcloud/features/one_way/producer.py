@@ -1,6 +1,5 @@
 """The work of one rank of a producer: make what was ordered, send it, learn from its own loss, and
-wait when nothing is ordered. It gets nothing from the consumer but orders.
-"""
+wait when nothing is ordered. It gets nothing from the consumer but orders."""
 
 from __future__ import annotations
 

@@ -146,8 +146,7 @@ class LocalUpdates(Averaging):
 
     def check(self, layout: ClusterLayout) -> None:
         """Raise ConfigError for clouds that these settings do not fit. Some need replicas of one
-        cloud each, whose ranks hold all stages.
-        """
+        cloud each, whose ranks hold all stages."""
         super().check(layout)
         needs = {
             f"late={self.late.word}": self.is_elastic,
@@ -415,8 +414,7 @@ class LocalRounds(Exchange):
 
     def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
         """Apply a merge to the parameters, in all ranks of the cloud. Return the step that the
-        averaging server has reached, where there is one.
-        """
+        averaging server has reached, where there is one."""
         step = merged.step
         is_counted = merged.is_counted
         is_new = bool(merged.changes or merged.values)

@@ -1,6 +1,5 @@
 """A run that ends at the first evaluation that reaches a target (training.until), as a feature:
-what it needs of a job. The evaluator (rank/task_data.py) compares and all ranks end together.
-"""
+what it needs of a job. The evaluator (rank/task_data.py) compares and all ranks end together."""
 
 from __future__ import annotations
 

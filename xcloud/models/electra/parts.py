@@ -156,8 +156,7 @@ def sample_words(
 
 class Discriminator(nn.Module):
     """An encoder without a masked-language head, and a score per token, w . gelu(dense(x)) + b;
-    positive means replaced.
-    """
+    positive means replaced."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -278,8 +277,7 @@ class GeneratorRank(_Learner):
 
     def produce(self, number: int) -> Fed:
         """Make a batch. Texts, masks, ids and dropout depend on seed, cloud, group rank and number
-        alone.
-        """
+        alone."""
         settings = self.settings
         special = self.tokenizer.token_ids
         ids_R, counts_B = self.stream.batch(number)
@@ -414,8 +412,7 @@ class DiscriminatorRank(_Learner):
 
     def evaluate(self) -> Scores:
         """Return replaced-token detection over this rank's batches of the last steps: percent, and
-        nats per token. Errors are over these batches.
-        """
+        nats per token. Errors are over these batches."""
         of = dict(zip(SUMS, self._recent_sums().T, strict=True))
         hits = of["true_positives"]
         detected = hits + of["false_positives"]
