@@ -119,9 +119,7 @@ class Experiment(PipelineJob):
                 return "none"
             return compression.label
         averaging = compression.averaged.averaging_choice.label
-        if averaging == "none":
-            return "none"
-        return f"averaging {averaging}"
+        return "none" if averaging == "none" else f"averaging {averaging}"
 
     def leaving(self) -> Iterator[Leaving]:
         yield from super().leaving()

@@ -114,6 +114,4 @@ def _git(root: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -74,9 +74,7 @@ def human_bandwidth(bits_per_s: float) -> str:
 
 
 def human_percent(share: float | None, digits: int = 0) -> str:
-    if share is None:
-        return UNKNOWN
-    return f"{100 * share:.{digits}f} %"
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
 
 
 def human_number(value: float | None, form: str) -> str:
@@ -112,9 +110,7 @@ def score_with_error(name: str, value: float | None, error: float | None) -> str
     if value is None:
         return UNKNOWN
     text = score_text(name, value=value)
-    if error is None:
-        return text
-    return f"{text} ± {score_text(name, value=error)}"
+    return text if error is None else f"{text} ± {score_text(name, value=error)}"
 
 
 def shown_scores(names: Iterable[str]) -> list[str]:

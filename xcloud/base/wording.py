@@ -35,9 +35,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _cut(text: str, max_length: int) -> str:
-    if len(text) <= max_length:
-        return text
-    return f"{text[:max_length]}…"
+    return text if len(text) <= max_length else f"{text[:max_length]}…"
 
 
 def worded(error: ValidationError, cls: type, path: str) -> Exception:
@@ -140,9 +138,7 @@ def _one(annotation: Any) -> str:
     if annotation is str:
         return "a text"
     name = getattr(annotation, "__name__", str(annotation))
-    if name[0] in "AEIOU":
-        return f"an {name}"
-    return f"a {name}"
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 def _length(minimum: int | None, maximum: int | None) -> str:

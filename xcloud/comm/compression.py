@@ -136,9 +136,7 @@ class Compression(CompressionPlan):
 
     @property
     def averaging_choice(self) -> TensorChoice:
-        if self.averaging is None:
-            return self.backward
-        return self.averaging
+        return self.backward if self.averaging is None else self.averaging
 
     @property
     def has_memory(self) -> bool:

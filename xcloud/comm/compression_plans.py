@@ -210,9 +210,7 @@ class Selection(StatefulTree):
 
     def at(self, step: int) -> int:
         """The number of the choice at this step; of none before the last switch but one."""
-        if step >= self.since_step:
-            return self.choice
-        return self.before
+        return self.choice if step >= self.since_step else self.before
 
 
 class Selectable(CompressionPlan):

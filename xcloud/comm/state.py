@@ -184,9 +184,7 @@ def copy_of(tensor: Tensor, *more: Tensor) -> Tensor:
 
 def own_copy(tensors: tuple[Tensor, ...]) -> Tensor:
     """Return a copy in new memory; several tensors are joined along axis 0."""
-    if len(tensors) > 1:
-        return torch.cat(tensors)
-    return tensors[0].clone()
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
 
 
 @contextlib.contextmanager

@@ -317,9 +317,7 @@ def this_clouds_policy() -> Policy:
     """
     path = policy_file()
     is_there = os.environ.get("XCLOUD_POLICY") or os.path.lexists(path)
-    if is_there:
-        return Policy.of(read_plain(path), path)
-    return Policy()
+    return Policy.of(read_plain(path), path) if is_there else Policy()
 
 
 def this_clouds_keys() -> LineKeys:
@@ -334,9 +332,7 @@ def this_clouds_keys() -> LineKeys:
 def policy_file() -> Path:
     """Return where the policy of this cloud stands, or would stand."""
     named = os.environ.get("XCLOUD_POLICY")
-    if named:
-        return Path(named)
-    return this_owners_file(POLICY_FILE)
+    return Path(named) if named else this_owners_file(POLICY_FILE)
 
 
 def flatten(plain: Mapping[str, Any]) -> dict[str, object]:

@@ -149,9 +149,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        if self.averaging is None:
-            return Traits()
-        return self.averaging.traits
+        return Traits() if self.averaging is None else self.averaging.traits
 
     def describe(self, layout: ClusterLayout) -> str:
         """Return the strategy in words, for the headline.

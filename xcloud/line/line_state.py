@@ -50,9 +50,7 @@ class LineState:
         """For how many seconds the line has been down; None while it is not."""
         with self._lock:
             since_s = min(self._down.values(), default=None)
-        if since_s is None:
-            return None
-        return time.monotonic() - since_s
+        return None if since_s is None else time.monotonic() - since_s
 
     @property
     def text(self) -> str | None:

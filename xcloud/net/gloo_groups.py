@@ -157,6 +157,4 @@ class OpenGroups:
     def times(self, rank: int) -> int:
         """Return how often a rank has begun, as far as this rank's links are concerned."""
         own = rank == self.rendezvous.rank
-        if own:
-            return self.rendezvous.beginning
-        return self._known.get(rank, 1)
+        return self.rendezvous.beginning if own else self._known.get(rank, 1)

@@ -90,17 +90,13 @@ def value_of(store: KeyValueStore, name: str) -> str:
     if not store.check([name]):
         return ""
     data = store.get(name)
-    if len(data) <= MAX_VALUE_BYTES:
-        return data.decode("utf-8", "replace")
-    return ""
+    return data.decode("utf-8", "replace") if len(data) <= MAX_VALUE_BYTES else ""
 
 
 def count_of(store: KeyValueStore, name: str) -> int:
     """Return a counter's value without a write; 0 if it is not there, or is no number."""
     text = value_of(store, name=name)
-    if text.isdecimal() and len(text) < 16:
-        return int(text)
-    return 0
+    return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
 class Waiting:

@@ -171,9 +171,7 @@ class TrainedModule:
 
 
 def _copy(value: Tensor | int) -> Tensor | int:
-    if isinstance(value, Tensor):
-        return copy_of(local_part(value))
-    return value
+    return copy_of(local_part(value)) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

@@ -380,9 +380,7 @@ class GpuClock(StepClock):
             super().count(Span(what, self._s(start), ended_at_s=self._s(end), place=place))
 
     def now(self) -> Any:
-        if self._began is None:
-            return time.monotonic()
-        return _event()
+        return time.monotonic() if self._began is None else _event()
 
     def count(self, span: Span) -> None:
         if self._began is None:

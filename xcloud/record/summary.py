@@ -388,9 +388,7 @@ def _boundary_order(name: str) -> tuple[int, str]:
 
 def ratio(above: float | None, below: float) -> float | None:
     """Return above / below; None if either was not measured."""
-    if above is not None and below:
-        return above / below
-    return None
+    return above / below if above is not None and below else None
 
 
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -70,9 +70,7 @@ class Flight(NamedTuple):
     @property
     def name(self) -> str:
         letter = _LETTER.get(self.kind)
-        if letter:
-            return f"{letter}{self.micro_batch}"
-        return self.kind
+        return f"{letter}{self.micro_batch}" if letter else self.kind
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,7 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float | None:
         computing_us = self.total_us(*COMPUTING)
-        if computing_us:
-            return self.total_us("wait") / computing_us
-        return None
+        return self.total_us("wait") / computing_us if computing_us else None
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:

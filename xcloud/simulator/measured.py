@@ -182,9 +182,7 @@ def typical(steps: Sequence[Any]) -> Any:
 
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
-    if not numbers:
-        return 0.0
-    return sum(numbers) / len(numbers)
+    return 0.0 if not numbers else sum(numbers) / len(numbers)
 
 
 # The steps of a trial.

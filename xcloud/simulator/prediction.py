@@ -183,9 +183,7 @@ class Prediction:
 
     def _started_s(self, rank: int) -> float:
         first = self._first(rank)
-        if first:
-            return self._end_s(rank, index=first - 1)
-        return 0.0
+        return self._end_s(rank, index=first - 1) if first else 0.0
 
     def _span_s(self, rank: int) -> float:
         """Return the seconds of the rank's part of the step.

@@ -145,9 +145,7 @@ class Thinner:
 
 def _height(point: CurvePoint) -> float:
     """Return the height of a value; not a number counts as the largest, so that it is seen."""
-    if math.isnan(point.value):
-        return math.inf
-    return point.value
+    return math.inf if math.isnan(point.value) else point.value
 
 
 def prepare_environment() -> None:

@@ -497,9 +497,7 @@ def run_named_by(file: Path, store: Store, client: Any) -> dict[str, Any]:
         if not _is_refusal(error):
             raise
         return {}
-    if tags.get(TOKEN_TAG) == tracked["token"]:
-        return tracked
-    return {}
+    return tracked if tags.get(TOKEN_TAG) == tracked["token"] else {}
 
 
 def final_step(summary: Mapping[str, Any]) -> int:

@@ -148,9 +148,7 @@ class CachingAtRank(FeatureAtRank):
         return partial(self._caches.receiver, make)
 
     def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        if self._caches:
-            return partial(CachingPipeline, self._caches)
-        return make
+        return partial(CachingPipeline, self._caches) if self._caches else make
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
         if not self._has_boundary:

@@ -243,9 +243,7 @@ class Checkpointer(Hook):
     @property
     def _others(self) -> frozenset[int]:
         peers = frozenset(self._control.peers if self._control is not None else ())
-        if self._among is None:
-            return peers
-        return peers & frozenset(self._among)
+        return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
         if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone

@@ -34,20 +34,14 @@ class LeakMeasurement(Feature):
     left_out_of_trials = MappingProxyType({"security.meter": None})
 
     def describe(self, job: PipelineJob) -> str:
-        if job.cluster.crosses_clouds:
-            return ""
-        return "leak meter: off (one cloud)"
+        return "" if job.cluster.crosses_clouds else "leak meter: off (one cloud)"
 
     def measured(self, job: PipelineJob, run_dir: Path) -> Mapping[str, Any]:
         meter = meter_of(job)
-        if meter is None:
-            return {}
-        return meter.measure(run_dir)
+        return {} if meter is None else meter.measure(run_dir)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
-        if meter_of(context.job) is None:
-            return None
-        return LeakMeterAtRank()
+        return None if meter_of(context.job) is None else LeakMeterAtRank()
 
 
 class LeakMeterAtRank(FeatureAtRank):

@@ -222,9 +222,7 @@ def observed(
 
 def meter_of(job: PipelineJob) -> Meter | None:
     """Return the leak meter of a job; None where it has none, or nothing crosses."""
-    if job.cluster.crosses_clouds:
-        return job.security.meter
-    return None
+    return job.security.meter if job.cluster.crosses_clouds else None
 
 
 def leak_observers(

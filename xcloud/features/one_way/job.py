@@ -156,9 +156,7 @@ class OneWayExperiment(Job):
         check_checkpoints(self.model)
 
     def next_command(self, run_dir: Path) -> str | None:
-        if self.follow_up:
-            return None
-        return self.model.next_command(run_dir)
+        return None if self.follow_up else self.model.next_command(run_dir)
 
 
 class FeedCollector(StepCollector):

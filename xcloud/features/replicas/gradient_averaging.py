@@ -296,9 +296,7 @@ class CompressedAveraging(StatefulTree):
 
     @property
     def _scale_now(self) -> float:
-        if self._scaler is None:
-            return 1.0
-        return float(self._scaler.get_scale())
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def own(self) -> State:
         self.settle()

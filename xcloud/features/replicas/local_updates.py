@@ -168,9 +168,7 @@ class LocalUpdates(Averaging):
 
     def work_of(self, work: Work) -> float:
         """Return how much an update counts, before `weigh` makes it a weight."""
-        if self.weigh == "samples":
-            return float(work.num_samples)
-        return work.weight
+        return float(work.num_samples) if self.weigh == "samples" else work.weight
 
     def weight_of(self, work: float) -> float:
         """Return the weight of so much work in a merge."""

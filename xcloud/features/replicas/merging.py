@@ -180,9 +180,7 @@ class RowPiece:
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a view of these rows."""
         tensor = tensors[self.index]
-        if tensor.dim():
-            return tensor[self.first : self.last]
-        return tensor
+        return tensor[self.first : self.last] if tensor.dim() else tensor
 
 
 def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -90,9 +90,7 @@ def opening(keys: LineKeys, cloud_of: Callable[[int], str]) -> Protect:
 
 def _certificates(keys: LineKeys, cloud: str) -> Sequence[Certificate]:
     """Return the certificates of a peer or of this cloud; none of a cloud that is neither."""
-    if cloud == keys.own.cloud:
-        return [keys.own]
-    return keys.peers.get(cloud, ())
+    return [keys.own] if cloud == keys.own.cloud else keys.peers.get(cloud, ())
 
 
 def _context(name: str) -> bytes:
