@@ -537,6 +537,19 @@ def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -
         rewriting.chat(CHAT, "here")
 
 
+def test_of_a_long_chat_only_the_turns_that_fit_are_written(folder: Path) -> None:
+    """Or a chat of 400 messages takes minutes: each turn is written from the beginning on."""
+    tokenizer = CausalTokenizer.load(folder)
+    chat = CHAT[:2] * 40
+    whole = tokenizer.chat(chat, "here")
+    for max_length in (1, 9, 60, len(whole.ids), 2 * len(whole.ids)):
+        found = tokenizer.chat(chat, "here", max_length=max_length)
+        for theirs, own in zip(whole[:2], found[:2], strict=True):
+            assert own[:max_length] == theirs[:max_length]
+        assert len(found.ids) <= max(4 * max_length, len(whole.ids) // 40)
+        assert (len(found.ids) > max_length) == (len(whole.ids) > max_length), "it loses its end"
+
+
 def test_a_folder_that_is_not_there_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; task\.data\.path must be a folder"):
         task(tmp_path / "nowhere", folder).check()

@@ -325,7 +325,12 @@ class CausalTokenizer:
         remarks = self.check_is_written(chats, where=where)
         documents = self.texts(rows.texts.get(TEXT, ()))
         documents += [
-            self.chat(chat.messages, where=f"{where}, chat {n}", given=chat.given)
+            self.chat(
+                chat.messages,
+                where=f"{where}, chat {n}",
+                given=chat.given,
+                max_length=max_length,
+            )
             for n, chat in enumerate(chats, start=1)
         ]
         found = fitted(documents, max_length=max_length, split=not chats)
@@ -391,7 +396,12 @@ class CausalTokenizer:
         return [Document(ids=ids, learned=[True] * len(ids)) for ids in found]
 
     def chat(
-        self, messages: Messages, where: str, num_given: int = 0, given: Mapping[str, Any] = {}
+        self,
+        messages: Messages,
+        where: str,
+        num_given: int = 0,
+        given: Mapping[str, Any] = {},
+        max_length: int | None = None,
     ) -> Document:
         """Return the text that the tokenizer's own template writes, as a document.
 
@@ -400,12 +410,19 @@ class CausalTokenizer:
         model is asked, and only the template writes special tokens.
 
         given: the input of the template beside the messages: tools, documents.
+        max_length: turns that begin after so many tokens may be left out. Each turn is written and
+            split from the beginning of the chat on, so time grows with the square of the turns.
         """
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            roles = listed(dict.fromkeys(quoted(message["role"]) for message in messages))
+            raise DataError(
+                f"{where}: no message of the role 'assistant', so nothing to learn; its roles are "
+                f"{roles}"
+            )
         pieces: list[tuple[str, bool]] = []
         done = ""
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for count, number in enumerate(turns, start=1):
             asked = self.render(messages[:number], ask=True, where=where, given=given)
             answered = self.render(messages[: number + 1], ask=False, where=where, given=given)
             if not (asked.startswith(done) and answered.startswith(asked)):
@@ -416,21 +433,17 @@ class CausalTokenizer:
             learned = number >= num_given
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], learned)]
             done = answered
-        if not pieces:
-            roles = listed(dict.fromkeys(quoted(message["role"]) for message in messages))
-            raise DataError(
-                f"{where}: no message of the role 'assistant', so nothing to learn; its roles are "
-                f"{roles}"
-            )
+            is_looked_at = max_length is not None and count & (count - 1) == 0  # 1, 2, 4, 8, ...
+            if is_looked_at and len(self._cut_into_tokens(pieces).ids) > max_length:
+                break
+        return self._cut_into_tokens(pieces)
+
+    def _cut_into_tokens(self, pieces: Sequence[tuple[str, bool]]) -> Document:
+        """Return prompts and answers in turn, each with whether it is to be guessed, as one
+        document."""
         encoded = self._reader.encode_written([text for text, _ in pieces])
-        tokens = [
-            (token, learned)
-            for ids, (_, learned) in zip(encoded, pieces, strict=True)
-            for token in ids
-        ]
-        return Document(
-            ids=[token for token, _ in tokens], learned=[learned for _, learned in tokens]
-        )
+        learned = [flag for ids, (_, flag) in zip(encoded, pieces, strict=True) for _ in ids]
+        return Document(ids=[*chain.from_iterable(encoded)], learned=learned)
 
     def continued(self, prompt: str, answer: str) -> Document:
         """Return a plain text of which the answer and the end token are to be guessed. The prompt
@@ -654,7 +667,12 @@ class LanguageModelling(TextTask):
                 tokenizer.check_is_written(chats, where=where)
                 for number, chat in enumerate(chats[:MAX_TRIES], start=1):
                     place = f"{where}, chat {number}"
-                    tokenizer.chat(chat.messages, where=place, given=chat.given)
+                    tokenizer.chat(
+                        chat.messages,
+                        where=place,
+                        given=chat.given,
+                        max_length=self.max_length,
+                    )
         finally:
             template_process().close()  # it would stay beside the ranks for the whole run
 

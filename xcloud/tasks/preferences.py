@@ -138,7 +138,13 @@ class Preferences(LanguageModelling):
         for number, pair in enumerate(pairs):
             place = f"{where}, pair {number + 1}"
             both = [
-                _document(tokenizer, pair=pair, answer=answer, where=place)
+                _document(
+                    tokenizer,
+                    pair=pair,
+                    answer=answer,
+                    where=place,
+                    max_length=self.max_length,
+                )
                 for answer in (pair.chosen, pair.rejected)
             ]
             fits = sum(len(document.ids) for document in both) <= self.max_length
@@ -297,13 +303,21 @@ def _chats(pair: Pair) -> list[Chat]:
     return [Chat([*pair.prompt, *answer], given=pair.given) for answer in both]
 
 
-def _document(tokenizer: CausalTokenizer, pair: Pair, answer: Any, where: str) -> Document:
+def _document(
+    tokenizer: CausalTokenizer, pair: Pair, answer: Any, where: str, max_length: int
+) -> Document:
     """Return a prompt with one of its answers, which alone is to be guessed."""
     if isinstance(pair.prompt, str):
         return tokenizer.continued(pair.prompt, answer)
     tokenizer.learns_chats = True
     messages = [*pair.prompt, *answer]
-    return tokenizer.chat(messages, where=where, num_given=len(pair.prompt), given=pair.given)
+    return tokenizer.chat(
+        messages,
+        where=where,
+        num_given=len(pair.prompt),
+        given=pair.given,
+        max_length=max_length,
+    )
 
 
 class PreferenceData(LanguageData):
