@@ -183,10 +183,7 @@ class TensorCodec(StatefulTree):
                     device=self.device,
                 )
             )
-            if isinstance(compressor, Chain):
-                chain = compressor.members
-            else:
-                chain = {"": compressor}
+            chain = compressor.members if isinstance(compressor, Chain) else {"": compressor}
             for member_name, member in chain.items():
                 whose = "all" if member.family == "sparse" else replica
                 member.use_stream(seed_from(identity, name, member_name, whose))

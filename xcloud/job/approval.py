@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
     say(f"SHA-256 of {given.experiment.name}\n{in_groups(asked.digest)}\n")
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
-    elif given.yes or _agrees(where, policy=policy):
+    elif given.yes or _agrees(where, policy):
         approve(where, digest=asked.digest)
         say(f"approved in {where} now")
     return 0
@@ -129,11 +129,11 @@ def _described(settings: Settings) -> Iterator[str]:
         ranks = num_ranks_in_words(settings_of_cloud.num_ranks)
         yield f"\n{cloud}: {ranks}, device {settings_of_cloud.device}"
         for what, words in (("holders", "reads the fields"), ("weights", "holds the weights of")):
-            held = job.held_by(cloud, what=what)
+            held = job.held_by(cloud, what)
             if held is None:
                 continue
             others = [name for name in job.cluster.clouds if name != cloud]
-            stays = held.difference(*(job.held_by(name, what=what) or () for name in others))
+            stays = held.difference(*(job.held_by(name, what) or () for name in others))
             yield f"  {words} {_names(held) or 'none'}; only here: {_names(stays) or 'none'}"
         sent = [message for message in job.leaving() if message.sender == cloud]
         if not sent:
@@ -153,7 +153,7 @@ def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     def may_import(target: object) -> bool:
         return target in constructors() or target in known
 
-    for use, names in places_of(plain, may_import=may_import).items():
+    for use, names in places_of(plain, may_import).items():
         if use == "line":
             yield from _lines(plain, me)
         elif use != "command" or names:
@@ -207,7 +207,7 @@ def approve(file: Path, digest: str) -> None:
     """
     target = Path(os.path.realpath(file))
     text = plain_text(target) if target.exists() else ""
-    changed = with_approved(text, digest=digest)
+    changed = with_approved(text, digest)
     try:
         Policy.of(yaml.safe_load(changed), target)
     except yaml.YAMLError as error:  # such as all of it in one pair of braces

@@ -26,7 +26,7 @@ def audit_signer(cloud: str) -> Sign | None:
         return {
             "cloud": cloud,
             "certificate": certificate.fingerprint,
-            "signature": sign(data, key=key).hex(),
+            "signature": sign(data, key).hex(),
         }
 
     return signature_of

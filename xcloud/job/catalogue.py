@@ -59,7 +59,7 @@ def settings_of(config: DictConfig, group: str) -> list[Setting]:
     known = _all_settings(config)
     found = [one for one in known if f"{one.key}.".startswith(f"{group}.")]
     if not found and OmegaConf.select(config, group) is None:
-        groups = _groups(config, known=known)
+        groups = _groups(config, known)
         near = meant(group, known=groups)
         raise ConfigError(f"there is no group {group!r}{near} There are: {', '.join(groups)}")
     return found

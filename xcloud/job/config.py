@@ -249,8 +249,8 @@ def check_keys(settings: Any, path: str = "") -> None:
     if unknown:
         lines = []
         for key, (where, name, known) in unknown.items():
-            like = _elsewhere(settings, key=key) if not path else ""
-            lines.append(unknown_key(where, name=name, known=known, elsewhere=like))
+            like = _elsewhere(settings, key) if not path else ""
+            lines.append(unknown_key(where, name, known, elsewhere=like))
         raise ConfigError("\n".join(lines))
     if lacking:
         raise ConfigError("\n".join(lacking))
@@ -302,7 +302,7 @@ def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
     Raises ConfigError.
     """
-    text = plain_text(path, approve=approve)
+    text = plain_text(path, approve)
     try:
         return from_yaml(text)
     except (yaml.YAMLError, ValueError) as error:

@@ -64,7 +64,7 @@ def read_config(
     Only the functions below may build what it says. Raises ConfigError if it is missing or no
     experiment file.
     """
-    loaded = read_plain(path, approve=approve)
+    loaded = read_plain(path, approve)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
     return loaded
@@ -89,7 +89,7 @@ def read_shared(path: Path, run_dir: Path) -> Settings:
     """Read a file that several clouds share, if this cloud has approved it, and build its job."""
     policy = this_clouds_policy()
     config = read_config(path, approve=partial(policy.check_approved, policy_file=policy_file()))
-    return _shared(config, run_dir=run_dir)
+    return _shared(config, run_dir)
 
 
 class ToApprove(NamedTuple):
@@ -216,8 +216,8 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     this_clouds_policy().check_build(resolved(config))
     is_group = groups_of(conf_dir)
     try:
-        for found in parsed(for_hydra(overrides, is_group=is_group)):
-            if found.is_delete() or sets_value(found, is_group=is_group):
+        for found in parsed(for_hydra(overrides, is_group)):
+            if found.is_delete() or sets_value(found, is_group):
                 set_values(config, words=[found])
             else:
                 key = found.key_or_group.replace("/", ".")
@@ -242,7 +242,7 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Se
     """
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
-    settings = Settings.of(with_overrides(file, overrides=overrides, conf_dir=conf_dir))
+    settings = Settings.of(with_overrides(file, overrides, conf_dir))
     if read_summary(run_dir).get("status") == "finished":
         return settings, settings.job.max_steps > read_settings(file).job.max_steps
     return settings, True
@@ -320,7 +320,7 @@ class SharedChoices:
         if all(self._is_set(settings, word) for word in words):
             return settings
         config = self._config.copy()
-        set_values(config, words=words)
+        set_values(config, words)
         return looked_up(config)
 
     def _is_set(self, settings: dict[str, Any], word: Override) -> bool:
@@ -367,7 +367,7 @@ def option(group: str, name: str, conf_dir: Path) -> Any:
 
 def explained(error: Exception, overrides: Sequence[str], is_sweep: bool = False) -> list[str]:
     """Say why a command line does not compose, a line for each word that cannot be read."""
-    return unreadable(overrides, is_sweep=is_sweep) or [in_one_line(error)]
+    return unreadable(overrides, is_sweep) or [in_one_line(error)]
 
 
 def in_one_line(error: Exception) -> str:

@@ -28,7 +28,7 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     digests = {}
     for node in walk(settings):
         if isinstance(node.value, str) and node.value and _READ.fullmatch(node.setting):
-            digest = contents_of(Path(node.value).expanduser(), cache_dir=cache_dir)
+            digest = contents_of(Path(node.value).expanduser(), cache_dir)
             if digest is not None:
                 digests[node.setting] = digest
     return digests

@@ -181,7 +181,7 @@ def invite(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     _check_library()
     with _policy_of(given.cloud) as is_first:
-        return _invite(given, is_first=is_first)
+        return _invite(given, is_first)
 
 
 def _invite(given: argparse.Namespace, is_first: bool) -> int:
@@ -200,7 +200,7 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
     own = _own_certificate(given.cloud)
     plain, code = _wait_at(relay)
     with plain:
-        exchange = CodedConnection(plain, code=code, invites=True)
+        exchange = CodedConnection(plain, code, invites=True)
         message = {"from": given.cloud, "for": peer, "certificate": own.pem}
         exchange.tell({**message, "file": found[0].decode()})
         [certificate] = exchange.hear("certificate")
@@ -228,11 +228,11 @@ def accept(words: Sequence[str]) -> int:
     except LinkError as error:
         raise ConfigError(str(error)) from None
     with plain:
-        exchange = CodedConnection(plain, code=code, invites=False)
+        exchange = CodedConnection(plain, code, invites=False)
         peer, me, certificate, text = exchange.hear("from", "for", "certificate", "file")
         with _policy_of(me) as is_first:
             exchange.tell({"certificate": _own_certificate(me).pem})
-            replace_text(given.out, text=text)
+            replace_text(given.out, text)
             say(f"{given.out} came from the owner of {peer}; this cloud is {me}\n")
             return _agree(given.out, me, peer, pem=certificate, is_first=is_first, yes=given.yes)
 
@@ -299,7 +299,7 @@ def _own_certificate(me: str) -> Certificate:
     folder = policy_file().parent
     if os.path.lexists(folder / f"{me}.key"):
         return read_certificate(folder / f"{me}.pem")
-    return make_key(me, folder=folder)
+    return make_key(me, folder)
 
 
 def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) -> int:
@@ -308,14 +308,14 @@ def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) 
     is_first: True if this cloud's policy is to allow this file and no other.
     Return the exit code of `approve`.
     """
-    _keep_certificate(peer, pem=pem)
+    _keep_certificate(peer, pem)
     where = policy_file()
     known = {"peers": {peer: [f"{peer}.pem"]}}
     if is_first:
         keys = {**strict_policy(file, cloud=me), "approved": [], **known}
         text = HEADER.format(file=file.name) + yaml.safe_dump(keys, sort_keys=False)
         Policy.of(keys, where)
-        replace_text(where, text=text)
+        replace_text(where, text)
         say(f"{where}, the first policy of this cloud:\n{text}")
     elif peer not in this_clouds_policy().peers:
         more = yaml.safe_dump(known, default_flow_style=True).strip()

@@ -309,7 +309,7 @@ class PipelineJob(Job):
         """
         last = self.cluster.num_stages - 1
         first_cloud, here, there, last_cloud = (
-            self.cluster.stage_cloud(s, replica=replica) for s in (0, stage, stage + 1, last)
+            self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
         )
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
         return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
@@ -371,7 +371,7 @@ class PipelineJob(Job):
         period = math.lcm(*periods)
         num_micro_batches = self.schedule.num_micro_batches
         if period == 1:
-            return BatchPlan(num_samples=num_samples, batch_size=size, seed=self.seed)
+            return BatchPlan(num_samples, batch_size=size, seed=self.seed)
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
         return PinnedBatchPlan(num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks)
 

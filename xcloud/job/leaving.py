@@ -61,7 +61,7 @@ def leaving(job: SendingJob) -> Iterator[Leaving]:
     layout = job.cluster
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
-            yield from _at_boundary(job, stage=stage, replica=replica)
+            yield from _at_boundary(job, stage, replica)
     first = layout.cloud_of(0)
     for cloud in layout.clouds:
         if cloud != first:
@@ -70,7 +70,7 @@ def leaving(job: SendingJob) -> Iterator[Leaving]:
 
 
 def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]:
-    here, there = (job.cluster.stage_cloud(s, replica=replica) for s in (stage, stage + 1))
+    here, there = (job.cluster.stage_cloud(s, replica) for s in (stage, stage + 1))
     if here == there:
         return
     boundary = job.boundaries[stage]

@@ -305,7 +305,7 @@ class ModelPlacement:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> ModelPlacement:
-        ranks = [RankStages(cloud=cloud, replica=replica, stages=tuple(stages), is_sharded=dealt)
+        ranks = [RankStages(cloud, replica, stages=tuple(stages), is_sharded=dealt)
                  for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
         return cls(**{**saved, "ranks": ranks})
 

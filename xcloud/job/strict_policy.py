@@ -50,7 +50,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         "max_ranks": job.cluster.num_ranks,
     }
     for what in ("holders", "weights"):
-        held = {name: job.held_by(name, what=what) or frozenset() for name in clouds}
+        held = {name: job.held_by(name, what) or frozenset() for name in clouds}
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
             keys[what] = {name: [c for c in clouds if name in held[c]] for name in names}
@@ -74,7 +74,7 @@ def places_of(
     places: dict[str, set[str]] = {
         use: set() for use in ("read", "write", "hub", "address", "line", "command")
     }
-    for lead in leads_of(settings, may_import=may_import):
+    for lead in leads_of(settings, may_import):
         value = lead.value
         to = lead.to
         if to == "hub":

@@ -69,11 +69,11 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     }
     # An error of a corpus may quote it, and what nobody expected may say anything.
     failure["may_quote"] = isinstance(error, DataError) or not expected
-    if first := failure_of(run_dir, rank=rank):
+    if first := failure_of(run_dir, rank):
         return _exit_code(first)
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
     with contextlib.suppress(OSError):
-        error_file(run_dir, rank=rank).write_text(json.dumps(failure | {"traceback": lines}))
+        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
         shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
         say(shown, error=True, end="")
@@ -139,7 +139,7 @@ def first_cause(
         codes = failed()
     rank = (own_failures(codes) or [*codes])[0]
     code = codes[rank]
-    failure = failure_of(run_dir, rank=rank)
+    failure = failure_of(run_dir, rank)
     log = run_dir / f"rank{rank}.log"
     if failure is not None:
         what = failure["message"]
@@ -198,13 +198,13 @@ def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
             ranks.processes[rank].kill()
         for rank in own:
             ranks.processes[rank].wait()
-            error_file(ranks.run_dir, rank=rank).unlink(missing_ok=True)
+            error_file(ranks.run_dir, rank).unlink(missing_ok=True)
             ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
             ranks.processes[rank] = ranks.start_rank(rank)
 
 
 def _phase_of(run_dir: Path, rank: int) -> str:
     try:
-        return str(parsed_json(state_file(run_dir, rank=rank).read_text())["phase"])
+        return str(parsed_json(state_file(run_dir, rank).read_text())["phase"])
     except (OSError, ValueError, KeyError):
         return ""

@@ -17,12 +17,7 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say
 from xcloud.job import given
-from xcloud.job.config import (
-    EXPERIMENT_FILE,
-    Settings,
-    this_clouds_keys,
-    this_clouds_policy,
-)
+from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_keys, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.job.misfits import misfits
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
@@ -121,7 +116,7 @@ class CloudRanks(LocalRanks):
             self._layout, rank=self.ranks[0], attempt=self._attempt, listen=self._listen
         )
         with contextlib.suppress(ConfigError):  # the port is taken: the new rank will say so
-            lines = SealedLines(place=place, keys=this_clouds_keys(), say=ignore)
+            lines = SealedLines(place, keys=this_clouds_keys(), say=ignore)
             lines.tell_of_restart(others if place.rank == first else [first])
 
     def words_of(self, rank: int) -> list[str]:
@@ -146,7 +141,7 @@ class CloudRanks(LocalRanks):
         if asked is not None and not self.is_asked_to_stop:
             return f"stopped by {self._layout.cloud_of(asked)}"
         clouds = [*self._layout.clouds] if self._machine.num_machines == 1 else []
-        return stopped_by(clouds, own=own, was_asked=self.is_asked_to_stop)
+        return stopped_by(clouds, own, was_asked=self.is_asked_to_stop)
 
 
 def main(words: Sequence[str]) -> int:
@@ -223,7 +218,7 @@ def join(
 
     Raises ConfigError before anything starts, RunFailed and RunStopped as `run` does.
     """
-    settings = given.read_shared(file, run_dir=run_dir)
+    settings = given.read_shared(file, run_dir)
     job = settings.job
     layout = job.cluster
     if not layout.between_owners:
@@ -233,7 +228,7 @@ def join(
         )
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     ranks = machine.ranks_of(layout, cloud)
-    check_peers(layout, cloud=cloud)
+    check_peers(layout, cloud)
     if listen is not None and not layout.clouds[cloud].addresses:
         raise ConfigError(
             f"--listen is for a cloud that others dial, and cluster.clouds.{cloud} has no address"
@@ -248,14 +243,14 @@ def join(
         CloudRanks, cloud=cloud, machine=machine, listen=listen, more_words=more_words
     )
     with owned(run_dir):
-        check_unfinished(job, run_dir=run_dir)
-        say(_lines_in_words(layout, cloud=cloud, ranks=ranks))
+        check_unfinished(job, run_dir)
+        say(_lines_in_words(layout, cloud, ranks))
         if listen is not None:
-            say(labels_in_words(layout, cloud=cloud))
+            say(labels_in_words(layout, cloud))
         if ranks[0] == 0:
             run_in_owned(
                 settings,
-                run_dir=run_dir,
+                run_dir,
                 resumes=has_events(run_dir),
                 more_follows=False,
                 ranks_of=ranks_of,
@@ -263,9 +258,7 @@ def join(
                 unsaved=BEGIN_AGAIN,
             )
         else:
-            _run_part(
-                settings, run_dir=run_dir, ranks=ranks_of(job, run_dir, run_dir / EXPERIMENT_FILE)
-            )
+            _run_part(settings, run_dir, ranks=ranks_of(job, run_dir, run_dir / EXPERIMENT_FILE))
 
 
 def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
@@ -280,7 +273,7 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
         except RunStopped:
             by = ranks.who_stopped(asked=None)
             raise RunStopped(
-                stopped_in_words(run_dir, by=by, again=AGAIN, unsaved=BEGIN_AGAIN)
+                stopped_in_words(run_dir, by, again=AGAIN, unsaved=BEGIN_AGAIN)
             ) from None
         finally:
             signals.writes_record = True
@@ -308,7 +301,7 @@ def _lines_in_words(layout: ClusterLayout, cloud: str, ranks: Sequence[int]) -> 
     for there in layout.lines_of(cloud):
         if layout.is_relayed(cloud, there):
             texts.append(f"it meets {there} at the relay {layout.relay}")
-        elif layout.listener_of(cloud, there=there) == cloud:
+        elif layout.listener_of(cloud, there) == cloud:
             ports = [address[1] for r in ranks if (address := layout.address_of(r))]
             where = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             texts.append(f"{there} dials {where} here")

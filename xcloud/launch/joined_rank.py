@@ -96,7 +96,7 @@ class JoinedProcess(RankProcess):
                 url=layout.wan.url, place=place, keys=keys, say=self._say, on_lost=detector.end
             )
         else:
-            lines = SealedLines(place=place, keys=keys, say=self._say, on_lost=detector.end)
+            lines = SealedLines(place, keys, say=self._say, on_lost=detector.end)
         self._lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon
@@ -116,7 +116,7 @@ class JoinedProcess(RankProcess):
         place = mates.index(self.rank)
         store = store_of_machines(
             host,
-            port=port,
+            port,
             rank=place,
             num_ranks=len(mates),
             serves=place == 0,
@@ -148,14 +148,14 @@ class JoinedProcess(RankProcess):
             if verdict.from_step:
                 say(f"resumes from step {verdict.from_step}")
             self.state.listener = OwnProgress.of(settings.job, self.rank, say=say).hear
-        return super().play(settings, rendezvous=rendezvous, verdict=verdict)
+        return super().play(settings, rendezvous, verdict)
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         lines = self._lines
         detector = self._detector
         assert lines is not None and detector is not None, "they are there from the rendezvous on"
-        detector.connected(bool, final_report=final_report)
+        detector.connected(bool, final_report)
         with super().taking_part(role, final_report):
             yield
         if self.rank == 0 and isinstance(lines, SealedLines):  # its events need no link
@@ -176,9 +176,7 @@ class JoinedProcess(RankProcess):
 
 def _measured(state: LineState) -> dict[str, Any]:
     """Return what has been measured of a line, as an event's fields."""
-    bandwidth_bits_per_s = None
-    if state.bytes_per_s is not None:
-        bandwidth_bits_per_s = 8.0 * state.bytes_per_s
+    bandwidth_bits_per_s = 8.0 * state.bytes_per_s if state.bytes_per_s is not None else None
     return {
         "to": state.peer_name,
         "round_trip_s": state.round_trip_s,
@@ -200,7 +198,7 @@ def place_of(layout: ClusterLayout, rank: int, attempt: int, listen: str | None)
     clouds = {name: [cloud.num_ranks, cloud.address] for name, cloud in layout.clouds.items()}
     relay = None if layout.relay is None else host_and_port(layout.relay)
     return SealedPlace(
-        rank=rank,
+        rank,
         num_ranks=layout.num_ranks,
         run=hashlib.sha256(json.dumps(clouds).encode()).digest()[:RUN_BYTES],
         attempt=attempt,
@@ -237,13 +235,6 @@ def join_rank(
     roll_back: bool,
 ) -> NoReturn:
     """Run one rank of this cloud, then end the process."""
-    process = JoinedProcess(
-        file=file,
-        run_dir=run_dir,
-        rank=rank,
-        attempt=attempt,
-        listen=listen,
-        meet_at=meet_at,
-    )
+    process = JoinedProcess(file, run_dir, rank, attempt=attempt, listen=listen, meet_at=meet_at)
     process.roll_back = roll_back
     process.main()

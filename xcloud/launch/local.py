@@ -46,10 +46,7 @@ CanGoOn = Callable[[Settings, Path], None]
 
 
 def run(
-    settings: Settings,
-    run_dir: Path,
-    resumes: CanGoOn | None = None,
-    more_follows: bool = False,
+    settings: Settings, run_dir: Path, resumes: CanGoOn | None = None, more_follows: bool = False
 ) -> dict[str, Any]:
     """Run an experiment on this machine, in a folder that nobody else writes to meanwhile, and
     return its summary.
@@ -67,10 +64,10 @@ def run(
     """
     _check_job(settings.job)
     with owned(run_dir):
-        _check_folder(settings, run_dir=run_dir, resumes=resumes)
+        _check_folder(settings, run_dir, resumes)
         return run_in_owned(
             settings,
-            run_dir=run_dir,
+            run_dir,
             resumes=resumes is not None,
             more_follows=more_follows,
             ranks_of=_ranks,
@@ -125,7 +122,7 @@ def run_in_owned(
                 by = "interrupted (Ctrl+C or SIGTERM)"
                 if isinstance(error, RunStopped):
                     by = ranks.who_stopped(asked=monitor.attempt.stop_asked_of)
-                cause = stopped_in_words(run_dir, by=by, again=again, unsaved=unsaved)
+                cause = stopped_in_words(run_dir, by, again, unsaved=unsaved)
             else:
                 cause = _cause(error)
             if isinstance(error, RunStopped):

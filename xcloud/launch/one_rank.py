@@ -112,11 +112,7 @@ class Process:
 
 
 def run_rank(
-    settings: Settings,
-    run_dir: Path,
-    verdict: Verdict,
-    process: Process,
-    transport: Transport,
+    settings: Settings, run_dir: Path, verdict: Verdict, process: Process, transport: Transport
 ) -> bool:
     """Run one rank to its end, whatever its role, once the ranks have compared what they run.
 
@@ -128,13 +124,13 @@ def run_rank(
     rank = transport.rank
     layout = job.cluster
     is_resumed = has_events(run_dir)
-    device = _device_of(job, rank=rank)
+    device = _device_of(job, rank)
     events = None
     intake = None
     if rank == 0:
         events = EventFile(run_dir / EVENTS_FILE)
         intake = ReportIntake(
-            events=events,
+            events,
             cloud_of=layout.cloud_of,
             max_steps=job.max_steps,
             may_report=job.roster.may_report,
@@ -144,7 +140,7 @@ def run_rank(
         )
     # The role is there before anything is reported.
     reporter = Reporter(
-        rank=rank,
+        rank,
         cloud=layout.cloud_of(rank),
         sink=events.append if events else lambda lines: role.report(lines),
         state=process.state,
@@ -172,8 +168,8 @@ def run_rank(
     def write_audit() -> None:
         write_rank_audit(
             run_dir,
-            rank=rank,
-            layout=layout,
+            rank,
+            layout,
             records=role.records,
             report_contents=reporter.contents,
             received=role.received,
@@ -189,8 +185,8 @@ def run_rank(
         write_audit()
 
     try:
-        with process.taking_part(role, final_report=final_report):
-            _play(role, verdict=verdict, reporter=reporter)
+        with process.taking_part(role, final_report):
+            _play(role, verdict, reporter)
         is_over = True
         return role.is_stopped
     except BaseException:

@@ -225,7 +225,7 @@ class LocalRanks:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
-        ready = {rank for rank in failed if ready_file(self.run_dir, rank=rank).exists()}
+        ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
         if failed.keys() - (ready - self.essential):
             cause = first_cause(
                 self.run_dir,

@@ -42,9 +42,9 @@ class RankProcess(Process):
         self.run_dir = run_dir
         self.rank = rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        error_file(run_dir, rank=rank).unlink(missing_ok=True)  # of an earlier run in this folder
-        set_aside(audit_file(run_dir, rank=rank))
-        state = RankState(run_dir=run_dir, rank=rank, torchrun=self.by_torchrun, says=says)
+        error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
+        set_aside(audit_file(run_dir, rank))
+        state = RankState(run_dir, rank, torchrun=self.by_torchrun, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
@@ -81,7 +81,7 @@ class RankProcess(Process):
             run_dir=self.run_dir,
             find_others=lambda: self.rendezvous(job),
         )
-        return self.play(settings, rendezvous=rendezvous, verdict=verdict)
+        return self.play(settings, rendezvous, verdict)
 
     def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""

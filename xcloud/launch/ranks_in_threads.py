@@ -20,19 +20,15 @@ def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: 
 
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
-        own = RankState(run_dir=run_dir, rank=rank) if rank else state
+        own = RankState(run_dir, rank) if rank else state
         _, verdict = join(
             job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
         )
         is_stopped = run_rank(
-            settings,
-            run_dir=run_dir,
-            verdict=verdict,
-            process=Process(asked=asked, state=own),
-            transport=transport,
+            settings, run_dir, verdict, process=Process(asked, state=own), transport=transport
         )
         if rank:
             own.close(STOPPED if is_stopped else DONE)
         return is_stopped
 
-    return in_threads(job.cluster.num_ranks, work=work)[-1]
+    return in_threads(job.cluster.num_ranks, work)[-1]

@@ -92,7 +92,7 @@ class TorchrunProcess(RankProcess):
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
         detector = self._detector
         assert detector is not None, "there is one from the rendezvous on"
-        detector.connected(role.needs, final_report=final_report)
+        detector.connected(role.needs, final_report)
         try:
             with super().taking_part(role, final_report):
                 yield
@@ -107,7 +107,7 @@ class TorchrunProcess(RankProcess):
         _check_started(job)
         check_unfinished(job, run_dir=self.run_dir)
         if self.is_first_here:
-            keep_experiment(self.file, settings=settings, run_dir=self.run_dir)
+            keep_experiment(self.file, settings, run_dir=self.run_dir)
             say("\n".join([job.headline, *misfits(job)]))
         if verdict.from_step:
             self._say(f"resumes from step {verdict.from_step}")
@@ -115,7 +115,7 @@ class TorchrunProcess(RankProcess):
             self.state.listener = OwnProgress.of(job, self.rank, say=self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, file=self.file)
-        is_stopped = super().play(settings, rendezvous=rendezvous, verdict=verdict)
+        is_stopped = super().play(settings, rendezvous, verdict)
         if is_stopped:
             leave_ending(self.rank, ending=Ending.STOPPED)
             if self.rank:  # the monitor says it in the first cloud
@@ -261,7 +261,7 @@ def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None
 
     me: the cloud that the policy names.
     """
-    cloud = cloud_meant(cloud, me=me)
+    cloud = cloud_meant(cloud, me)
     if cloud is None or rank >= job.cluster.num_ranks:
         return  # too many ranks are refused when all have joined, whatever file they read
     found = job.cluster.placement(rank).cloud
@@ -285,8 +285,6 @@ def run_under_torchrun(
         elif "TORCHELASTIC_RUN_ID" in os.environ:  # the first one is torchrun's child as well
             check_owned_by_parent(run_dir)
         rank = int(os.environ["RANK"])
-        process = TorchrunProcess(
-            file=file, run_dir=run_dir, rank=rank, cloud=cloud, is_first_here=is_first_here
-        )
+        process = TorchrunProcess(file, run_dir, rank, cloud=cloud, is_first_here=is_first_here)
         process.roll_back = roll_back
         process.main()

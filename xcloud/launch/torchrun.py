@@ -131,8 +131,8 @@ def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
     host, port = _host_and_port(parameters.endpoint)
     within_s = float(parameters.config.get("timeout", JOIN_WITHIN_S))
     return Machines(
-        host=host,
-        port=port,
+        host,
+        port,
         number=int(parameters.config["rank"]),
         num_machines=parameters.max_nodes,
         run_id=parameters.run_id,
@@ -178,7 +178,7 @@ def torchrun(words: Sequence[str]) -> int:
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or _DEFAULT_PORT}"
     is_ours = given.rdzv_backend == "static" and not given.standalone
     if is_ours:
-        _take_over_rendezvous(given, place=place)
+        _take_over_rendezvous(given, place)
     say(f"waiting for all machines at {place}")
     with tempfile.TemporaryDirectory(prefix="xcloud-") as folder:
         os.environ[ENDINGS] = folder
@@ -235,10 +235,10 @@ def _endings() -> dict[int, Ending]:
 def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
     """Leave word for rank 0 that this machine's ranks come no more."""
     host, port = _host_and_port(place)
-    if why_unreachable(host, port=port, within_s=_TELL_WITHIN_S) is not None:
+    if why_unreachable(host, port, within_s=_TELL_WITHIN_S) is not None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):
-        store = store_at(host, port=port, serves=False, within_s=_TELL_WITHIN_S)
+        store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)
         for rank, ending in endings.items():
             reported = Ending.STOPPED if code == EXIT_START_AGAIN else ending
             store.set(ended_key(rank), reported.value)

@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.attempt is not None:
         join_rank(
             file,
-            run_dir=run_dir,
+            run_dir,
             rank=arguments.rank,
             attempt=arguments.attempt,
             listen=arguments.listen,
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> None:
             roll_back=arguments.roll_back,
         )
     if arguments.rank is not None:
-        RankProcess(file=file, run_dir=run_dir, rank=arguments.rank).main()
+        RankProcess(file, run_dir, rank=arguments.rank).main()
     if "RANK" not in os.environ:
         parser.error("start me with torchrun, or use run.py")
     if arguments.run_dir is None and not given.is_dir():
@@ -53,4 +53,4 @@ def main(words: Sequence[str] | None = None) -> None:
             f"give --run-dir: the run is written there and may read there, and {file} may lie in "
             "any folder"
         )
-    run_under_torchrun(file, run_dir=run_dir, cloud=arguments.cloud, roll_back=arguments.roll_back)
+    run_under_torchrun(file, run_dir, cloud=arguments.cloud, roll_back=arguments.roll_back)

@@ -141,7 +141,7 @@ class AbNet(EncoderDecoder):
         return super().fields(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        return rows_boundary(self.encoder.width(), max_length=max_length)
+        return rows_boundary(self.encoder.width(), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         is_last = stage == num_stages - 1
@@ -160,16 +160,11 @@ class AbNet(EncoderDecoder):
         width = 0
         if is_last:
             check_heads(HEADS, num_heads=self.cross_attention_heads, whole=hidden)
-            if about:
-                width = about["source_hidden"]
-            else:
-                width = self.encoder.width()
+            width = about["source_hidden"] if about else self.encoder.width()
         else:
-            parts = self.encoder_layers(config.num_layers, stage=stage, num_stages=num_stages)
+            parts = self.encoder_layers(config.num_layers, stage, num_stages)
         with seeded(context.seed, side):
-            frozen = Encoder(
-                config=config, layers=parts, embeddings=is_last or 0 in parts, head=is_last
-            )
+            frozen = Encoder(config, layers=parts, embeddings=is_last or 0 in parts, head=is_last)
         if weights.tensors is not None:
             frozen.load_part(weights.tensors)
         frozen.requires_grad_(False)
@@ -180,9 +175,9 @@ class AbNet(EncoderDecoder):
                 heads = self.cross_attention_heads
                 cross = None
                 if is_last:
-                    cross = CrossAttention(hidden=hidden, source_hidden=width, num_heads=heads)
+                    cross = CrossAttention(hidden, source_hidden=width, num_heads=heads)
                 adapter = Adapter(
-                    hidden=hidden, size=self.adapter_size, dropout=self.dropout, cross=cross
+                    hidden, size=self.adapter_size, dropout=self.dropout, cross=cross
                 )
             layers[str(i)] = AdaptedLayer(layer=frozen.layer(i), adapter=adapter)
         bases = dict(weights.bases if about is None else about[BASES])
@@ -203,13 +198,8 @@ class AbNet(EncoderDecoder):
         head.requires_grad_(self.train_head or not weights.have_head)
         last: nn.Module = head
         if self.word_adapters:
-            last = AdaptedHead(head=head, words_VH=embeddings.words.weight)
+            last = AdaptedHead(head, words_VH=embeddings.words.weight)
         made["source_hidden"] = width
         return TargetStage(
-            embeddings=embeddings,
-            layers=layers,
-            head=last,
-            settings=self,
-            context=context,
-            architecture=made,
+            embeddings, layers, head=last, settings=self, context=context, architecture=made
         )

@@ -29,14 +29,7 @@ from xcloud.models.pretraining import (
     same_arithmetic,
 )
 from xcloud.models.stages import seeded
-from xcloud.pretrained import (
-    WeightFiles,
-    bytes_of,
-    key_of,
-    made_once,
-    raw_config,
-    resolve,
-)
+from xcloud.pretrained import WeightFiles, bytes_of, key_of, made_once, raw_config, resolve
 
 # Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 2
@@ -191,8 +184,8 @@ class OwnBackbone(OwnSizes):
             with same_arithmetic():
                 score = pretrain(
                     encoder,
-                    sentences=sentences,
-                    ids=ids,
+                    sentences,
+                    ids,
                     settings=settings,
                     report=report,
                     unfinished=unfinished,
@@ -206,7 +199,7 @@ class OwnBackbone(OwnSizes):
             del given["max_epochs"]
         described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
         key = key_of(described | {"pretraining": given}, bytes_of(sentences))
-        path, made = made_once(f"backbones/{key}.safetensors", context=context, build=build)
+        path, made = made_once(f"backbones/{key}.safetensors", context, build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
                 score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
@@ -214,9 +207,7 @@ class OwnBackbone(OwnSizes):
         tensors = load_file(path)
         values = (tensors[key].numpy().tobytes() for key in sorted(tensors))
         # Not of the file: safetensors writes its metadata in any order.
-        return Weights(
-            config=config, tensors=tensors, bases={f"backbone for {name!r}": key_of({}, values)}
-        )
+        return Weights(config, tensors, bases={f"backbone for {name!r}": key_of({}, values)})
 
 
 @settings("SeededBackbone")
@@ -234,7 +225,7 @@ class SeededBackbone(OwnSizes):
         config = self.config(context.vocabularies[name], context.max_length)
         with seeded(context.seed, "backbone", name):
             encoder = Encoder(config)
-        return Weights(config=config, tensors=encoder.state_dict())
+        return Weights(config, tensors=encoder.state_dict())
 
 
 @settings("PublicBackbone", kw_only=True)
@@ -355,9 +346,7 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
     raw = raw_config(name_or_path)
     model_type = raw.get("model_type")
     positions = raw.get("position_embedding_type", "absolute")
-    theirs = None
-    if model_type in MODEL_TYPES:
-        theirs = AutoConfig.for_model(**raw)
+    theirs = AutoConfig.for_model(**raw) if model_type in MODEL_TYPES else None
     reason = None
     if theirs is None:
         reason = f"is of type {model_type!r}"
@@ -389,21 +378,19 @@ def read_weights(name_or_path: str) -> Weights:
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
 
     def read(name: str) -> Tensor:
-        return _tensor(files, name=name, theirs=theirs)
+        return _tensor(files, name, theirs)
 
     names = _names(config.num_layers, head=next(heads, None))
     weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}
     if getattr(theirs, "use_task_id", False):
         weights["embeddings.types.weight"] += read("embeddings.task_type_embeddings.weight")[0]
     positions = weights["embeddings.positions.weight"][-config.max_positions :].clone()
-    return Weights(config=config, tensors=weights | {"embeddings.positions.weight": positions})
+    return Weights(config, tensors=weights | {"embeddings.positions.weight": positions})
 
 
 def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
     """float32. Norms of the first BERTs are gamma and beta; bare encoders have no prefix."""
-    prefix = "roberta."
-    if theirs.model_type not in OFFSET_TYPES:
-        prefix = f"{theirs.model_type}."
+    prefix = f"{theirs.model_type}." if theirs.model_type not in OFFSET_TYPES else "roberta."
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
     old = old.replace("LayerNorm.bias", "LayerNorm.beta")
     return files.tensor(files.first_of(prefix + name, name, prefix + old, old)).float()

@@ -205,9 +205,7 @@ class CausalLM(TextModel):
             trained = f"LoRA r={self.lora.r}"
             if self.weights is not None:
                 trained += f" beside {self.weights}"
-        cut = ""
-        if self.split.layer is not None:
-            cut = f", {self.split.describe()}"
+        cut = f", {self.split.describe()}" if self.split.layer is not None else ""
         return f"{name}, {trained}{cut}"
 
     @property
@@ -249,7 +247,7 @@ class CausalLM(TextModel):
             *(() if router_loss is None else router_loss.fields()),
             whole=whole,
             gradient_returns=trains,
-            start=self.split.start_specs(whole, max_length=max_length) if stage == 0 else (),
+            start=self.split.start_specs(whole, max_length) if stage == 0 else (),
             is_constant=not (trains or draws),
         )
 
@@ -257,7 +255,7 @@ class CausalLM(TextModel):
         """Raise ConfigError or DataError if the checkpoint is known to be unusable before a run
         starts. The check needs neither weights nor the hub."""
         for stage in range(num_stages - 1):
-            self.boundary(stage, num_stages=num_stages, max_length=max_length)
+            self.boundary(stage, num_stages, max_length)
         self._parts(self._config(max_length), num_stages=num_stages)
         if self.checkpoint is not None and Path(self.checkpoint).expanduser().is_dir():
             check_checkpoint(str(Path(self.checkpoint).expanduser()))
@@ -271,9 +269,9 @@ class CausalLM(TextModel):
             if self.lora is None:
                 config = config_of_stage(about["config"])
                 part = self._parts(config, num_stages=num_stages)[stage]
-                network = network_of(config, part=part)
+                network = network_of(config, part)
                 return self._stage(
-                    network, part=part, stage=stage, name="", bases=about[BASES], context=context
+                    network, part, stage, name="", bases=about[BASES], context=context
                 )
         # Checked before anything is made.
         self._parts(self._config(context.max_length), num_stages=num_stages)
@@ -288,8 +286,8 @@ class CausalLM(TextModel):
         config = read_config(name)
         _check_vocabulary(config, context, f"{name!r}", "use the checkpoint's own tokenizer")
         part = self._parts(config, num_stages=num_stages)[stage]
-        network = laid_out(config, part=part)
-        built = self._stage(network, part=part, stage=stage, name=name, bases={}, context=context)
+        network = laid_out(config, part)
+        built = self._stage(network, part, stage, name=name, bases={}, context=context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -297,7 +295,7 @@ class CausalLM(TextModel):
             context.deal(block)
 
         load_weights(network, name_or_path=name, weights=self._kept_as, end_block=end_block)
-        built.architecture[BASES].update(self._digests(name, context=context))
+        built.architecture[BASES].update(self._digests(name, context))
         return built
 
     def _drawn(
@@ -308,9 +306,9 @@ class CausalLM(TextModel):
         remedy = f"set model.scratch.vocab_size, which is {config.vocab_size}"
         _check_vocabulary(config, context, scratch.describe(), remedy)
         part = self._parts(config, num_stages=num_stages)[stage]
-        network = network_of(config, part=part)
+        network = network_of(config, part)
         draw_weights(network, seed=context.seed)
-        built = self._stage(network, part=part, stage=stage, name="", bases={}, context=context)
+        built = self._stage(network, part, stage, name="", bases={}, context=context)
         for number, (_, block) in enumerate(blocks_of(network)):
             if number in part.blocks:
                 context.deal(block)
@@ -327,7 +325,7 @@ class CausalLM(TextModel):
         if self.own is not None:
             folder = self._own_folder(about.get(OWN_BASE), context.cache_dir)
             name = str(folder)
-        now = self._digests(name, context=context)
+        now = self._digests(name, context)
         if self.own is not None:
             needed |= now.keys()
         meant = about.get(BASES, {})
@@ -427,13 +425,13 @@ class CausalLM(TextModel):
             base = str(folders[-1])
         elif Path(base).expanduser().is_dir():  # peft may be started in another folder
             base = str(Path(base).expanduser().resolve())
-        self.lora.adapter_config(config, base=base).save_pretrained(out)
+        self.lora.adapter_config(config, base).save_pretrained(out)
         return folders
 
     def _whole(self, config: Any) -> Any:
         """Return the whole network, without memory for its weights."""
         part = Part(blocks=range(config.num_hidden_layers), is_first=True, is_last=True)
-        network = laid_out(config, part=part)
+        network = laid_out(config, part)
         tie(network)
         return network
 
@@ -460,7 +458,7 @@ class CausalLM(TextModel):
             tensors = {}
             for name, weight in merged_weights(network):
                 if not (name == head and is_tied):
-                    place = place_in(files, network, name=name, is_tied=is_tied)
+                    place = place_in(files, network, name, is_tied=is_tied)
                     tensors[name] = weight.to(DTYPES[files.dtype(place)]).contiguous()
             file = f"model-{number:05}-of-{len(stages):05}.safetensors"
             save_file(tensors, out / file, {"format": "pt"})
@@ -485,10 +483,10 @@ class CausalLM(TextModel):
     def _lower(self, name: str) -> Stage:
         config = read_config(name)
         part = Part(blocks=range(self.split.block + 1), is_first=True, is_last=False)
-        network = laid_out(config, part=part)
+        network = laid_out(config, part)
         load_weights(network, name_or_path=name, weights=self._kept_as)
         return CausalStage(
-            network=network, part=part, chunk=self.vocabulary_chunk, architecture={"lora": False}
+            network, part, chunk=self.vocabulary_chunk, architecture={"lora": False}
         )
 
     def _stage(
@@ -509,12 +507,7 @@ class CausalLM(TextModel):
         sizes = (config.vocab_size, config.hidden_size)
         lower = partial(self._lower, name)
         cut, handed = projection_at(
-            self.split,
-            stage=stage,
-            sizes=sizes,
-            lower=lower,
-            public=self._public_text,
-            context=context,
+            self.split, stage, sizes, lower=lower, public=self._public_text, context=context
         )
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
@@ -539,9 +532,9 @@ class CausalLM(TextModel):
         frozen = stage == 0 and self.split.freeze_bottom
         chunk = self.vocabulary_chunk
         return CausalStage(
-            network=network,
-            part=part,
-            chunk=chunk,
+            network,
+            part,
+            chunk,
             architecture=about,
             cut=cut,
             handed_over=handed,
@@ -607,10 +600,7 @@ class CausalLM(TextModel):
         num_blocks = config.num_hidden_layers
         counts = self.blocks_per_stage
         self.split.check(num_blocks, int(config.hidden_size))
-        if self.split.layer is None:
-            starts = [0]
-        else:
-            starts = [0, self.split.layer + 1]
+        starts = [0] if self.split.layer is None else [0, self.split.layer + 1]
         if counts is None:
             spread = num_stages - len(starts) + 1
             rest = num_blocks - starts[-1]

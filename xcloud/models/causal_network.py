@@ -223,7 +223,7 @@ def config_of_stage(described: Mapping[str, Any]) -> Any:
 
 def network_of(config: Any, part: Part) -> Any:
     """With memory and buffers, its weights not set yet."""
-    network = laid_out(config, part=part)
+    network = laid_out(config, part)
     give_memory(network, module=network)
     tie(network)
     return network
@@ -378,12 +378,12 @@ def check_checkpoint(name_or_path: str) -> list[str]:
     network = laid_out(config, part=whole)
     is_tied = bool(config.tie_word_embeddings)
     names = {name for name, _ in network.named_parameters()} | {f"{HEAD}.weight"}
-    read = {place_in(files, network, name=name, is_tied=is_tied) for name in sorted(names)}
+    read = {place_in(files, network, name, is_tied=is_tied) for name in sorted(names)}
     files.check_stored(read)
     kind = KINDS[config.model_type]
     inner = f"{network.base_model_prefix}.{kind.embeddings}.weight"
     embeddings, head = (
-        place_in(files, network, name=name, is_tied=is_tied) for name in (inner, f"{HEAD}.weight")
+        place_in(files, network, name, is_tied=is_tied) for name in (inner, f"{HEAD}.weight")
     )
     if is_tied and embeddings != head:
         if not torch.equal(files.tensor(embeddings), files.tensor(head)):
@@ -416,7 +416,7 @@ def load_weights(
     filled = set[str]()
 
     def place_of(name: str) -> str:
-        return place_in(files, network, name=name, is_tied=is_tied)
+        return place_in(files, network, name, is_tied=is_tied)
 
     def kind_at_end(name: str) -> WeightFormat:
         if weights is None or weights in PACKED:
@@ -451,7 +451,7 @@ def load_weights(
         for prefix, module in (*blocks_of(network), ("", network)):
             if weights != "float32":
                 keep(prefix, module)
-            give_memory(network, module=module)
+            give_memory(network, module)
             tie(network)
             for name, parameter in module.named_parameters(prefix):
                 if name in filled or ".lora_" in name or name.endswith(".scales"):
@@ -521,7 +521,7 @@ def write_config(network: Any, folder: Path) -> None:
 
 def write_checkpoint(network: Any, folder: Path) -> None:
     """Write what save_pretrained does, which writes on rank 0 of a process group only."""
-    write_config(network, folder=folder)
+    write_config(network, folder)
     kind = KINDS[network.config.model_type]
     tensors = {  # a tied matrix once
         kind.in_file(name): parameter.detach().cpu().contiguous()
@@ -627,9 +627,7 @@ class Lora:
         """peft's own. base: folder or hub id of the model; of adapters that are written."""
         from peft import LoraConfig
 
-        layers = None
-        if self.layers is not None:
-            layers = sorted(self.layers)
+        layers = sorted(self.layers) if self.layers is not None else None
         blocks = KINDS[config.model_type].blocks
         parameters = None
         if self.experts and base is not None:

@@ -120,10 +120,7 @@ class CausalStage(Stage):
 
     def exported(self) -> dict[str, Tensor]:
         """Return what training changes, adapters or all, by the names of peft or transformers."""
-        if self.cut is None:
-            cut = {}
-        else:
-            cut = self.cut.state_dict(prefix="cut.")
+        cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
         state: dict[str, Tensor] = self.network.state_dict()
         if self.architecture["lora"]:
             return {peft_name(name): state[name] for name in state if ".lora_" in name} | cut
@@ -158,7 +155,7 @@ class CausalStage(Stage):
             loss = losses.sum()
             weight = len(losses)
             if self._document_loss is not None:
-                nats, _ = _by_document(losses, guessed=guessed, packing=packing)
+                nats, _ = _by_document(losses, guessed, packing)
                 loss = self._document_loss(nats, batch["ids"])
                 weight = len(batch["ids"])
             if self._router_loss is not None:
@@ -175,7 +172,7 @@ class CausalStage(Stage):
         other; NOT_FINITE in place of millionths that are no number."""
         packing, rows = self._rows(received, batch=batch)
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
-        nats, counts = _by_document(losses.cpu(), guessed=guessed, packing=packing)
+        nats, counts = _by_document(losses.cpu(), guessed, packing)
         millionths = (1e6 * nats).round()
         millionths = torch.where(nats.isfinite(), millionths, NOT_FINITE)
         found = torch.stack((millionths.long(), counts), 1)
@@ -245,7 +242,7 @@ class CausalStage(Stage):
             if past is not None:
                 places_R = places_R + past.length
             packing = Packing(counts=there_BS.sum(1), positions=places_R)
-            ids_R = bring(batch[TEXT][there_BS], device=device)
+            ids_R = bring(batch[TEXT][there_BS], device)
         else:
             packing = Packing(counts=received["counts"], positions=received["places"].long())
             rows_RH = received["hidden"]
@@ -254,14 +251,14 @@ class CausalStage(Stage):
         # Rows of a micro-batch stand one behind the other, as one sample without padding. Only
         # kept keys and values need samples, of equal length, side by side.
         num_samples = 1 if past is None else len(packing.counts)
-        documents = Documents(packing, device=device) if past is None else None
+        documents = Documents(packing, device) if past is None else None
 
         def grid(tensor: Tensor) -> Tensor:
             return torch.unflatten(tensor, 0, (num_samples, -1))
 
         made_BSH = run(
             self.network,
-            places_BS=grid(bring(packing.positions, device=device)),
+            places_BS=grid(bring(packing.positions, device)),
             ids_BS=None if ids_R is None else grid(ids_R),
             rows_BSH=None if rows_RH is None else grid(rows_RH),
             documents=documents,
@@ -375,11 +372,7 @@ def chunked_cross_entropy(
 
 
 def _logits(
-    rows_RH: Tensor,
-    words_VH: Tensor,
-    bias_V: Tensor | None,
-    piece: slice,
-    cap: LogitCap | None,
+    rows_RH: Tensor, words_VH: Tensor, bias_V: Tensor | None, piece: slice, cap: LogitCap | None
 ) -> Tensor:
     """Return the logits of a piece of the vocabulary, float32 [R, C]."""
     logits_RC = (rows_RH @ cast_to(rows_RH.dtype, words_VH[piece]).T).float()
@@ -432,12 +425,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         to_rows = None
         if wants_rows:
             to_rows = torch.zeros_like(rows_RH, dtype=torch.float32)
-        to_words = None
-        if wants_words:
-            to_words = torch.zeros_like(words_VH)
-        to_bias = None
-        if wants_bias:
-            to_bias = torch.zeros_like(bias_V)
+        to_words = torch.zeros_like(words_VH) if wants_words else None
+        to_bias = torch.zeros_like(bias_V) if wants_bias else None
         for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=ctx.chunk):
             logits_RC = _logits(rows_RH, words_VH, bias_V, piece, cap=ctx.cap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
@@ -509,10 +498,7 @@ class NextTokenPretraining(Descent):
             unfinished=unfinished,
         )
         for _, loss in steps:
-            if math.isnan(mean):
-                mean = float(loss)
-            else:
-                mean = 0.95 * mean + 0.05 * float(loss)
+            mean = float(loss) if math.isnan(mean) else 0.95 * mean + 0.05 * float(loss)
         return mean
 
 
@@ -587,16 +573,14 @@ class OwnCausal:
             shorter = "model.own.pretraining.steps=N makes it shorter"
             context.report(f"{whose}{self.pretraining.steps} steps; {shorter}")
             part = Part(blocks=range(self.num_layers), is_first=True, is_last=True)
-            network = network_of(config, part=part)
+            network = network_of(config, part)
             draw_weights(network, seed=self.pretraining.seed)
-            stage = CausalStage(
-                network=network, part=part, chunk=8192, architecture={"lora": False}
-            )
+            stage = CausalStage(network, part, chunk=8192, architecture={"lora": False})
             with same_arithmetic():  # and on the CPU, where every cloud can compute the same
                 loss = self.pretraining.train(
                     stage, texts, ids, lambda line: context.report(whose + line), unfinished
                 )
-            write_checkpoint(network, folder=folder)
+            write_checkpoint(network, folder)
             if self.pretraining.steps:
                 context.report(f"{self.describe()}: loss {loss:.3f} at the end")
 
@@ -606,6 +590,4 @@ class OwnCausal:
             "positions": config.max_position_embeddings,
             "ids": asdict(ids),
         }
-        return made_once(
-            f"causal/{key_of(described, bytes_of(texts))}", context=context, build=build
-        )[0]
+        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build)[0]

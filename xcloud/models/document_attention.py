@@ -54,8 +54,8 @@ class Documents:
             rows = torch.cat([torch.arange(lengths[n]) + starts[n] for n in numbers])
             counts = torch.tensor([lengths[n] for n in numbers])
             all_rows.append(rows)
-            self._groups.append((bring(rows, device=device), Packing(counts).on(device)))
-        self._order_R = bring(torch.cat(all_rows).argsort(), device=device)
+            self._groups.append((bring(rows, device), Packing(counts).on(device)))
+        self._order_R = bring(torch.cat(all_rows).argsort(), device)
 
     def attend(
         self, query_RNF: Tensor, key_RNF: Tensor, value_RNF: Tensor, how: Callable[..., Tensor]

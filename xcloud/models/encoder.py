@@ -72,11 +72,11 @@ class Packing:
     def on(self, device: torch.device) -> Packing:
         """Return the packing of rows that are on this device."""
         there = copy.copy(self)
-        there.positions = bring(self.positions, device=device)
+        there.positions = bring(self.positions, device)
         if self.mask is not None:
-            there.mask = bring(self.mask, device=device)
-            there._cells_R = bring(self._cells_R, device=device)
-            there._rows = bring(self._rows, device=device)
+            there.mask = bring(self.mask, device)
+            there._cells_R = bring(self._cells_R, device)
+            there._rows = bring(self._rows, device)
         return there
 
     def check(self, num_positions: int) -> None:
@@ -94,9 +94,7 @@ class Packing:
 
     def unpack(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B, S, ...]; padded cells hold arbitrary values."""
-        flat = rows
-        if self.mask is not None:
-            flat = rows.index_select(0, self._rows)
+        flat = rows.index_select(0, self._rows) if self.mask is not None else rows
         return torch.unflatten(flat, 0, (len(self.counts), self.longest))
 
 
@@ -135,7 +133,7 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.output = nn.Linear(hidden, hidden)
-        _start_attention(self, hidden=hidden)
+        _start_attention(self, hidden)
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         """cache: of a decoder, in which a row sees itself and those before it."""
@@ -167,7 +165,7 @@ class CrossAttention(nn.Module):
         self.query = nn.Linear(hidden, hidden)
         self.key_value = nn.Linear(source_hidden, 2 * hidden)
         self.output = nn.Linear(hidden, hidden)
-        _start_attention(self, hidden=hidden)
+        _start_attention(self, hidden)
 
     def open(self, source_RH: Tensor, packing: Packing, decodes: bool) -> Cache:
         grid = packing.unpack(self.key_value(source_RH))
@@ -203,10 +201,10 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = SelfAttention(hidden=hidden, num_heads=num_heads)
+        self.attention = SelfAttention(hidden, num_heads)
         if crosses:
             self.cross_norm = nn.LayerNorm(hidden)
-            self.cross = CrossAttention(hidden=hidden, source_hidden=hidden, num_heads=num_heads)
+            self.cross = CrossAttention(hidden, source_hidden=hidden, num_heads=num_heads)
         self.feed_norm = nn.LayerNorm(hidden)
         up = nn.Linear(hidden, feed_forward)
         down = nn.Linear(feed_forward, hidden)
@@ -273,10 +271,7 @@ class Embeddings(nn.Module):
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""
         packing.check(self.positions.num_embeddings)
-        if types_R is None:
-            of_type = self.types.weight[0]
-        else:
-            of_type = self.types(types_R)
+        of_type = self.types.weight[0] if types_R is None else self.types(types_R)
         words = self.words(ids_R)
         if self.word_adapter is not None:
             words = words + self.word_adapter(ids_R)
@@ -350,11 +345,7 @@ class Encoder(nn.Module):
         self.apply(partial(_start_weights, std=0.02 * math.sqrt(768 / config.hidden)))
 
     def forward(
-        self,
-        ids_R: Tensor,
-        packing: Packing,
-        types_R: Tensor | None = None,
-        causal: bool = False,
+        self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         """[R] -> [R, H]."""
         assert self.embeddings is not None

@@ -130,9 +130,9 @@ class Experts(nn.Module):
     def add_adapters(self, r: int, scale: float) -> None:
         """Put LoRA beside all matrices; `ExpertAdapters.draw` starts it."""
         shape = (2 * self._feed_forward, self._hidden)
-        self.gate_up = ExpertAdapters(self.num_experts, shape=shape, r=r, scale=scale)
+        self.gate_up = ExpertAdapters(self.num_experts, shape, r, scale=scale)
         shape = (self._hidden, self._feed_forward)
-        self.down = ExpertAdapters(self.num_experts, shape=shape, r=r, scale=scale)
+        self.down = ExpertAdapters(self.num_experts, shape, r, scale=scale)
 
     def _adapters(self) -> list[tuple[ExpertAdapter, ...]]:
         """Return the two adapters of each expert; none where there is no LoRA."""
@@ -224,7 +224,7 @@ class RouterLoss:
             tokens_BE = torch.zeros(shape, dtype=torch.int32, device=device)
             shares_BE = torch.zeros(shape, device=device)
         else:
-            tokens_BE = bring(received[TOKENS], device=device)
+            tokens_BE = bring(received[TOKENS], device)
             shares_BE = received[SHARES]
         for of_router in logits:
             shares_BSE = packing.unpack(of_router.softmax(-1).float())

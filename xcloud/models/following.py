@@ -76,7 +76,7 @@ def following(
                 sent = stage(message, batch, pasts[number]).send
             message = carry(number, sent, batch)
         with autocast():
-            logits_BV = stages[-1].next_words(message, batch=batch, past=pasts[-1])
+            logits_BV = stages[-1].next_words(message, batch, past=pasts[-1])
         new = [choice.of(logits_BV[0])]
         text += new
         yield new[0]

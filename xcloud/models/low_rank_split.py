@@ -102,10 +102,10 @@ class LowRankSplit(TextModel):
         if stage == 0:
             return rows_boundary(
                 split.width(whole),
-                max_length=max_length,
+                max_length,
                 whole=whole,
                 gradient_returns=not split.freeze_bottom,
-                start=split.start_specs(whole, max_length=max_length),
+                start=split.start_specs(whole, max_length),
                 is_constant=split.freeze_bottom,
             )
         width = split.head_rank or whole
@@ -118,7 +118,7 @@ class LowRankSplit(TextModel):
                 ),
                 max_rows_per_sample=1,
             )
-        return rows_boundary(width, max_length=max_length, whole=whole)
+        return rows_boundary(width, max_length, whole=whole)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         split = self.split
@@ -129,10 +129,7 @@ class LowRankSplit(TextModel):
         answers = context.head and asdict(context.head)
         about: dict[str, Any] = {"head": answers, "max_length": context.max_length}
         if stage == 2:  # a separate head needs only the encoder's width
-            if given is None:
-                hidden = self.backbone.width()
-            else:
-                hidden = int(given["hidden"])
+            hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
             widen = way_to_head(hidden, rank=split.head_rank, seed=context.seed)[1]
             answer = self._answer(hidden, context)
@@ -156,28 +153,20 @@ class LowRankSplit(TextModel):
         hidden = config.hidden
         split.check(num_blocks, hidden)
         about["backbone"] = asdict(config)
-        if stage:
-            blocks = range(split.block, num_blocks)
-        else:
-            blocks = range(split.block + 1)
-        encoder = self._part(weights, blocks=blocks, is_bottom=stage == 0)
+        blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
+        encoder = self._part(weights, blocks, is_bottom=stage == 0)
         layers = dict(encoder.layers)
         cut_block = encoder.layer(split.block)
         if stage or split.is_inside:
             del layers[str(split.block)]  # the stage below or the cut has it
         handed: tuple[Tensor, ...] = ()
         if split.is_inside:
-            cut: nn.Module | None = cut_inside(split, stage=stage, block=cut_block)
+            cut: nn.Module | None = cut_inside(split, stage, block=cut_block)
         else:
             sizes = (config.vocab_size, hidden)
             lower = partial(self.lower, weights)
             cut, handed = projection_at(
-                split,
-                stage=stage,
-                sizes=sizes,
-                lower=lower,
-                public=self.public_text,
-                context=context,
+                split, stage, sizes, lower=lower, public=self.public_text, context=context
             )
             about[BASES] |= {} if cut is None else cut.measured_on
         ends = {} if cut is None else {"cut": cut}
@@ -227,7 +216,7 @@ class LowRankSplit(TextModel):
         dropout, in_attention = (0.0, 0.0) if is_bottom and self.split.freeze_bottom else drops
         config = replace(weights.config, dropout=dropout, attention_dropout=in_attention)
         with seeded(0, "replaced by the backbone's weights"):
-            encoder = Encoder(config=config, layers=blocks, embeddings=is_bottom, head=False)
+            encoder = Encoder(config, layers=blocks, embeddings=is_bottom, head=False)
         if weights.tensors is not None:
             encoder.load_part(weights.tensors)
         return encoder
@@ -245,15 +234,9 @@ class LowRankSplit(TextModel):
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
         if head.kind == "span":
-            return SpanHead(
-                hidden=hidden, max_answer_tokens=self.max_answer_tokens, seed=context.seed
-            )
-        pooler = None
-        if context.architecture is None:
-            pooler = self.backbone.pooler()
-        return SampleHead(
-            hidden=hidden, head=head, dropout=self.dropout, seed=context.seed, pooler=pooler
-        )
+            return SpanHead(hidden, max_answer_tokens=self.max_answer_tokens, seed=context.seed)
+        pooler = self.backbone.pooler() if context.architecture is None else None
+        return SampleHead(hidden, head, dropout=self.dropout, seed=context.seed, pooler=pooler)
 
 
 def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:
@@ -279,9 +262,9 @@ def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
     assert split.rank is not None
     in_attention = split.linear == "attention_output"
     if stage:
-        return SvdTop(block=block, rank=split.rank, in_attention=in_attention)
+        return SvdTop(block, rank=split.rank, in_attention=in_attention)
     if not in_attention:
-        return FeedForwardBottom(block=block, rank=split.rank)
+        return FeedForwardBottom(block, rank=split.rank)
     block.attention.output = filled(factors(block.attention.output.weight, rank=split.rank)[2])
     return block.attention
 
@@ -292,7 +275,7 @@ class FeedForwardBottom(nn.Module):
     def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
         self.block = block
-        block.down = filled(factors(block.down.weight, rank=rank)[2])
+        block.down = filled(factors(block.down.weight, rank)[2])
         del block.norm
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
@@ -308,11 +291,8 @@ class SvdTop(nn.Module):
 
     def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
         super().__init__()
-        if in_attention:
-            linear = block.attention.output
-        else:
-            linear = block.down
-        u, s, _ = factors(linear.weight, rank=rank)
+        linear = block.attention.output if in_attention else block.down
+        u, s, _ = factors(linear.weight, rank)
         self.s = filled(s)
         self.u = filled(u, bias=linear.bias)
         del block.attention

@@ -274,16 +274,14 @@ def pretrain(
     modes = _evenly(settings.causal_share)
     several = _batches(train, batch_tokens=settings.batch_tokens, draw=draw)
     batches = (
-        _guesses(texts, ids=ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
+        _guesses(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
         for texts in several
     )
-    best = None
-    if settings.max_epochs is not None:
-        best = _Best(encoder)
+    best = _Best(encoder) if settings.max_epochs is not None else None
     with seeded_on(device, seed=seed_of(settings.seed, "dropout")):
         steps = settings.descend(
             encoder,
-            batches=batches,
+            batches,
             loss_of=lambda b: _loss(encoder, batch=b)[0],
             report=report,
             score=score,
@@ -317,7 +315,7 @@ def evaluate(
     for start in range(0, len(texts), 64):
         guesses = _guesses(
             texts[start : start + 64],
-            ids=ids,
+            ids,
             mask_share=settings.mask_share,
             draw=draw,
             causal=causal,
@@ -380,10 +378,8 @@ def _guesses(
     truth_R = torch.cat(list(texts))
     lengths = torch.tensor([len(text) for text in texts])
     if not causal:
-        seen_R, from_M = mask_tokens(truth_R, ids=ids, mask_share=mask_share, draw=draw)
-        return _Guesses(
-            seen_R=seen_R, lengths=lengths, from_M=from_M, truth_M=truth_R[from_M], causal=False
-        )
+        seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw=draw)
+        return _Guesses(seen_R, lengths, from_M, truth_M=truth_R[from_M], causal=False)
     has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
     from_M = has_next_R.nonzero()[:, 0]
     return _Guesses(

@@ -157,7 +157,7 @@ class Split:
         if not self.is_measured or self.needs_public_text:
             return ()
         shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
-        return tuple(TensorSpec(shape=shape, dtype=torch.float32) for shape in shapes)
+        return tuple(TensorSpec(shape, dtype=torch.float32) for shape in shapes)
 
     def check(self, num_blocks: int | None, hidden: int) -> None:
         """Raise ConfigError for a block that the model lacks, or more features than it has."""
@@ -203,10 +203,7 @@ class Projection(nn.Module):
 
     def __init__(self, split: Split, is_up: bool, hidden: int, max_length: int) -> None:
         super().__init__()
-        if is_up:
-            ends = (split.width(hidden), hidden)
-        else:
-            ends = (hidden, split.width(hidden))
+        ends = (split.width(hidden), hidden) if is_up else (hidden, split.width(hidden))
         self.linear = nn.Linear(*ends, bias=False)
         if split.method == "orthogonal":
             register_parametrization(self.linear, "weight", Orthonormal())
@@ -258,8 +255,8 @@ def projection_at(
         return None, ()
     hidden = sizes[1]
     max_length = context.max_length
-    cut = Projection(split=split, is_up=bool(stage), hidden=hidden, max_length=max_length)
-    specs = split.start_specs(hidden, max_length=max_length)
+    cut = Projection(split, is_up=bool(stage), hidden=hidden, max_length=max_length)
+    specs = split.start_specs(hidden, max_length)
     if stage and specs:
         cut.start(*(torch.zeros(spec.shape) for spec in specs))
     if context.architecture is not None or (stage and specs):
@@ -293,10 +290,7 @@ def measured_basis(
     the run's seed if the basis starts at random.
     """
     cache_dir, (num_words, hidden) = context.cache_dir, sizes
-    if public is not None:
-        ids = public.token_ids(cache_dir)
-    else:
-        ids = context.vocabularies[TEXT]
+    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies[TEXT]
     if ids.size > num_words:
         raise ConfigError(
             f"the public text's tokenizer has {ids.size} token ids, but the model has "
@@ -304,7 +298,7 @@ def measured_basis(
         )
     if public is not None:
         whose = public.describe()
-        batch = _public_batch(split, public=public, ids=ids, context=context)
+        batch = _public_batch(split, public, ids, context=context)
     else:
         whose = "the owner's"
         batch = dict(context.samples(split.calibration_texts))
@@ -337,11 +331,11 @@ def measured_basis(
             encode = orthonormal_rows(rank, hidden, context.seed, "cut", split.block)
             decode = encode.T.contiguous()
         else:
-            encode, decode, share = moments.components(anchor, rank=rank, whiten=split.whiten)
+            encode, decode, share = moments.components(anchor, rank, whiten=split.whiten)
             context.report(f"{cut}: {rank} features keep {100 * share:.1f} % of the variance")
         save_file({"encode": encode, "decode": decode, "anchor": anchor}, part)
 
-    make_once(path, make=make)
+    make_once(path, make)
     return Basis(**load_file(path)), key
 
 
@@ -392,10 +386,7 @@ class _Moments:
         for text, types in zip(*several, strict=True):
             sent = lower(None, {TEXT: text, TYPES: types}).send
             rows = sent["hidden"].double().cpu()
-            if "places" in sent:
-                places = sent["places"]
-            else:
-                places = Packing(sent["counts"]).positions
+            places = sent["places"] if "places" in sent else Packing(sent["counts"]).positions
             places = places.long()
             self.count_P += torch.bincount(places, minlength=context.max_length)
             self.sum_PH.index_add_(0, places, rows)

@@ -110,19 +110,19 @@ class UpperStage(RowsStage):
         cast(Any, self.layers["cut"]).start(*tensors)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        rows, packing = self._answerable(received, batch=batch)
+        rows, packing = self._answerable(received, batch)
         if self.answer is not None:
             label = bring(batch[LABEL], device=rows.device)
             return StageOutput(loss=self.answer.loss(self.answer(rows), label, packing))
         if self._pooling is not None:
             return StageOutput({"pooled": rows.float()})
         assert packing is not None
-        return self._sent(rows, packing=packing)
+        return self._sent(rows, packing)
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         assert self.answer is not None
-        rows, packing = self._answerable(received, batch=batch)
+        rows, packing = self._answerable(received, batch)
         label = bring(batch[LABEL], device=rows.device)
         return self.answer.predict(self.answer(rows), label, packing)
 
@@ -133,7 +133,7 @@ class UpperStage(RowsStage):
             return self.way(received["pooled"]), None
         rows, packing = self._rows(received, batch=batch)
         if self._pooling is not None:
-            rows = pool(rows, packing=packing, how=self._pooling)
+            rows = pool(rows, packing, how=self._pooling)
         return self.way(rows), packing
 
 
@@ -142,11 +142,11 @@ def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
     counts = packing.counts
     device = rows_RH.device
     if how == "first":
-        return rows_RH.index_select(0, bring(counts.cumsum(0) - counts, device=device))
+        return rows_RH.index_select(0, bring(counts.cumsum(0) - counts, device))
     samples_R = torch.arange(len(counts)).repeat_interleave(counts)
     empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
-    sums_BH = empty.index_add(0, bring(samples_R, device=device), rows_RH)
-    return sums_BH / bring(counts, device=device)[:, None]
+    sums_BH = empty.index_add(0, bring(samples_R, device), rows_RH)
+    return sums_BH / bring(counts, device)[:, None]
 
 
 def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> nn.Linear:
@@ -260,10 +260,7 @@ class TextModel:
     """A SplitModel whose first stage reads a text, and whose last one reads labels."""
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        if stage == 0:
-            read = frozenset({TEXT, TYPES})
-        else:
-            read = frozenset[str]()
+        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
         return read | {LABEL} if stage == num_stages - 1 else read
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
@@ -291,7 +288,7 @@ def rows_boundary(
     )
     fields = (counts, *between, hidden)
     return Boundary(
-        fields=fields,
+        fields,
         max_rows_per_sample=max_length,
         gradient_returns=gradient_returns,
         start=start,

@@ -66,7 +66,7 @@ class Greedy(Limits):
         alive = torch.arange(num_sentences, device=limits.device)
         tokens = torch.full_like(alive, ids.bos)
         for position in range(longest):
-            tokens = _without_special(decoder.step(tokens), ids=ids).argmax(1)
+            tokens = _without_special(decoder.step(tokens), ids).argmax(1)
             written[alive, position] = tokens
             going = ((tokens != ids.eos) & (limits[alive] > position + 1)).nonzero()[:, 0]
             if not len(going):
@@ -109,7 +109,7 @@ class Beam(Limits):
         total_BK[:, 0] = 0.0
 
         for position in range(longest):
-            scores_NV = _without_special(decoder.step(tokens_N), ids=ids).float().log_softmax(1)
+            scores_NV = _without_special(decoder.step(tokens_N), ids).float().log_softmax(1)
             num_words = scores_NV.shape[1]
             grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
             candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
@@ -318,7 +318,7 @@ class ScaledEmbeddings(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocab_size, hidden)
         nn.init.normal_(self.words.weight, std=hidden**-0.5)
-        self.register_buffer("positions", sinusoids(max_length, hidden=hidden), persistent=False)
+        self.register_buffer("positions", sinusoids(max_length, hidden), persistent=False)
         self.scale = math.sqrt(hidden)
         self.dropout = nn.Dropout(dropout)
 
@@ -383,16 +383,14 @@ class Transformer(EncoderDecoder):
         return f"Transformer from scratch, {layers} x {self.hidden}"
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        return rows_boundary(self.hidden, max_length=max_length)
+        return rows_boundary(self.hidden, max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
         numbers = range(self.num_decoder_layers)
         if not is_last:
-            numbers = self.encoder_layers(
-                self.num_encoder_layers, stage=stage, num_stages=num_stages
-            )
+            numbers = self.encoder_layers(self.num_encoder_layers, stage, num_stages)
         layers: dict[str, nn.Module] = {}
         for i in numbers:
             # One random stream per layer: initial weights do not depend on the layout.
@@ -409,8 +407,8 @@ class Transformer(EncoderDecoder):
                 pad = ids.pad
         if embeddings is not None and is_last:
             return TargetStage(
-                embeddings=embeddings,
-                layers=layers,
+                embeddings,
+                layers,
                 head=TiedHead(self.hidden),
                 settings=self,
                 context=context,

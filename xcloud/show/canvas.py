@@ -48,7 +48,7 @@ TITLE_POINTS = 10
 def canvas(title: str, width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
     if title:
-        figure.suptitle(wrapped(title, width_in=width_in), fontsize=TITLE_POINTS)
+        figure.suptitle(wrapped(title, width_in), fontsize=TITLE_POINTS)
     return figure
 
 
@@ -110,7 +110,7 @@ def wrapped(title: str, width_in: float) -> str:
 def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
     """Mean over a fiftieth of a run around each step, and how many steps that is."""
     window = max(1, round(len(values) / 50))
-    return running_mean(values, window=window), window
+    return running_mean(values, window), window
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:

@@ -119,9 +119,7 @@ class ProgressLine:
         elif kind == "quality":
             self.note(_describe_quality(event))
         elif kind == "resume":
-            text = "begins anew"
-            if event["step"]:
-                text = f"resumes from step {event['step']}"
+            text = f"resumes from step {event['step']}" if event["step"] else "restarts"
             if again := event.get("steps_again"):
                 text += f"; {again} step{'s' if again > 1 else ''} done before are repeated"
             changed = ", ".join(event.get("changed", ()))
@@ -171,9 +169,7 @@ class ProgressLine:
             figures.append(f"loss {smooth['loss']:.3f}")
         figures += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
         for name, count in sorted(self._taken.items()):
-            loss = ""
-            if name in self._losses:
-                loss = f" {self._losses[name]:.2f}"
+            loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
             figures.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
         figures.append(f"{step_s:.3f} s/step")
         if smooth["tokens"] and step_s:
@@ -190,7 +186,7 @@ class ProgressLine:
         elif step_s and "line_s" in smooth:
             figures.append(f"link {100 * smooth['line_s'] / step_s:.0f} %")
         elif step_s:
-            figures.append(rate_in_words(max(sent), step_s=step_s))
+            figures.append(rate_in_words(max(sent), step_s))
         return figures
 
 
@@ -207,7 +203,7 @@ def _fitting(figures: Sequence[str], width: int) -> str:
 def _describe_quality(event: Event) -> str:
     errors = event.get("errors", {})
     values = "  ".join(
-        f"{score_name(name)} {score_with_error(name, value=value, error=errors.get(name))}"
+        f"{score_name(name)} {score_with_error(name, value, error=errors.get(name))}"
         for name, value in event["values"].items()
     )
     text = f"{event['split']} at step {event['step']}: {values}"
@@ -264,7 +260,7 @@ def write_record(
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
-    recording.finish(facts["status"], tracked, note_of(tracked, run_dir=run_dir))
+    recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
     places: dict[str, object] = {"run folder": run_dir}
     if (run_dir / MODEL_DIR).is_dir():
         places["model"] = run_dir / MODEL_DIR
@@ -277,13 +273,13 @@ def write_record(
         shown = shown.changed(cause=None)
     if shown.summary["num_steps"]:  # else there is nothing to compare
         places |= recording.places()
-    print_report(shown, places=places)
+    print_report(shown, places)
     return dict(record.summary)
 
 
 def _write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     try:
-        write_summary(run_dir / SUMMARY_FILE, summary=summary)
+        write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
 
@@ -323,7 +319,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics, record: RunRecord) -> lis
     with _may_lack(run_dir, what="pictures", lost_files=run.lost_files):
         timeline = timelines.timeline_of(run.events("timeline"))
         if timeline is not None:
-            timelines.write_trace(run_dir / TRACE_FILE, timeline=timeline, facts=facts)
+            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
             written.append(run_dir / TRACE_FILE)
         from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
 

@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    return Monitor(read_shared(file, run_dir=run_dir), run_dir)
+    return Monitor(read_shared(file, run_dir), run_dir)
 
 
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine. lost: a rank
     that has not finished."""
-    found = ((rank, failure_of(run_dir, rank=rank)) for rank in ranks)
+    found = ((rank, failure_of(run_dir, rank)) for rank in ranks)
     # Whoever has a reason of its own before those that lost it.
     failures = [(one["peer_lost"], rank, one["message"]) for rank, one in found if one]
     if not failures:
@@ -119,7 +119,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     ranks = range(monitor.experiment.cluster.num_ranks)
     cause = None
     if lost:
-        cause = first_failure(run_dir, ranks=ranks, lost=lost[0])
+        cause = first_failure(run_dir, ranks, lost=lost[0])
     if attempt.is_stopped and cause is None:
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:

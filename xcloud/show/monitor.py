@@ -14,13 +14,7 @@ from typing import Any
 
 from xcloud.base.project import commit
 from xcloud.job.config import EXPERIMENT_FILE, Settings
-from xcloud.record.events import (
-    EVENTS_FILE,
-    LOST_LINES_FILE,
-    MALFORMED,
-    Event,
-    EventReader,
-)
+from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, MALFORMED, Event, EventReader
 from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.show.display import NOTIFIED, ProgressLine, write_record
@@ -232,7 +226,7 @@ class Monitor:
         else:
             status = "stopped" if is_stopped else "failed"
         if self._keeps_earlier:
-            self._tell_end(status, cause=cause)
+            self._tell_end(status, cause)
             return read_summary(self.run_dir)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed,
@@ -244,5 +238,5 @@ class Monitor:
             recording=self._recording,
             facts=facts,
         )
-        self._tell_end(status, cause=cause)
+        self._tell_end(status, cause)
         return summary

@@ -82,12 +82,10 @@ def write_pictures(
     drawn: list[Path | None] = []
     if timeline is not None:
         drawn.append(
-            write_timeline(
-                run_dir / TIMELINE_PICTURE, timeline=timeline, title=title, predicted=predicted
-            )
+            write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted=predicted)
         )
-    drawn.append(write_loss(run_dir / LOSS_PICTURE, run=run, title=title))
-    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run=run, title=title))
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
 
 
@@ -137,9 +135,9 @@ def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     figure = canvas(title, width_in=11, height_in=3.2 + 0.4 * len(clouds))
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     unit, per_s = ("ms", 1e3) if np.median(step_s) < 1 else ("s", 1.0)
-    _draw_parts(left, run=run, skip=skip, per_s=per_s)
+    _draw_parts(left, run, skip, per_s=per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
-    _draw_times(right, step=step, taken=per_s * step_s, unit=unit)
+    _draw_times(right, step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
     for at_step, text in run.marks:
         after = at_step + 0.5
@@ -203,10 +201,7 @@ def write_timeline(
     path: Path, timeline: Timeline, title: str, predicted: Timeline | None = None
 ) -> Path:
     """predicted: a step that a plan foresaw, drawn above at the same scale."""
-    if predicted is None:
-        shown = [timeline]
-    else:
-        shown = [predicted, timeline]
+    shown = [timeline] if predicted is None else [predicted, timeline]
     lanes = [list(_lanes(one)) for one in shown]
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 1e7 else (1e-6, "s")
@@ -245,15 +240,11 @@ def write_timeline(
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:
-    named = "predicted"
-    if not is_predicted:
-        named = f"step {timeline.step}"
+    named = f"step {timeline.step}" if not is_predicted else "predicted"
     text = f"{named}: {human_seconds(1e-6 * timeline.step_us)}"
     if timeline.bubble_ratio is None:
         return text
-    more = " (waiting / computing, averaging left out)"
-    if is_predicted:
-        more = ""
+    more = "" if is_predicted else " (waiting / computing, averaging left out)"
     return f"{text}, bubble ratio {timeline.bubble_ratio:.2f}{more}"
 
 
@@ -310,17 +301,15 @@ class _Bar(NamedTuple):
 
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
     yield _Bar(
-        y=y, height=0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT
+        y, height=0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT
     )
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
     for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
         bar = _Bar(
-            y=y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
+            y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
         )
         if box.what in ("forward", "backward", "weights"):
-            small = ""
-            if several:
-                small = str(box.stage).translate(_SUBSCRIPT)
+            small = str(box.stage).translate(_SUBSCRIPT) if several else ""
             bar = bar._replace(edge="white", text=f"{box.micro_batch}{small}")
         yield bar
 
@@ -333,9 +322,7 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
         middle = y - 0.3 + height * (index + 0.5)
         for flight in row:
             colour = FLIGHTS.get(flight.kind, OTHER_FLIGHT)
-            text = ""
-            if len(rows) <= 2 and flight.kind in FLIGHTS:
-                text = str(flight.micro_batch)
+            text = str(flight.micro_batch) if len(rows) <= 2 and flight.kind in FLIGHTS else ""
             yield _Bar(
                 y=middle,
                 height=height,

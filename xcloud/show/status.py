@@ -23,13 +23,7 @@ from xcloud.base.terminal import printable, say
 from xcloud.base.units import human_duration
 from xcloud.job.given import check_is_run
 from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.files import (
-    AGREED_FILE,
-    LAUNCHER_FILE,
-    CheckpointSteps,
-    failure_of,
-    read_json,
-)
+from xcloud.record.files import AGREED_FILE, LAUNCHER_FILE, CheckpointSteps, failure_of, read_json
 from xcloud.record.summary import SUMMARY_FILE
 
 STALE_S = 5.0  # a rank writes its state every second
@@ -115,7 +109,7 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
     for path in run_dir.glob("rank*.state.json"):
         try:
             state = parsed_json(path.read_text("utf-8"))
-            ranks.append(RankStatus(state=state, now=time.time() if now is None else now))
+            ranks.append(RankStatus(state, now=time.time() if now is None else now))
         except (OSError, ValueError, LookupError, TypeError) as error:
             say(f"{path} cannot be read: {error!r}", error=True)
     return sorted(ranks, key=lambda status: status.rank)
@@ -188,10 +182,7 @@ def describe(run_dir: Path) -> str:
     waits = waited_for(ranks)
     lines = [f"{run_dir}: {_whole(run_dir, ranks=ranks, now=now)}", ""]
     lines += [one.line(waits.get(one.rank)) for one in ranks]
-    if all(one.process == "gone" for one in ranks):
-        ends = {}
-    else:
-        ends = culprits(ranks)
+    ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
         lines.append(f"rank {rank} is waited for by rank{'s' * (len(waiting) > 1)} {names}")
@@ -219,7 +210,7 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
         return "; ".join(["running", *away])
     launcher = read_json(run_dir / LAUNCHER_FILE)
     if launcher and _process(launcher["pid"], host=launcher["host"]) != "gone":
-        return _between_attempts(run_dir, ranks=ranks, launcher=launcher, now=now)
+        return _between_attempts(run_dir, ranks, launcher, now=now)
     if summary := read_json(run_dir / SUMMARY_FILE):
         cause = summary.get("cause")
         return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
@@ -234,9 +225,7 @@ def _between_attempts(
     run_dir: Path, ranks: Sequence[RankStatus], launcher: Mapping[str, Any], now: float
 ) -> str:
     steps = CheckpointSteps(run_dir).agreed_steps()
-    again = "starting"
-    if steps:
-        again = f"starting again from step {steps[0]}"
+    again = f"starting again from step {steps[0]}" if steps else "starting"
     if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before
         return again
     failures = [failure_of(run_dir, rank=one.rank) for one in ranks]

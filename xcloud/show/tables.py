@@ -141,7 +141,7 @@ def print_report(
     if summary.get("cause"):
         say(console, text=f"cause: {summary['cause']}", style="red")
     if summary["num_steps"]:
-        _print_figures(record, console=console)
+        _print_figures(record, console)
     margin = max(map(len, places), default=0)
     for label, place in places.items():
         say(console, text=f"{label:<{margin}}  {place}")
@@ -181,7 +181,7 @@ def _print_figures(record: RunRecord, console: Console) -> None:
     summary = record.summary
     remark = Column(heading="", right=False, wraps=True, dim=True)
     columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
-    print_table(console, columns=columns, rows=record.rows, heads=False)
+    print_table(console, columns, rows=record.rows, heads=False)
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
         times = [

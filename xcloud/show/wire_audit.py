@@ -182,7 +182,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         records[record.rank] = record
         try:
             signatures[str(path)] = _signer(
-                path, data=data, cloud=record.cloud, certificates=certificates
+                path, data, cloud=record.cloud, certificates=certificates
             )
         except SealError as error:
             signatures[str(path)] = str(error)
@@ -195,7 +195,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         if sender.cloud != receiver.cloud
         for pair in _pairs(sender, receiver=receiver)
     ]
-    return Comparison(pairs=pairs, missing=missing, signatures=signatures, refused=refused)
+    return Comparison(pairs, missing, signatures, refused=refused)
 
 
 def _files(folders: Iterable[Path]) -> Iterator[Path]:

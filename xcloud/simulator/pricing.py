@@ -274,10 +274,7 @@ class Pricer:
         trains_locally = averaging.traits.trains_locally
         spans = pairwise((0, *ends))
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
-        if trains_locally:
-            around_s = profile.around_changes_s
-        else:
-            around_s = profile.around_gradients_s
+        around_s = profile.around_changes_s if trains_locally else profile.around_gradients_s
         return exchange_of(
             arranged.layout, averaging, costs, shares, lines=lines, around_s=around_s
         )

@@ -99,9 +99,7 @@ class StepProgram:
                 return 0.0, 0.0, 0.0
             what = "norm" if op.what == "clip" else op.what
             return 0.0, costs.update_s(what, rank=rank, stages=self.placements[rank].stages), 0.0
-        before = 0.0
-        if op.received is not None:
-            before = costs.direction(op.received).decompress_s
+        before = costs.direction(op.received).decompress_s if op.received is not None else 0.0
         behind = costs.direction(op.sent).compress_s if op.sent is not None else 0.0
         own_s = costs.action_s(rank, action=op.action)
         if op.what == "backward" and op.action.stage in self._deferred:
@@ -263,8 +261,5 @@ class StepProgram:
         behind = self.owner(boundary + 1, micro_batch=action.micro_batch)
         if before == behind:
             return None
-        if kind == "forward":
-            both = (before, behind)
-        else:
-            both = (behind, before)
+        both = (before, behind) if kind == "forward" else (behind, before)
         return TransferCost(kind, boundary, first + action.micro_batch, *both)

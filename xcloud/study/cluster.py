@@ -35,13 +35,7 @@ from xcloud.launch.processes import num_threads
 from xcloud.record.files import read_json, replace_text
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.study.points import Point
-from xcloud.study.runner import (
-    OUTPUT_FILE,
-    LauncherSettings,
-    PointRunner,
-    Processes,
-    start_point,
-)
+from xcloud.study.runner import OUTPUT_FILE, LauncherSettings, PointRunner, Processes, start_point
 
 JOB_FILE = "job.json"
 JOBS_DIR = ".jobs"
@@ -139,7 +133,7 @@ class Jobs:
             if job is None:
                 if not (run_dir / EXPERIMENT_FILE).exists():
                     point.named.write(run_dir / EXPERIMENT_FILE)
-                job = self._submit(point, run_dir=run_dir)
+                job = self._submit(point, run_dir)
             self._follow(point, job=job)
             summary = self._summary(run_dir)
             if summary.get("status") == "finished":

@@ -63,12 +63,12 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
                 f"{title}: quality and {what}", width_in=8, height_in=5.5 + 0.1 * len(marks)
             )
             axes = figure.subplots()
-            draw_scatter(axes, marks=marks, cost=cost, score=results.scores[0])
+            draw_scatter(axes, marks, cost, score=results.scores[0])
             axes.set_xlabel(label)
             figure.legend(ncols=3, **_LEGEND)
             written.append(save(figure, path=folder / name))
     if _clouds(results.rows):
-        written.append(_write_step_time(folder / STEP_TIME, results=results, title=title))
+        written.append(_write_step_time(folder / STEP_TIME, results, title))
     return written
 
 
@@ -95,9 +95,7 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
     return marks.assign(
-        label=labels,
-        colour=_nth(LINES, numbers=colours),
-        shape=_nth(MARKERS, numbers=shapes),
+        label=labels, colour=_nth(LINES, numbers=colours), shape=_nth(MARKERS, numbers=shapes)
     )
 
 
@@ -107,7 +105,7 @@ def _nth(names: Sequence[str], numbers: Any) -> list[str]:
 
 
 def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:
-    spread = plus_minus(marks, score=score)
+    spread = plus_minus(marks, score)
     for number, mark in marks.iterrows():
         axes.errorbar(
             mark[cost], mark[score], xerr=mark[f"{cost}_std"], yerr=spread[number],
@@ -184,7 +182,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
-            label = _label_of_curve(row, results=results)
+            label = _label_of_curve(row, results)
             curves[label] = losses
             if number in chosen:
                 reference = label
@@ -205,7 +203,7 @@ def colours_of_curves(results: Results) -> dict[str, str]:
     """Return the colour of each setting, which it has in the other pictures too, by the label of
     its curve."""
     return {
-        _label_of_curve(row, results=results): LINES[int(number) % len(LINES)]
+        _label_of_curve(row, results): LINES[int(number) % len(LINES)]
         for number, row in results.rows.iterrows()
     }
 
@@ -230,7 +228,7 @@ def write_losses(
         heights = [2, 1]
         height_in = 6.2
     figure = canvas(f"{title}: training loss", width_in=8, height_in=height_in)
-    panels = column(figure, heights=heights)
+    panels = column(figure, heights)
     others = {label: losses for label, losses in curves.items() if label != reference}
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
@@ -252,7 +250,7 @@ def write_losses(
                 label += f": differs by ≤ {largest:.2g}"
             else:
                 label += ": equal at every step"
-        _draw_losses(panels[0], losses=losses, style=style, label=label)
+        _draw_losses(panels[0], losses, style, label=label)
     seeds = max(len(losses.columns) for losses in others.values())
     loss = "training loss"
     if seeds > 1:
@@ -288,7 +286,7 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     )
     panels = column(figure, heights=[1] * len(swept.scores))
     for axes, score in zip(panels, swept.scores, strict=True):
-        _draw_swept(axes, swept=swept, score=score)
+        _draw_swept(axes, swept, score)
     panels[-1].set_xlabel(swept.setting)
     handles = [Line2D([], [], label=line, **_style(n)) for n, line in enumerate(swept.lines)]
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
@@ -302,7 +300,7 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
 
 def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
     beside = swept.beside.dropna(subset=score)
-    ends = plus_minus(beside, score=score).fillna(0.0)
+    ends = plus_minus(beside, score).fillna(0.0)
     for (number, row), colour in zip(beside.iterrows(), BANDS, strict=False):
         low = row[score] - ends[number]
         high = row[score] + ends[number]
@@ -320,18 +318,16 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
         shift = apart * (index - (len(swept.lines) - 1) / 2)
         rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
         axes.errorbar(
-            rows.value + shift, rows[score], yerr=plus_minus(rows, score=score).fillna(0.0),
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
             elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
         )  # fmt: skip
-    of = ", test set"
-    if score in LESS_IS_BETTER:
-        of = ", less is better"
+    of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     counts = pd.concat([swept.rows, swept.beside]).finished
     num_seeds = " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
     seeds = ""
     if num_seeds != "1":
         seeds = f"\n(mean ± std over {num_seeds} seeds)"
-    elif plus_minus(swept.rows, score=score).notna().any():
+    elif plus_minus(swept.rows, score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, grid="both")

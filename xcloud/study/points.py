@@ -173,7 +173,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
     shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
     for point in points:
-        point.label = _label(point, keys=keys, shorts=shorts)
+        point.label = _label(point, keys, shorts)
     labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
     for point in points:
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
@@ -293,7 +293,7 @@ class SweepState:
     def lock(self) -> Iterator[None]:
         """Own the folder of the study. Raises ConfigError if another process does."""
         advice = "another process runs it; wait for that one, or choose another name or folder"
-        with owned(self.folder, advice=advice):
+        with owned(self.folder, advice):
             yield
 
     def decide(
@@ -320,9 +320,9 @@ class SweepState:
             if point.row:
                 folder = point.row if point.row in self.points else None
             if folder is None:
-                folder = _free_name(point.folder, taken=taken)
+                folder = _free_name(point.folder, taken)
                 taken.add(folder)
-                decisions.append(Decision(point=point, verdict="run", folder=folder))
+                decisions.append(Decision(point, verdict="run", folder=folder))
             else:
                 if is_running(self.folder / folder):
                     why = "a job runs it"
@@ -330,9 +330,7 @@ class SweepState:
                     continue
                 changed = differences(ran.get(folder) or point.settings, other=point.settings)
                 decisions.append(
-                    self._judge(
-                        point, folder=folder, changed=changed, accept_changes=accept_changes
-                    )
+                    self._judge(point, folder, changed, accept_changes=accept_changes)
                 )
         return decisions
 
@@ -343,7 +341,7 @@ class SweepState:
         if decision.verdict == "follow":
             return run_dir
         with owned(run_dir):  # else it is a point that somebody has resumed by hand
-            return self._emptied(run_dir, decision=decision, parallel=parallel)
+            return self._emptied(run_dir, decision, parallel)
 
     def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
         if decision.verdict == "resume":
@@ -391,16 +389,13 @@ class SweepState:
         if status != "finished":
             why = ": ".join(filter(None, (status, summary.get("cause"))))
             if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
-                return Decision(point=point, verdict="again", folder=folder, why=why)
+                return Decision(point, verdict="again", folder=folder, why=why)
             return Decision(
-                point=point, verdict="resume", folder=folder, why=f"from step {steps[0]}; {why}"
+                point, verdict="resume", folder=folder, why=f"from step {steps[0]}; {why}"
             )
         is_kept = accept_changes or not changes
         return Decision(
-            point=point,
-            verdict="skip" if is_kept else "again",
-            folder=folder,
-            why="; ".join(changes),
+            point, verdict="skip" if is_kept else "again", folder=folder, why="; ".join(changes)
         )
 
 

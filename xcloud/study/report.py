@@ -32,15 +32,7 @@ from xcloud.base.units import (
 )
 from xcloud.record.events import AVERAGING, TENSORS
 from xcloud.show import tables
-from xcloud.show.tables import (
-    Column,
-    Page,
-    Picture,
-    Table,
-    console_of,
-    print_table,
-    write_site,
-)
+from xcloud.show.tables import Column, Page, Picture, Table, console_of, print_table, write_site
 from xcloud.study.points import (
     UNCOMPRESSED,
     PointSettings,
@@ -100,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     check_no_password("--uri", uri=given.uri)
     store = Store(root=project_root() / given.root, experiment=given.experiment, uri=given.uri)
-    opened = dict(open_sweep(name, store=store) for name in given.sweep)
+    opened = dict(open_sweep(name, store) for name in given.sweep)
     names = [folder.name for folder in opened]
     if len({*names}) < len(names):
         raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
@@ -128,17 +120,13 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     written += pictures.write_pictures(folder, results=results, title=title)
     if swept := swept_of(results):
         print_swept(swept)
-        written.append(write_swept(folder, swept=swept))
-        written.append(pictures.write_swept_picture(folder, swept=swept, title=title))
+        written.append(write_swept(folder, swept))
+        written.append(pictures.write_swept_picture(folder, swept, title))
     reference, curves = pictures.curves_of(results)
     if curves:
         written.append(
             pictures.write_losses(
-                folder,
-                reference=reference,
-                curves=curves,
-                title=title,
-                colours=pictures.colours_of_curves(results),
+                folder, reference, curves, title=title, colours=pictures.colours_of_curves(results)
             )
         )
     say(f"in {folder}: {', '.join(path.name for path in written)}")
@@ -153,7 +141,7 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
         score = [*results.scores, "bleu"][0]
         all_settings = [run.settings for run in results.runs]
         for line in page_in_mlflow(
-            results.sweeps[0], tracker=tracker, settings=all_settings, score=score, files=written
+            results.sweeps[0], tracker, settings=all_settings, score=score, files=written
         ):
             say(line)
 
@@ -327,7 +315,7 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
         wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
         wide = wide[swept.lines].fillna("-")
         cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
-        cells += [(row.setting, *[spread_text(row, score=score)] * len(swept.lines))
+        cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
                   for _, row in swept.beside.iterrows()]  # fmt: skip
         title = f"{score_name(score)} by {swept.setting}"
         print_table(console, columns=[swept.name, *swept.lines], rows=cells, title=title)
@@ -358,9 +346,7 @@ def _compare(results: Results) -> None:
         found = differences(shared[first], other=shared[sweep]).items()
         both = [f"  {key}: {old} | {new}" for key, (old, new) in found
                 if key in shared[first] and key in shared[sweep]]  # fmt: skip
-        heading = "no common setting differs"
-        if both:
-            heading = "settings that differ"
+        heading = "settings that differ" if both else "no common setting differs"
         say("\n".join([f"{first} | {sweep}: {heading}", *both[:MAX_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
     bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
@@ -393,7 +379,7 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
     )
     shown = [Picture(file=p, text=p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
     pages = [
-        _setting_page(link, results=results, runs=results.of_row[number])
+        _setting_page(link, results, runs=results.of_row[number])
         for link, number in zip(links, results.rows.index, strict=True)
     ]
     return write_site(
@@ -428,7 +414,7 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
         Table(title="Runs", cells=points)
     ]
     return Page(
-        name=name,
+        name,
         title=runs[0].label,
         facts=(),
         command=command,
@@ -466,7 +452,7 @@ def page_in_mlflow(
         prepare_environment()
         metrics = (score, *COSTS)
         params = columns_of(settings)
-        return list(tracker.store.show_sweep(sweep, metrics=metrics, params=params, files=files))
+        return list(tracker.store.show_sweep(sweep, metrics, params, files=files))
     except Exception as error:  # MLflow may be down or refuse; the sweep continues.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [f"MLflow: no page could be prepared: {reason}"]

@@ -252,7 +252,7 @@ def _row(runs: Sequence[PointResult]) -> dict[str, Any]:
         # Equal where step times compare, and where the same work is done, on any cluster.
         "reference": identity(settings, "seed", "compression"),
         "workload": identity(settings, "seed", "compression", "cluster"),
-        "published": published_for(settings, compression=compression),
+        "published": published_for(settings, compression),
     }
 
 
@@ -372,7 +372,7 @@ def swept_of(results: Results) -> Swept | None:
     shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
     shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
     names = shown_scores(name for name in results.scores if shown[name].notna().any())
-    return Swept(setting=setting, scores=names, rows=shown, beside=scored.drop(shown.index))
+    return Swept(setting, scores=names, rows=shown, beside=scored.drop(shown.index))
 
 
 def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
@@ -420,13 +420,7 @@ def from_store(store: Store, sweep: str) -> list[PointResult]:
 
 def _result(sweep: str, run_dir: Path, at_once: int) -> PointResult:
     settings = settings_of(run_dir / EXPERIMENT_FILE)
-    return PointResult(
-        sweep=sweep,
-        run_dir=run_dir,
-        settings=settings,
-        summary=read_summary(run_dir),
-        at_once=at_once,
-    )
+    return PointResult(sweep, run_dir, settings, summary=read_summary(run_dir), at_once=at_once)
 
 
 def known_sweeps() -> list[str]:

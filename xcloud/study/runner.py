@@ -42,14 +42,7 @@ from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.launch.processes import RunStopped, num_threads
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.study.points import (
-    Decision,
-    Overrides,
-    Point,
-    SweepState,
-    name_points,
-    same_overrides,
-)
+from xcloud.study.points import Decision, Overrides, Point, SweepState, name_points, same_overrides
 from xcloud.tracking.mlflow_store import legal
 from xcloud.tracking.tracker import Tracker
 
@@ -119,7 +112,7 @@ class Processes:
         """Raises RunFailed with the last line that the point said."""
         point.named.write(run_dir / EXPERIMENT_FILE)
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
-        process = start_point(run_dir, threads=threads)
+        process = start_point(run_dir, threads)
         self._running.append(process)
         if self._is_ending:  # it began while `end` went through the others
             process.terminate()
@@ -241,7 +234,7 @@ class Runner:
         except Exception as error:
             cause = _one_line(error)
         if not self._is_interrupted:
-            self._ended(point, figures, cause=cause, took_s=time.monotonic() - started_s)
+            self._ended(point, figures, cause, took_s=time.monotonic() - started_s)
 
     def _ended(self, point: Point, figures: str, cause: str | None, took_s: float) -> None:
         self._took_s.append(took_s)
@@ -307,10 +300,10 @@ class Sweep:
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = composed_points(asked, compose=compose)
+        points, wrong = composed_points(asked, compose)
         if wrong and not self.drops_invalid:
             self._forget_folder()
-            reasons = reasons_of(wrong, asked=asked)
+            reasons = reasons_of(wrong, asked)
             return refuse("the sweep is refused, nothing was started; " + reasons[0], *reasons[1:])
         for reason, refused in wrong.items():
             for overrides in refused:
@@ -356,10 +349,10 @@ class Sweep:
                 same_overrides(entry["overrides"], other=point.overrides) for point in points
             )
         ]
-        name_points(points, earlier=earlier)
+        name_points(points, earlier)
         for point in points:
             point.sweep = self.name
-        runner = Runner(state=state, settings=self.settings, processes=self.processes)
+        runner = Runner(state, settings=self.settings, processes=self.processes)
         decisions = runner.decide(points)
         for decision in decisions:
             self._folders[decision.point.overrides] = self.folder / decision.folder
@@ -377,7 +370,7 @@ class Sweep:
             return INTERRUPTED
         self.causes |= runner.causes
         if self.closes:
-            close_sweep(self.folder, tracker=tracker)
+            close_sweep(self.folder, tracker)
         if not runner.causes:
             return FINISHED
         failed = f"{len(runner.causes)} of {len(runner.todo)} points failed"
@@ -479,7 +472,7 @@ def _figures(run_dir: Path) -> str:
     known = legal(RunRecord(summary, FIGURES).metrics)
     score = next(iter(summary.get("quality", ())), "")
     texts: dict[str, Callable[[float], str]] = {
-        score: lambda value: f"{score_name(score)} {score_text(score, value=value)}",
+        score: lambda value: f"{score_name(score)} {score_text(score, value)}",
         "step_time_s": lambda value: f"{human_seconds(value)} a step",
         "compression_ratio": lambda value: f"ratio {value:.2f}x",
         "bytes_per_token": lambda value: f"{value:,.1f} B a token",

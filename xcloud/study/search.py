@@ -129,9 +129,7 @@ class SearchSpace:
         for key, kind in self.varied.items():
             text = given[key]
             try:
-                value: Any = text
-                if hasattr(kind, "low"):
-                    value = type(kind.low)(float(text))
+                value: Any = type(kind.low)(float(text)) if hasattr(kind, "low") else text
                 if not kind._contains(kind.to_internal_repr(value)):
                     return None
             except ValueError:
@@ -193,7 +191,7 @@ class Search:
     def go_on(self, folder: Path) -> int:
         """Run what is left of the search. Returns how many settings have been tried in all."""
         study = self._study()
-        tried = self._told_before(study, folder=folder)
+        tried = self._told_before(study, folder)
         if tried:
             say(f"search: {len(tried)} settings are known from before")
         while len(tried) < self.settings.runs:

@@ -155,10 +155,7 @@ class Classification(TextTask):
 
     def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
         tables, columns = self._usable(found)
-        if fields & {"text", "types"}:
-            hidden = set[str]()
-        else:
-            hidden = {"first", "second"}
+        hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
@@ -188,9 +185,7 @@ class Classification(TextTask):
         return ClassificationData(task=self, corpus=corpus, fields=fields)
 
     def agreed_settings(self) -> dict[str, object]:
-        classes = None
-        if self.known.classes is not None:
-            classes = list(self.known.classes)
+        classes = list(self.known.classes) if self.known.classes is not None else None
         more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
@@ -223,9 +218,7 @@ class ClassificationData(View[Classification]):
             )
             for split, of in cells.items():
                 sides = [of[name] for name in ("first", "second") if name in of]
-                self._pairs[split] = PairTable.encoded(
-                    tokenizer, sides=sides, most=task.max_length
-                )
+                self._pairs[split] = PairTable.encoded(tokenizer, sides, most=task.max_length)
             columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
@@ -237,10 +230,7 @@ class ClassificationData(View[Classification]):
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]
-        if "text" in fields:
-            cuts = {"texts cut": cuts_of(columns["text"])}
-        else:
-            cuts = {}
+        cuts = {"texts cut": cuts_of(columns["text"])} if "text" in fields else {}
         super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
@@ -254,7 +244,7 @@ class ClassificationData(View[Classification]):
         has parts: the main metric averaged over parts, then every metric of each part (accuracy,
         accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
         error of the mean is over rows that are drawn in all parts alike."""
-        self.check_predictions(split, predictions=predictions)
+        self.check_predictions(split, predictions)
         label = self._label
         labels = self._columns["label"][split]
         parts = self._parts.get(split)
@@ -270,7 +260,7 @@ class ClassificationData(View[Classification]):
                 samples[i]["part"] = parts[i]
             by_part.setdefault("" if parts is None else parts[i], []).append((right, said))
         values, errors = label_scores(self._task.scores, parts=by_part)
-        return Scores(values=values, errors=errors, samples=samples)
+        return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
         names = self._task.scores
@@ -337,7 +327,7 @@ class LanguageFolder(InFolder):
         where = self.where(form)
         here = form.train_language
         files = dict[str, TextFile]()
-        for file in list_files(Path(where), form=form):
+        for file in list_files(Path(where), form):
             if (other := files.setdefault(file.name, file)) is not file:
                 both = f"{name_of(other)} and {name_of(file)}"
                 raise DataError(f"{where}: {both} are both {file.name}; remove one")
@@ -357,7 +347,7 @@ class LanguageFolder(InFolder):
         tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
         return SplitTables(
-            tables=tables,
+            tables,
             facts={"train": names, "languages": wanted},
             remarks=[] if trained else [remark],
             test_key="task.languages",
@@ -400,7 +390,7 @@ class LanguageHub(OnHub):
         }
         facts = {"revision": self.revision, "languages": tested}
         remarks = said_of_commit(where, train)
-        return SplitTables(tables=tables, facts=facts, remarks=remarks, test_key="task.languages")
+        return SplitTables(tables, facts, remarks, test_key="task.languages")
 
 
 @settings("task.data", kw_only=True)
@@ -430,7 +420,7 @@ class DemoReviews(Demo):
         if form.name != "qnli":
             liked = reviews(self.total)
             rows = [(text, str(int(positive))) for text, positive in liked]
-            return self.generated(("sentence", "label"), rows=rows, samples=liked)
+            return self.generated(("sentence", "label"), rows, samples=liked)
         asked = answers(self.total)
         labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
         return self.generated(("question", "sentence", "label"), rows=labelled, samples=asked)

@@ -85,7 +85,7 @@ class LabelSet:
         the_classes = _some(names, most=MAX_SHOWN)
         for numbers in (by_name, by_index):
             if all(of <= numbers.keys() for of in found.values()):
-                return LabelSet(names=names, numbers=numbers)
+                return LabelSet(names, numbers)
         for split, of in found.items():
             if unknown := sorted(of - by_name.keys() - by_index.keys()):
                 said = f"unknown labels: {_some(unknown)}; the classes are {the_classes}"

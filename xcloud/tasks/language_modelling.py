@@ -171,7 +171,7 @@ def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitte
             num_left_out += 1
         elif sum(len(ids[place]) for place in kept) < len(ids):
             num_cut += 1
-    return Fitted(pieces=pieces, num=len(documents), num_cut=num_cut, num_left_out=num_left_out)
+    return Fitted(pieces, num=len(documents), num_cut=num_cut, num_left_out=num_left_out)
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
@@ -234,7 +234,7 @@ class CausalTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         pad, bos, eos, _, unknown = SPECIAL_TOKENS
-        backend = public_tokenizer(choice, cache_dir=cache_dir).backend
+        backend = public_tokenizer(choice, cache_dir).backend
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
             unk_token=unknown, clean_up_tokenization_spaces=False,
@@ -322,7 +322,7 @@ class CausalTokenizer:
         """
         chats = chats_of(rows)
         self.learns_chats |= bool(chats)
-        remarks = self.check_is_written(chats, where=where)
+        remarks = self.check_is_written(chats, where)
         documents = self.texts(rows.texts.get(TEXT, ()))
         documents += [
             self.chat(
@@ -356,7 +356,7 @@ class CausalTokenizer:
                 first.setdefault(key, number)
                 if tried[key] < MAX_TRIES:
                     tried[key] += 1
-                    if self._differ(chat, lacking, where=where):
+                    if self._differ(chat, lacking, where):
                         written.add(key)
         split = where.rpartition(", ")[2]
         remarks = []
@@ -393,7 +393,7 @@ class CausalTokenizer:
         """Return texts as documents: begin token (where there is one), text, end token, all to be
         guessed."""
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
-        return [Document(ids=ids, learned=[True] * len(ids)) for ids in found]
+        return [Document(ids, learned=[True] * len(ids)) for ids in found]
 
     def chat(
         self,
@@ -466,10 +466,7 @@ class CausalTokenizer:
             if system is not None:
                 raise DataError("a system message needs a chat: this prompt is plain text")
             return self.encode(text, begins=True) or [self.token_ids.eos]
-        if system is None:
-            first = []
-        else:
-            first = [{"role": "system", "content": system}]
+        first = [] if system is None else [{"role": "system", "content": system}]
         return self.asked([*first, {"role": "user", "content": text}])
 
     def asked(
@@ -664,7 +661,7 @@ class LanguageModelling(TextTask):
             for split, rows in rows_of_splits.items():
                 chats = self.chats(rows)
                 where = f"{self.describe()}, {split}"
-                tokenizer.check_is_written(chats, where=where)
+                tokenizer.check_is_written(chats, where)
                 for number, chat in enumerate(chats[:MAX_TRIES], start=1):
                     place = f"{where}, chat {number}"
                     tokenizer.chat(
@@ -780,10 +777,10 @@ class LanguageData(View[LanguageModelling]):
                 )
                 for what, num in (("left out", found.num_left_out), ("cut", found.num_cut)):
                     by_split = cuts.setdefault(f"{name} {what}", {})
-                    by_split[split] = Cut(num=num, of=found.num, setting="task.max_length")
+                    by_split[split] = Cut(num, of=found.num, setting="task.max_length")
                 for why, num in found.useless.items():
                     by_split = cuts.setdefault(f"{name} left out: {why}", {})
-                    by_split[split] = Cut(num=num, of=found.num, setting="they teach nothing")
+                    by_split[split] = Cut(num, of=found.num, setting="they teach nothing")
                 remarks += found.remarks
                 texts = [*rows.texts.get(TEXT, ())]
                 texts += [str(m["content"]) for chat in task.chats(rows) for m in chat.messages]
@@ -829,7 +826,7 @@ class LanguageData(View[LanguageModelling]):
         """Return perplexity and the mean loss in nats of the guessed tokens of these samples;
         errors are over documents. Predicted are millionths of a nat and tokens of each document,
         or piece of one, in a sample."""
-        self.check_predictions(split, predictions=predictions)
+        self.check_predictions(split, predictions)
         return scores_of(predictions, documents=self._documents[split])
 
     def signature(self) -> dict[str, str]:
@@ -842,9 +839,7 @@ class LanguageData(View[LanguageModelling]):
         """Return the first documents that were scored: of chats what was asked, what the model
         answers and what was expected; of plain texts what was to be guessed. Chats are left out
         where the model can't answer here: an expected answer alone says nothing."""
-        found = chain.from_iterable(
-            self._documents_of(split, ident=ident) for ident in scores.samples
-        )
+        found = chain.from_iterable(self._documents_of(split, ident) for ident in scores.samples)
         lines = []
         for document in islice(found, count):
             shown = document
@@ -942,13 +937,13 @@ def chat_of(cells: Mapping[str, Any], where: str) -> Chat:
 
     cells: the row's messages, and its system, tools and documents, if any.
     """
-    messages: Messages = messages_of(cells[MESSAGES], where=where)
+    messages: Messages = messages_of(cells[MESSAGES], where)
     system = cells.get(SYSTEM)
     if isinstance(system, str) and system.strip():
-        messages = with_system(system, messages=messages, where=where)
+        messages = with_system(system, messages, where)
     elif system:
         raise DataError(f"{where}: system is {quoted(system)}, which is no text")
-    return Chat(messages, given=given_of(cells, where=where))
+    return Chat(messages, given=given_of(cells, where))
 
 
 def given_of(cells: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -85,9 +85,7 @@ class MultilingualText:
         return replace(self, source=source)
 
     def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
-        texts = None
-        if self.tokenizer.is_trained:
-            texts = self.source.public_texts()
+        texts = self.source.public_texts() if self.tokenizer.is_trained else None
         return self.tokenizer.prepare(texts or (), cache_dir)
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
@@ -126,20 +124,14 @@ class MultilingualText:
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
             found = Counter(num_texts=0, num_cut=0, num_left_out=0)
-            write_table(
-                self._samples(part, tokenizer=tokenizer, found=found),
-                tokens=tokens,
-                offsets=offsets_part,
-            )
+            write_table(self._samples(part, tokenizer, found), tokens, offsets=offsets_part)
             counts.write_text(json.dumps(found))
 
-        make_once(offsets, make=make)  # the last to be written: they mark the table complete
+        make_once(offsets, make)  # the last to be written: they mark the table complete
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
-        table = TokenTable.mapped(tokens, offsets=offsets)
-        table.digest = key_of(
-            {"files": [kept_digest(f, cache_dir=cache_dir) for f in (tokens, offsets)]}
-        )
+        table = TokenTable.mapped(tokens, offsets)
+        table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
         found = parsed_json(counts.read_text())
         table.num_texts = found["num_texts"]
         table.num_cut = found["num_cut"]
@@ -248,7 +240,7 @@ class TextStream:
         """The sample at this position of a part's endless order."""
         epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
-            draw = torch.Generator().manual_seed(_seed(self.seed, name=name, number=epoch))
+            draw = torch.Generator().manual_seed(_seed(self.seed, name, number=epoch))
             self._orders[name] = (epoch, torch.randperm(len(self.tables[name]), generator=draw))
         return self.tables[name][int(self._orders[name][1][place])]
 

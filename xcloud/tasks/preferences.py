@@ -109,7 +109,7 @@ class Preferences(LanguageModelling):
     def useless_of(self, rows: Rows) -> dict[int, str]:
         pairs = _pairs(rows)
         said = {_words(pair, swapped=False) for pair in pairs}
-        reasons = ((number, _useless(pair, said=said)) for number, pair in enumerate(pairs))
+        reasons = ((number, _useless(pair, said)) for number, pair in enumerate(pairs))
         return {number: reason for number, reason in reasons if reason is not None}
 
     def check_tables(self, tables: SplitTables) -> None:
@@ -131,20 +131,14 @@ class Preferences(LanguageModelling):
         """Return the two documents of each pair that fits whole; a part of an answer says nothing
         of which is better."""
         pairs = _pairs(rows)
-        remarks = tokenizer.check_is_written(self.chats(rows), where=where)
+        remarks = tokenizer.check_is_written(self.chats(rows), where)
         useless = Counter[str]()
         num_long = 0
         samples = []
         for number, pair in enumerate(pairs):
             place = f"{where}, pair {number + 1}"
             both = [
-                _document(
-                    tokenizer,
-                    pair=pair,
-                    answer=answer,
-                    where=place,
-                    max_length=self.max_length,
-                )
+                _document(tokenizer, pair, answer, where=place, max_length=self.max_length)
                 for answer in (pair.chosen, pair.rejected)
             ]
             fits = sum(len(document.ids) for document in both) <= self.max_length
@@ -202,7 +196,7 @@ def _pair(cells: Mapping[str, Any], where: str) -> Pair:
     chosen = cells[CHOSEN]
     rejected = cells[REJECTED]
     system = cells.get(SYSTEM)
-    given = given_of(cells, where=where)
+    given = given_of(cells, where)
     if all(isinstance(cell, str) for cell in (prompt, chosen, rejected)):
         if system or given:
             name = SYSTEM if system else next(iter(given))
@@ -213,10 +207,10 @@ def _pair(cells: Mapping[str, Any], where: str) -> Pair:
         return Pair(prompt, chosen, rejected, {})
     if not (is_chat(chosen) and is_chat(rejected)):
         raise DataError(f"{where}: it is of another form. {FORMS}")
-    answers = [messages_of(cell, where=where, forms=FORMS) for cell in (chosen, rejected)]
+    answers = [messages_of(cell, where, forms=FORMS) for cell in (chosen, rejected)]
     asked: Messages
     if prompt and is_chat(prompt):
-        asked = messages_of(prompt, where=where, forms=FORMS)
+        asked = messages_of(prompt, where, forms=FORMS)
         repeats = [answer[: len(asked)] == asked for answer in answers]
         if any(repeats) and not all(repeats):
             raise DataError(f"{where}: one answer repeats the prompt, and the other does not")
@@ -312,11 +306,7 @@ def _document(
     tokenizer.learns_chats = True
     messages = [*pair.prompt, *answer]
     return tokenizer.chat(
-        messages,
-        where=where,
-        num_given=len(pair.prompt),
-        given=pair.given,
-        max_length=max_length,
+        messages, where, num_given=len(pair.prompt), given=pair.given, max_length=max_length
     )
 
 
@@ -340,7 +330,7 @@ class PreferenceData(LanguageData):
         """Return how often the chosen answer has the larger reward, by how much, what the chosen
         one gained, and the loss; errors are over pairs. Predicted are millionths of a nat and
         tokens of each answer."""
-        self.check_predictions(split, predictions=predictions)
+        self.check_predictions(split, predictions)
         order = sorted(predictions)
         nats = nats_of([predictions[i] for i in order])
         start_nats = nats_of([self.reference[split][i] for i in order])

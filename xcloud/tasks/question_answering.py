@@ -31,16 +31,7 @@ from xcloud.base.settings import Positive, settings
 from xcloud.base.wording import quoted
 from xcloud.contracts.model import SPLITS, Answers, Cut, DataSplit, Head, Scores
 from xcloud.demo import STORY_QUESTIONS, stories
-from xcloud.tasks.rows import (
-    Corpus,
-    Demo,
-    Form,
-    Rows,
-    RowTable,
-    Size,
-    SplitTables,
-    check_columns,
-)
+from xcloud.tasks.rows import Corpus, Demo, Form, Rows, RowTable, Size, SplitTables, check_columns
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
 from xcloud.tasks.text_task import PairTable, TextTask, View, counted, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
@@ -186,7 +177,7 @@ class Windows:
                 raise DataError(f"a paragraph has no words: {quoted(context)}")
             head = questions[number][:max_question]
             fits = room - len(head)
-            for start in window_starts(len(ids), fits=fits, stride=stride):
+            for start in window_starts(len(ids), fits, stride):
                 made.append((head, ids[start : start + fits], number, start))
         heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
         special = tokenizer.token_ids
@@ -201,12 +192,7 @@ class Windows:
         offsets = {context: spans for context, (_, spans) in encoded.items()}
         num_long = sum(len(question) > max_question for question in questions)
         return Windows(
-            table=table,
-            asked=asked,
-            question_of=question_of,
-            starts=starts,
-            offsets=offsets,
-            num_long=num_long,
+            table, asked, question_of, starts=starts, offsets=offsets, num_long=num_long
         )
 
     def label(self, window: int) -> tuple[int, int, int]:
@@ -359,7 +345,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
     def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Return F1 and exact match in percent, over questions with a window in `predictions`: of
         each the best span over all windows."""
-        self.check_predictions(split, predictions=predictions)
+        self.check_predictions(split, predictions)
         # question -> window
         windows = self._windows[split]
         best = dict[int, int]()
@@ -372,8 +358,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             answer = windows.answer(window, *predictions[window][:2])
             references = [text for text, _ in windows.asked.texts["answers"][question]]
             texts = {"prediction": answer, "reference": references[0]}
-            f1 = word_f1(answer, references=references)
-            exact = exact_match(answer, references=references)
+            f1 = word_f1(answer, references)
+            exact = exact_match(answer, references)
             samples[question] = {**texts, "f1": f1, "exact_match": exact}
         found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
         values = {name: float(each.mean()) for name, each in found.items()}
@@ -382,11 +368,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             len(f1_N), measure=lambda counts: float(np.average(f1_N, weights=counts))
         )
         errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], below=1)}
-        return Scores(
-            values=values,
-            errors=errors,
-            samples=samples,
-        )
+        return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
         compared = "lowercase, without punctuation and articles; the best reference counts"
@@ -423,4 +405,4 @@ class DemoQuestions(Demo):
         for one in told:
             asked = [(q, [{"text": text, "start": at}]) for q, text, at in one.questions]
             rows.append((one.text, [{"question": q, "answers": said} for q, said in asked]))
-        return self.generated(("context", "qas"), rows=rows, samples=told)
+        return self.generated(("context", "qas"), rows, samples=told)

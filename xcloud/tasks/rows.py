@@ -56,16 +56,14 @@ class Rows:
         num_rows, num_empty = (
             sum(numbers) for numbers in ([p.num_rows for p in parts], [p.num_empty for p in parts])
         )
-        return Rows(num_rows=num_rows, texts=texts, num_empty=num_empty)
+        return Rows(num_rows, texts, num_empty)
 
 
 def digest_of(cells: Iterable[Any]) -> str:
     """Return a digest of a column's cells and their order: texts, or lists of JSON values."""
     digest = hashlib.sha256()
     for cell in cells:
-        text = cell
-        if not isinstance(cell, str):
-            text = json.dumps(cell, sort_keys=True)
+        text = json.dumps(cell, sort_keys=True) if not isinstance(cell, str) else cell
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
@@ -214,7 +212,7 @@ def read(table: RowTable, wanted: Mapping[str, str], keys: str) -> Rows:
                 raise DataError(f"{table.where}, row {num_rows}: {said}")
             is_missing = cell is None or cell != cell  # NaN differs from itself
             column.append("" if is_missing else str(cell).strip())
-    return Rows(num_rows=num_rows, texts=dict(zip(wanted, columns, strict=True)))
+    return Rows(num_rows, texts=dict(zip(wanted, columns, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
             x, y = pair
             if name != "pearson":
                 x, y = (_ranks(values, counts=counts) for values in pair)
-            return 100.0 * _correlation(x, y=y, counts=counts)
+            return 100.0 * _correlation(x, y, counts)
         hit_C, label_C, said_C = (
             np.bincount(of, weights, len(classes))
             for of, weights in (
@@ -109,10 +109,7 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
                 return 100.0 * float(together / math.sqrt(spread))
             return 0.0
         f1_C = 2 * hit_C / np.maximum(1, label_C + said_C)
-        if name == "macro_f1":
-            chosen_C = label_C + said_C > 0
-        else:
-            chosen_C = classes == 1
+        chosen_C = label_C + said_C > 0 if name == "macro_f1" else classes == 1
         if chosen_C.any():
             return 100.0 * float(f1_C[chosen_C].mean())
         return 0.0
@@ -137,7 +134,7 @@ def label_scores(
         if name == "accuracy":
             error = 100 * ratio_error([right == said for right, said in parts[part]], below=1)
         else:
-            error = bootstrap_error(num, measure=measure)
+            error = bootstrap_error(num, measure)
         errors[key] = error
     if list(parts) == [""]:
         return values, errors

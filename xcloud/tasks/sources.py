@@ -73,12 +73,10 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in BoundedLines(file=file, path=path, max_line=max_line):
+            for line in BoundedLines(file, path, max_line):
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        what = "cannot be read"
-        if isinstance(error, UnicodeDecodeError):
-            what = "not UTF-8 text"
+        what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         raise DataError(f"{path}: {what} ({error})") from error
 
 
@@ -307,7 +305,7 @@ class Folder(InFolder):
         read = partial(read_documents, document=self.document or "blank_line")
         return [
             replace(file, read=read) if file.kind == "text" else file
-            for file in list_files(Path(self.where(form)), form=form)
+            for file in list_files(Path(self.where(form)), form)
         ]
 
     def find(self, form: Form) -> SplitTables:
@@ -320,11 +318,11 @@ class Folder(InFolder):
             key="task.data.{}_file",
             own_names=form.files,
             expected=form.expected,
-            unread=unread_files(Path(self.where(form)), form=form),
+            unread=unread_files(Path(self.where(form)), form),
         )
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.data.test_file"
-        return SplitTables(tables=tables, facts={"files": names}, test_key=key)
+        return SplitTables(tables, facts={"files": names}, test_key=key)
 
     def _check_is_no_copy(self, file: TextFile, form: Form) -> None:
         """Raise DataError for a file that a browser or a desktop has named as a second one, unless
@@ -374,7 +372,7 @@ def list_files(folder: Path, form: Form, key: str = "task.data.path") -> list[Te
         if ending in form.endings:
             kind = form.endings[ending]
             column = "text" if kind == "text" else ""
-            tables.append(TextFile(name=name, kind=kind, paths={column: path}))
+            tables.append(TextFile(name, kind, paths={column: path}))
         elif ending in form.languages:
             source, target = form.languages
             for pair in (f".{source}-{target}", f".{target}-{source}"):
@@ -383,9 +381,7 @@ def list_files(folder: Path, form: Form, key: str = "task.data.path") -> list[Te
                 both = f"{pairs[name][ending].name} and {path.name}"
                 raise DataError(f"{folder}: {both} are both that side; remove one")
             pairs[name][ending] = path
-    return tables + [
-        TextFile(name=name, kind="lines", paths=paths) for name, paths in pairs.items()
-    ]
+    return tables + [TextFile(name, kind="lines", paths=paths) for name, paths in pairs.items()]
 
 
 def unread_files(folder: Path, form: Form) -> list[str]:
@@ -564,7 +560,7 @@ class Hub(OnHub):
         config = self.data_set(form)
         there = [
             HubTable(dataset=of, where=f"{where}, split {name}", names=[name])
-            for name, of in load_hub(where, config=config, revision=self.revision).items()
+            for name, of in load_hub(where, config, revision=self.revision).items()
         ]
         tables = self.choose(
             there, form, key="task.data.{}", own_names=form.splits, expected="a split train"
@@ -572,7 +568,7 @@ class Hub(OnHub):
         key = None if self.test is None else "task.data.test"
         facts = {"config": config, "revision": self.revision}
         remarks = said_of_commit(where, there)
-        return SplitTables(tables=tables, facts=facts, remarks=remarks, test_key=key)
+        return SplitTables(tables, facts, remarks, test_key=key)
 
 
 def check_data_files(folder: Path) -> None:
@@ -610,17 +606,17 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
 
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
-    with _reading(name, reached=reached):
+    with _reading(name, reached):
         if folder is not None and any((folder / file).is_file() for file in SAVED):
-            return _saved(datasets, folder=folder, split=which.get("split"))
+            return _saved(datasets, folder, split=which.get("split"))
         revision = which.get("revision")
-        for card in cards_of(name, folder=folder, revision=revision, reached=reached):
-            check_card(card, name=name)
+        for card in cards_of(name, folder, revision, reached=reached):
+            check_card(card, name)
         if "revision" in which or folder is not None:
-            _check_data_files(datasets, folder=folder, name=name, config=config, revision=revision)
+            _check_data_files(datasets, folder, name, config=config, revision=revision)
         loaded = datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
         for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
-            check_features(getattr(one, "features", None), name=name)
+            check_features(getattr(one, "features", None), name)
         return loaded
 
 
@@ -658,16 +654,10 @@ def _check_data_files(
     """Raise DataError if the data set's own README.md lists data elsewhere: files of this machine
     or addresses. What `datasets` would open lies in the folder, or in the repository."""
     made = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
-    if folder is None:
-        start = f"hf://datasets/{name}@"
-    else:
-        start = os.path.abspath(folder) + os.sep
+    start = f"hf://datasets/{name}@" if folder is None else os.path.abspath(folder) + os.sep
     for split, files in (made.config.data_files or {}).items():
         for file in files:
-            if folder is None:
-                place = str(file)
-            else:
-                place = os.path.normpath(str(file))
+            place = str(file) if folder is None else os.path.normpath(str(file))
             if not place.startswith(start):
                 raise DataError(f"{name}: its {split} names {file}, no file of its own")
 

@@ -59,7 +59,7 @@ def say_unread(table: RowTable, used: Sequence[str]) -> None:
 
 def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
     """Return names and digests of these files: what they hold, wherever they lie."""
-    return " ".join(f"{path.name} {kept_digest(path, cache_dir=cache_dir)}" for path in paths)
+    return " ".join(f"{path.name} {kept_digest(path, cache_dir)}" for path in paths)
 
 
 class TextSource(ABC):
@@ -150,13 +150,11 @@ class FolderText(TextSource):
 
     def identity(self, part: str, cache_dir: Path) -> str:
         files = [path for file, *_ in self._files(part) for path in file.paths.values()]
-        return f"files {self.text_key} {part} {named_digests(files, cache_dir=cache_dir)}"
+        return f"files {self.text_key} {part} {named_digests(files, cache_dir)}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         for file, columns, language in self._files(part):
-            wanted = columns
-            if language is not None:
-                wanted = ("lang", *columns)
+            wanted = ("lang", *columns) if language is not None else columns
             for row in file.rows(wanted, keys="text.source.text_key"):
                 if language is None:
                     yield row
@@ -172,17 +170,15 @@ class FolderText(TextSource):
             expected = f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the "
             expected += "columns lang and text"
             kinds: dict[str, FileKind] = {"tsv": "table", "jsonl": "json", "txt": "lines"}
-            form = Form(expected=expected, endings={**kinds, part: "lines"})
+            form = Form(expected, endings={**kinds, part: "lines"})
         else:
             a, b = languages
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
-            form = Form(expected=expected, languages=languages)
+            form = Form(expected, languages=languages)
         folder = Path(self.path).expanduser()
-        files = list_files(folder, form=form, key="text.source.path")
+        files = list_files(folder, form, key="text.source.path")
         files = [file for file in files if not HELD_OUT.match(file.path.name)]
-        chosen = [
-            (file, *way) for file in files for way in self._ways(file, languages=languages)[:1]
-        ]
+        chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
             there = listed(map(name_of, files))
             said = f"no text of {part!r}; expected {expected} (each may end in .gz)"
@@ -202,10 +198,7 @@ class FolderText(TextSource):
         if len(languages) == 2:
             a, b = languages
             ways = [((a, b), None), (("text", b), a), ((a, "text"), b)]
-        if file.kind == "table":
-            there = set(file.columns())
-        else:
-            there = set(file.paths)
+        there = set(file.columns()) if file.kind == "table" else set(file.paths)
         return [way for way in ways if {*way[0], *(["lang"] if way[1] else [])} <= there]
 
 
@@ -253,7 +246,7 @@ class HubText(TextSource):
             files = sorted(path for path in folder.rglob("*") if path.is_file())
         else:
             files = []
-        return f"hub {self!r} {part} {named_digests(files, cache_dir=cache_dir)}".rstrip()
+        return f"hub {self!r} {part} {named_digests(files, cache_dir)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         columns = languages_of(part)
@@ -264,9 +257,7 @@ class HubText(TextSource):
             name = self.name
             config = self.config
         config = config and config.format(language=part, pair=part)
-        loaded = load_hub(
-            name, config=config, streaming=True, revision=self.revision, split=self.split
-        )
+        loaded = load_hub(name, config, streaming=True, revision=self.revision, split=self.split)
         table = HubTable(dataset=loaded, where=name)
         for row in table.rows(columns, keys="text.source.column"):
             yield tuple(cell or "" for cell in row)

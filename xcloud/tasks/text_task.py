@@ -144,7 +144,7 @@ class TextTask(ABC):
                 f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
                 f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
             )
-        return self.view(self.read_for(fields), fields=fields)
+        return self.view(self.read_for(fields), fields)
 
     def describe(self) -> str:
         return f"{self.name} ({self.data.source_name(self.form)})"
@@ -212,7 +212,7 @@ class TextTask(ABC):
                 raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
         remarks = list(tables.remarks)
         every = (table for of in tables.tables.values() for table in chain(*of.values()))
-        remarks += unread_keys(every, used=used)
+        remarks += unread_keys(every, used)
         for split in (split for split in SPLITS if split in splits):
             if num := sum(rows.num_empty for rows in splits[split].values()):
                 remarks.append(f"{split}: {num:,} empty texts left out")
@@ -222,7 +222,7 @@ class TextTask(ABC):
                 reasons = useless_of(rows)
                 found = Counter(reasons.values())
                 for why, num in found.items():
-                    cut = Cut(num=num, of=rows.num_rows, setting="they teach nothing")
+                    cut = Cut(num, of=rows.num_rows, setting="they teach nothing")
                     useless.setdefault(why, {})[split] = cut
                 if len(reasons) == rows.num_rows:
                     said = f"none of {rows.num_rows:,} rows of {split} can be learned: "
@@ -235,7 +235,7 @@ class TextTask(ABC):
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
             remarks.append("test: the dev set, as there is no labelled test set")
-        for split, numbers in self._held_out(splits, train=train).items():
+        for split, numbers in self._held_out(splits, train).items():
             splits[split] = {"": train.take(numbers)}
             if split != "train":
                 remarks.append(f"{split} held out of train")
@@ -432,7 +432,7 @@ class View(Tokenized, Generic[T]):
         lines = []
         for ident, sample in islice(scores.samples.items(), count):
             said = {name: text for name, text in sample.items() if not isinstance(text, list)}
-            entries = {**self.shown(split, ident=ident), **said}.items()
+            entries = {**self.shown(split, ident), **said}.items()
             lines += [f"{name:10} {text}" for name, text in entries] + [""]
         return "\n".join(lines)
 
@@ -564,9 +564,7 @@ class PairTable:
             self._num_separators = 1
         else:
             self._num_separators = num_separators
-        room = max(
-            0, max_length - self.num_special(seconds is not None, num_separators=num_separators)
-        )
+        room = max(0, max_length - self.num_special(seconds is not None, num_separators))
         pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
         self.second_at: list[int] = []
 

@@ -75,7 +75,7 @@ class TokenFile:
                 f"{path}: its header promises {num_tokens:,} tokens, and {there:,} bytes follow "
                 f"where {2 * num_tokens:,} must; {AGAIN}"
             )
-        return TokenFile(path=path, num_tokens=num_tokens)
+        return TokenFile(path, num_tokens)
 
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
         return np.memmap(
@@ -216,7 +216,7 @@ class TokenFiles:
         sizes = {split: windows[split].num_windows for split in SPLITS}
         if self.sizes is not None and dict(self.sizes) != sizes:
             raise DataError(f"{self.describe()}: task.sizes differ from the data, {sizes}")
-        return TokenData(self, fields, windows=windows, sizes=sizes)
+        return TokenData(self, fields, windows, sizes=sizes)
 
 
 class TokenData:

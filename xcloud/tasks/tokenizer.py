@@ -110,13 +110,11 @@ class Tokenizer:
         model = self.backend.model
         decoder = str(self.backend.decoder)
         is_word_piece = type(model).__name__ == "WordPiece"
-        continuation = None
-        if is_word_piece:
-            continuation = model.continuing_subword_prefix
+        continuation = model.continuing_subword_prefix if is_word_piece else None
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self.special
-            or begins_word(piece, continuation=continuation, byte_level="ByteLevel" in decoder)
+            or begins_word(piece, continuation, byte_level="ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
@@ -253,9 +251,7 @@ class TrainedTokenizer(TokenizerChoice):
         ids = range(len(SPECIAL_TOKENS))
         assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)
         token_ids = TokenIds(size=backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
-        return Tokenizer(
-            backend=backend, token_ids=token_ids, special=ids, rejoin=self.kind == "wordpiece"
-        )
+        return Tokenizer(backend, token_ids, special=ids, rejoin=self.kind == "wordpiece")
 
     def _pieces(self, texts: Iterable[str]) -> list[str]:
         """Return the pieces of one character each.
@@ -291,7 +287,7 @@ class RunsTokenizer(TokenizerChoice):
         if self.goes_on and self.file.exists():
             return Tokenizer.load(self.file)
         made = self.trained.prepare(texts, cache_dir)
-        with contextlib.suppress(OSError):  # a full disk: it is trained anew, and compared
+        with contextlib.suppress(OSError):  # a full disk: it is trained again, and compared
             part = self.file.with_name(f"{self.file.name}.{os.getpid()}.{threading.get_ident()}")
             made.save(part)
             part.replace(self.file)
@@ -378,7 +374,7 @@ class PretrainedTokenizer(TokenizerChoice):
         rejoin = type(backend.model).__name__ == "WordPiece"
         between = max(1, backend.encode("a", "b").ids[1:-1].count(ids["eos"]))
         return Tokenizer(
-            backend=backend,
+            backend,
             token_ids=TokenIds(len(pretrained), **ids),
             special=special,
             rejoin=rejoin,

@@ -114,7 +114,7 @@ class Translation(TextTask):
         for key in sorted(wanted):
             further[key] = tables.further.get(getattr(self, key), ())
             if (path := getattr(self, f"{key}_monolingual_file")) is not None:
-                further[key], remark = self._further_texts(key, path=path, corpus=corpus)
+                further[key], remark = self._further_texts(key, path, corpus)
                 remarks.append(remark)
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
@@ -205,7 +205,7 @@ class TranslationData(View[Translation], TranslationText):
     def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
         """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
-        self.check_predictions(split, predictions=predictions)
+        self.check_predictions(split, predictions)
         samples: dict[int, dict[str, Any]] = {
             i: {"prediction": self.decode(predictions[i]), "reference": self._references[split][i]}
             for i in sorted(predictions)
@@ -219,7 +219,7 @@ class TranslationData(View[Translation], TranslationText):
             )
             for sample, (score, counts) in zip(samples.values(), sentences, strict=True):
                 sample |= {name: score, f"{name}_counts": counts}
-        return Scores(values=values, errors=errors, samples=samples)
+        return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
         metrics = _metrics(self._task.language)
@@ -248,7 +248,7 @@ def _score(
     sentences = [(score(own).score, own) for own in counts]
     return (
         metric._aggregate_and_compute(counts).score,
-        bootstrap_error(len(counts), measure=measure),
+        bootstrap_error(len(counts), measure),
         sentences,
     )
 

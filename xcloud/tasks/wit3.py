@@ -76,8 +76,8 @@ class Wit3(InFolder):
         chosen: dict[DataSplit, Sequence[str]] = {"dev": self.dev, "test": self.test}
         for split, sets in chosen.items():
             if sets:
-                tables[split] = {"": [_set(folder, name=name, pair=pair) for name in sets]}
-        return SplitTables(tables=tables, facts={"dev": list(self.dev), "test": list(self.test)})
+                tables[split] = {"": [_set(folder, name, pair) for name in sets]}
+        return SplitTables(tables, facts={"dev": list(self.dev), "test": list(self.test)})
 
 
 def _set(folder: Path, name: str, pair: str) -> TextFile:

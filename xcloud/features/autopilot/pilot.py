@@ -204,10 +204,7 @@ class RunPilot(Switching):
         for (boundary, direction), row in self._rows.items():
             here = layout.stage_cloud(boundary)
             there = layout.stage_cloud(boundary + 1)
-            if direction == "forward":
-                way = (here, there)
-            else:
-                way = (there, here)
+            way = (here, there) if direction == "forward" else (there, here)
             if not told[row, 1]:
                 continue
             sent[boundary, direction] = float(told[row, 0] / told[row, 1])

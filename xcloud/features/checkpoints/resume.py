@@ -323,10 +323,7 @@ class RankCheckpoints:
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
             saved = self.folder.about(step, rank=rank)["facts"].get(kind, {})
-            if is_same_place:
-                compared = saved.keys() | now.keys()
-            else:
-                compared = saved.keys() & now.keys()
+            compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
             differing = sorted(name for name in compared if saved.get(name) != now.get(name))
             if differing:
                 raise DataError(

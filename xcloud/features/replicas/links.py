@@ -160,10 +160,7 @@ def replica_links(
     own = layout.placement(ends.rank)
     stage = min(own.stages)
     group_rank = layout.ranks_of(stage, replica=own.replica).index(ends.rank)
-    if group_rank < shares[stage]:
-        there = layout.replicas_of(stage)
-    else:
-        there = ()
+    there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
     made = PeerLinks if rejoin is None else partial(ServerLinks, rejoin=rejoin)
     return made(
         replica=own.replica,

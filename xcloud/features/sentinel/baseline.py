@@ -60,7 +60,7 @@ class Departure(NamedTuple):
 class Baseline(StatefulTree):
     """The usual values of one stream of messages, of each statistic one a step.
 
-    After a departure it learns anew: what lasts is told once.
+    After a departure it learns again: a lasting change is reported once.
     """
 
     own_names = ("num_steps", "values", "directions")

@@ -170,13 +170,8 @@ class MultilingualElectra:
         """
         choice = self.text.tokenizer
         most = max(g.batch_size for g in self.generators.values())
-        size = MAX_VOCABULARY
-        if isinstance(choice, TrainedTokenizer):
-            size = choice.vocab_size
-        if tokenizer is None:
-            known = (size, 0)
-        else:
-            known = (tokenizer.token_ids.size, tokenizer.digest)
+        size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
+        known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
         return IdPacking(
             vocab_size=known[0],
             max_samples=most,

@@ -128,7 +128,7 @@ def corrupt(
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
-    words_M = sample_words(scores_MV.detach(), special=special, temperature=temperature, draw=draw)
+    words_M = sample_words(scores_MV.detach(), special, temperature, draw=draw)
     return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
 
 
@@ -160,7 +160,7 @@ class Discriminator(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.encoder = Encoder(config=config, head=False)
+        self.encoder = Encoder(config, head=False)
         self.dense = nn.Linear(config.hidden, config.hidden)
         self.score = nn.Linear(config.hidden, 1)
         for layer in (self.dense, self.score):
@@ -181,7 +181,7 @@ def detect_replaced(
     A token counts as detected if its score is positive.
     """
     ids_C, counts_B, replaced_C = texts
-    ids_R, inner_C = with_ends(ids_C, counts_B=counts_B, special=special)
+    ids_R, inner_C = with_ends(ids_C, counts_B, special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
     found_C = scores_C.detach() > 0
@@ -281,12 +281,12 @@ class GeneratorRank(_Learner):
         settings = self.settings
         special = self.tokenizer.token_ids
         ids_R, counts_B = self.stream.batch(number)
-        draw = torch.Generator().manual_seed(self._random("masks", number=number))
+        draw = torch.Generator().manual_seed(self._random("masks", number))
         masked_M = choose_masked(
-            ids_R, special=special, share=settings.mask_share, draw=draw, starts_V=self._starts_V
+            ids_R, special, share=settings.mask_share, draw=draw, starts_V=self._starts_V
         )
         with (
-            seeded_on(self._device, seed=self._random("dropout", number=number)),
+            seeded_on(self._device, seed=self._random("dropout", number)),
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
@@ -427,5 +427,5 @@ class DiscriminatorRank(_Learner):
         errors = {}
         for name, (above, below) in ratios.items():
             values[name] = float(above.sum()) / max(1.0, float(below.sum()))
-            errors[name] = ratio_error(above, below=below)
-        return Scores(values=values, errors=errors)
+            errors[name] = ratio_error(above, below)
+        return Scores(values, errors)
