@@ -136,7 +136,7 @@ def numbers(folder: Path, pattern: str) -> list[int]:
 def event_logs(path: Path) -> list[Path]:
     """Return the files of an event log, in order: what release 0.2.0 cut off every 8 MB
     (events.0001.jsonl.gz, or without .gz if it was killed meanwhile), then the log itself."""
-    earlier = sorted(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}*"), reverse=True)
+    earlier = sorted(path.parent.glob(f"{path.stem}.[0-9]*"), reverse=True)
     one_each = {file.name.removesuffix(".gz"): file for file in earlier}  # the plain one
     return [*(one_each[name] for name in sorted(one_each)), path]
 
