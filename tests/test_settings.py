@@ -8,6 +8,7 @@ import inspect
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
@@ -194,15 +195,21 @@ def constructors() -> list[str]:
     return sorted(found)
 
 
-def test_every_setting_says_what_it_means() -> None:
-    """Below the field, or in the docstring of its class."""
-    silent = [
-        f"{name}: {setting.key}"
-        for name in constructors()
-        for setting in settings_of(OmegaConf.create({"group": {"_target_": name}}), "group")
-        if setting.takes and not setting.means
-    ]
+def test_every_setting_says_what_it_means_and_keeps_its_range_and_default() -> None:
+    """What it means stands below the field, or in the docstring of its class. The table is what
+    experiment files of others rely on: who changes a row of it tells them in CHANGELOG.md."""
+    silent = []
+    found = {}
+    for name in constructors():
+        every = settings_of(OmegaConf.create({"group": {"_target_": name}}), "group")
+        taken = [setting for setting in every if setting.takes]
+        silent += [f"{name}: {setting.key}" for setting in taken if not setting.means]
+        own = [setting for setting in taken if setting.key.count(".") == 1]
+        if own:
+            found[name] = {s.key.partition(".")[2]: f"{s.takes} = {s.default}" for s in own}
     assert silent == []
+    table = Path(__file__).with_name("settings.json")
+    assert found == json.loads(table.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
