@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -410,6 +411,20 @@ def test_what_this_machine_lacks_is_red(
     assert str(missing) in found["files to read"].fact
     missing.mkdir()
     assert machine.check_files(case).state is FindingState.OK
+
+
+def test_a_rank_needs_files_for_each_rank_of_every_other_cloud(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = {"b": [1], "c": [2, 3]}
+    layout = SimpleNamespace(ranks_in=ranks.__getitem__)
+    case: Any = SimpleNamespace(has_mailbox=False, layout=layout, peers=("b", "c"))
+    needs = machine._OWN_FILES + 3 * machine._FILES_PER_PEER
+    for limit, state in ((needs - 1, FindingState.RED), (needs, FindingState.OK)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        found = machine.check_descriptors(case)
+        assert (found.state, found.figures) == (state, {"limit": limit, "needs": needs})
+        assert f"may open {limit}, and needs up to {needs} with 3 in other clouds" in found.fact
 
 
 def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(

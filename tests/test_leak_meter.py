@@ -184,6 +184,18 @@ def run_of(folder: Path, cluster: str, security: str, *more: str) -> dict:
     return run(Settings.of(text_config(cluster, overrides)), folder)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_was_observed_is_deleted_once_measured_and_nothing_else(
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leak_meter, "measure", lambda run_dir: {"label_leak_auc": 0.5})
+    (tmp_path / OBSERVATIONS_DIR).mkdir()
+    (tmp_path / "summary.json").touch()
+    assert leak_meter.LeakMeter(keep=keeps).measure(tmp_path) == {"label_leak_auc": 0.5}
+    kept = {OBSERVATIONS_DIR} if keeps else set()
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.json"} | kept
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(

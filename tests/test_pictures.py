@@ -30,6 +30,7 @@ from xcloud.show.pictures import (
     _bars_of_link,
     _draw,
     _draw_times,
+    _legend,
     short,
     write_loss,
     write_pictures,
@@ -267,6 +268,18 @@ def test_the_band_of_the_step_times_ends_at_a_tenth_and_nine_tenths_of_them() ->
     _draw_times(axes, step=np.arange(101), taken=np.arange(101.0), unit="ms")
     said = [text.get_text() for text in axes.get_legend().get_texts()]
     assert said == ["median 50 ms", "10 % to 90 %: 10 to 90 ms"]
+
+
+def test_the_legend_names_what_is_drawn_and_nothing_else() -> None:
+    everything = timeline()
+    told = [patch.get_label() for patch in _legend(everything)]
+    assert told == [
+        "forward", "backward", "compress, decompress", "waiting", "optimizer, clipping, data",
+        "none of these", "activation on the link", "gradient on the link",
+    ]  # fmt: skip
+    report = Flight(-1, 3, "report", 0, 90, 0, 0, 1, 2)
+    few = Timeline(1, (), {("a", "b"): [report]}, "one clock")
+    assert [patch.get_label() for patch in _legend(few)] == ["none of these", "report"]
 
 
 def test_a_box_that_is_too_narrow_for_an_edge_or_its_text_has_none() -> None:

@@ -97,6 +97,8 @@ def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnswering
     assert f1.std() > 0
     drawn = bootstrap_error(len(f1), lambda counts: float((counts * f1).sum() / counts.sum()))
     assert found.errors["f1"] == pytest.approx(drawn, abs=1e-4), "over resampled questions"
+    exact = np.array([sample["exact_match"] for sample in found.samples.values()], float)
+    assert found.errors["exact_match"] == pytest.approx(exact.std() / len(exact) ** 0.5)
     shown = data.sample_outputs("test", found, 2)
     assert shown.count("question") == 2 and "reference" in shown
     for wrong in ({}, {len(perfect): [0, 0, 1]}):

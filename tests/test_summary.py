@@ -13,7 +13,7 @@ from xcloud.layout import Price
 from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.run_record import RunRecord
-from xcloud.record.summary import RunStatistics, Summary, feed_log, write_summary
+from xcloud.record.summary import RunStatistics, Summary, feed_log, other_memory, write_summary
 from xcloud.show import tables
 
 REQUIRED = {
@@ -410,6 +410,21 @@ def test_a_cost_counts_all_attempts_and_what_crosses_outside_steps() -> None:
     assert found["cost"]["total"] == pytest.approx(36 * hours + 0.306)
     rows = table_of(found)
     assert "| left source | 306 B |" in rows and "| cost |" in rows
+
+
+@pytest.mark.parametrize(
+    ("rank", "other"),
+    [
+        ({"peak": 10, "program": 4, "parameters": 3, "checkpoint": 1}, {"other": 2}),
+        ({"peak": 5, "parameters": 3, "activations": 4}, {"other": 0}),
+        ({"peak": 5, "gpu_peak": 9, "program": 4, "parameters": 3, "queued": 1}, {"other": 5}),
+        ({"parameters": 3}, {}),
+    ],
+)
+def test_other_memory_is_what_of_the_peak_nothing_explains(
+    rank: dict[str, int], other: dict[str, int]
+) -> None:
+    assert other_memory(rank) == other
 
 
 def test_a_run_without_prices_has_no_cost() -> None:

@@ -31,6 +31,7 @@ from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.tour import StageMeter, Tour
 from xcloud.planner.trial import TrialProgress, TrialRun
+from xcloud.rank.reports import SavedTensors
 from xcloud.record.events import StepTotals
 from xcloud.record.timeline import Lane, Timeline
 from xcloud.show.display import ProgressLine
@@ -350,7 +351,10 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     stage(received, batch)
 
     assert meter.facts["deferred_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
-    assert meter.facts["activation_bytes"] > 0
+    saved_bytes = SavedTensors()
+    with saved_bytes:
+        kept = stage(received, batch)
+    assert meter.facts["activation_bytes"] == saved_bytes.num_bytes / 4 > 0, kept
     before = dict(meter.facts)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
     assert meter.facts == before, "the first forward in training alone is counted"

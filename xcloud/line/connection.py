@@ -261,7 +261,12 @@ class Stream:
 
     def hello(self, expected: int = 0) -> Hello:
         return Hello(
-            self.name, self.run, attempt=self.attempt, connection=0, of=0, expected=expected
+            self.name,
+            self.run,
+            attempt=self.attempt,
+            connection=0,
+            of=self.num_connections,
+            expected=expected,
         )
 
 
