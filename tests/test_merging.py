@@ -527,7 +527,7 @@ def weighed(
     own = Terms.contribution
 
     def contribution(
-        terms: Terms, step: int, replica: int, *, weight: float, max_weight: float, **rest: Any
+        terms: Terms, step: int, replica: int, weight: float, *, max_weight: float, **rest: Any
     ) -> Contribution:
         found.add((replica, weight, max_weight))
         return own(terms, step, replica, weight=weight, max_weight=max_weight, **rest)
