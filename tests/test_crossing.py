@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,19 +11,29 @@ import pytest
 import torch
 
 from tests.codecs import ERRORS
-from tests.pipelines import BORDER, ToyStage, in_threads, pipelines, samples, wired_job
-from xcloud.base.errors import ConfigError
-from xcloud.comm.channel import Message
+from tests.pipelines import (
+    BORDER,
+    ToyStage,
+    in_threads,
+    pipeline,
+    samples,
+    wired,
+    wired_job,
+)
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.comm.channel import Codec, Codecs, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.compressor import Chain, Compressor
-from xcloud.comm.memory import NoMemory
+from xcloud.comm.memory import DeltaCache, NoMemory, TokenMeans
 from xcloud.comm.precision import BlockInt
+from xcloud.comm.transform import Transform
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline import guard
 from xcloud.pipeline.crossing import Crossing
 from xcloud.pipeline.schedule import GPipe
+from xcloud.rank.export import export_stage
 from xcloud.security.defences import Defence, GaussianNoise, MaxNorm
 from xcloud.security.policy import Visibility
 from xcloud.use import TrainedRun
@@ -41,11 +52,13 @@ class Noting(ToyStage):
         return super().predict(received, batch)
 
 
-def crossing(compressor: Compressor, defence: Defence | None, boundary: Any = BORDER) -> Crossing:
+def crossing(
+    compressor: Compressor, defence: Defence | None, learned: Any = None, boundary: Any = BORDER
+) -> Crossing:
     compression = Compression(compressor, Chain(), NoMemory(), NoMemory())
     security = Visibility(defences=cast(Any, {} if defence is None else {"forward": defence}))
     job = wired_job(LAYOUT, {0: BORDER}, compression, GPipe(1), 100, 7, security=security)
-    return Crossing(job, stage=0, boundary=boundary, last_step=LAST_STEP)
+    return Crossing(job, 0, boundary=boundary, last_step=LAST_STEP, learned=learned)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +79,15 @@ def test_what_arrives_is_what_an_evaluation_of_the_run_has(
     monkeypatch.setattr(guard, "np", SimpleNamespace(random=SimpleNamespace(default_rng=chance)))
     stages = {0: ToyStage(0, 2), 1: Noting(1, 2)}
     defences = {} if defence is None else {"forward": defence}
-    ranks = pipelines(LAYOUT, compressor, stages=stages, defences=defences)
+    compression = Compression(compressor, Chain(), NoMemory(), NoMemory())
+    joined = wired(LAYOUT, {0: BORDER}, compression, defences=defences)
+    ranks = [pipeline(one, LAYOUT, stages) for one in joined]
+    batches = {number: samples(piece) for number, piece in enumerate(PIECES)}
+    for step in (1, 2, 3) if defence is None else ():  # compressors learn, and noise is drawn
+        in_threads([lambda r=r, n=step: r.step(GPipe(3), batches, n, weight=12.0) for r in ranks])
     in_threads([lambda r=rank: r.predict(PIECES, samples, LAST_STEP) for rank in ranks])
 
-    here = crossing(compressor, defence)
+    here = crossing(compressor, defence, learned=joined[0].wiring.boundaries.learned(0))
     sent = []
     for piece, expected in zip(PIECES, stages[1].received, strict=True):
         batch = samples(piece)
@@ -83,6 +101,13 @@ def test_what_arrives_is_what_an_evaluation_of_the_run_has(
     assert all(sent) == (defence is None and compressor.label == "none")
 
 
+def test_what_is_kept_of_training_samples_is_not_learned_and_means_of_tokens_are() -> None:
+    for memory, kept in ((TokenMeans(), {"memory"}), (DeltaCache(), set()), (NoMemory(), set())):
+        codecs = Codecs([(None, Codec(Transform(), memory))])
+        (parts,) = codecs.learned().values()
+        assert {name for name, part in parts.items() if part is not None} - {"compressor"} == kept
+
+
 def test_a_choice_that_no_setting_says_is_refused() -> None:
     compression = Selectable({"int8": Compression(BlockInt(8), Chain(), NoMemory(), NoMemory())})
     job = wired_job(LAYOUT, {0: BORDER}, compression, GPipe(1), 100)
@@ -93,12 +118,22 @@ def test_a_choice_that_no_setting_says_is_refused() -> None:
 class Run(TrainedRun):
     """A run of toy stages without a folder."""
 
-    def __init__(self, layout: ClusterLayout, precision: str, compressed: bool = True) -> None:
-        compression = Compression(BlockInt(4), Chain(), NoMemory(), NoMemory())
+    def __init__(
+        self,
+        layout: ClusterLayout,
+        precision: str,
+        compressed: bool = True,
+        folder: Path = Path("nowhere"),
+        compressor: Compressor = BlockInt(4),  # noqa: B008
+        noise: bool = True,
+    ) -> None:
+        self.folder = folder / "model"
+        compression = Compression(compressor, Chain(), NoMemory(), NoMemory())
         boundaries = dict.fromkeys(range(layout.num_stages - 1), BORDER)
-        noise = Visibility(defences=cast(Any, {"forward": GaussianNoise(clip=1.0, sigma=0.5)}))
+        drawn = {"forward": GaussianNoise(clip=1.0, sigma=0.5)} if noise else {}
+        security = Visibility(defences=cast(Any, drawn))
         self.experiment = wired_job(
-            layout, boundaries, compression, GPipe(1), 100, security=noise,
+            layout, boundaries, compression, GPipe(1), 100, security=security,
             training=SimpleNamespace(precision=precision, max_steps=LAST_STEP),
             task=SimpleNamespace(max_length=5),
             model=SimpleNamespace(boundary=lambda *which, **how: BORDER),
@@ -139,6 +174,37 @@ def test_stages_compute_in_the_precision_of_the_run_and_compressors_do_not() -> 
     run.carry = carry  # type: ignore[method-assign]
     run.ask_last(samples(PIECES[0]), lambda last, *given: last(*given))
     assert computing == [False]
+
+
+def test_what_compressors_have_learned_lies_beside_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {0: ToyStage(0, 2), 1: ToyStage(1, 2)}
+    joined = wired(LAYOUT, {0: BORDER}, Compression(Transform(), Chain(), NoMemory(), NoMemory()))
+    ranks = [pipeline(one, LAYOUT, stages) for one in joined]
+    batches = {number: samples(piece) for number, piece in enumerate(PIECES)}
+    for step in (1, 2, 3):
+        in_threads([lambda r=r, n=step: r.step(GPipe(3), batches, n, weight=12.0) for r in ranks])
+    learned = joined[0].wiring.boundaries.learned(0)
+    # Who receives, and the last stage, write nothing.
+    assert joined[1].wiring.boundaries.learned(0) == joined[1].wiring.boundaries.learned(1) == {}
+    stage: Any = SimpleNamespace(architecture={})
+    data: Any = SimpleNamespace(save_tokenizers=lambda folder: None)
+    export_stage(tmp_path, 0, stage, {}, learned, data)
+    batch = samples(PIECES[0])
+    sent = stages[0].eval()(None, batch).send
+    expected = crossing(Transform(), None, learned=learned).arrived(sent, batch)["hidden"]
+
+    run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
+    assert torch.equal(run.carry(0, sent, batch)["hidden"], expected)
+    assert not capsys.readouterr().err
+    other = Run(LAYOUT, "fp32", folder=tmp_path)
+    with pytest.raises(DataError, match=r"boundary0\.safetensors: .*saved with other settings"):
+        other.carry(0, sent, batch)
+    (tmp_path / "model" / "boundary0.safetensors").unlink()
+    run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
+    assert not torch.equal(run.carry(0, sent, batch)["hidden"], expected)
+    assert "boundary0.safetensors is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from xcloud.models.following import Choice, following
 from xcloud.models.frozen_weights import PACKED
 from xcloud.pipeline.crossing import Crossing
 from xcloud.pipeline.settings import autocast_for, is_emulated
-from xcloud.rank.export import exporting
+from xcloud.rank.export import exporting, learned_file, read_learned
 from xcloud.tasks.language_modelling import LanguageModelling, read_chats
 
 OWN_CHATS = "the run's test chats"
@@ -135,7 +135,17 @@ class TrainedRun:
                 boundary = job.model.boundary(
                     stage, num_stages=layout.num_stages, max_length=self.longest
                 )
-                found[stage] = Crossing(job, stage, boundary, last_step=job.training.max_steps)
+                learned = read_learned(self.folder, stage=stage)
+                try:
+                    found[stage] = Crossing(
+                        job, stage, boundary, last_step=job.training.max_steps, learned=learned
+                    )
+                except ValueError as error:
+                    raise DataError(f"{self.folder / learned_file(stage)}: {error}") from None
+                if learned is None and found[stage].learns:
+                    said = f"{self.folder / learned_file(stage)} is missing (earlier releases "
+                    said += "did not write it): messages cross as at the start of training"
+                    say(f"{said}, not as they were measured", error=True)
         return found
 
     def carry(self, stage: int, message: Message, batch: Batch) -> Message:

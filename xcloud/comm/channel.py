@@ -222,6 +222,17 @@ class Codecs(StatefulTree):
         """All phases, by their number. Which one is in force follows from the step."""
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
+    def learned(self) -> StateTree:
+        """Return what texts that are not training samples meet: the compressors, and memories that
+        know tokens instead of samples."""
+        return {
+            str(number): {
+                "compressor": codec.compressor,
+                "memory": codec.memory if codec.memory.reads_text else None,
+            }
+            for number, (_, codec) in enumerate(self._phases)
+        }
+
 
 @dataclass(eq=False)
 class _Channel(StatefulTree):
@@ -250,6 +261,10 @@ class _Channel(StatefulTree):
     def children(self) -> StateTree:
         """Compressors and memories, by field and phase. Bytes counted are no state."""
         return self.codecs
+
+    def learned(self) -> StateTree:
+        """Return what texts that are not training samples meet, by field: see Codecs."""
+        return {name: codecs.learned() for name, codecs in self.codecs.items()}
 
 
 class Sender(Protocol):

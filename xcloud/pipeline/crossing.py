@@ -22,6 +22,7 @@ from xcloud.comm.channel import (
 )
 from xcloud.comm.compression import ChannelId, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
+from xcloud.comm.state import State, StatefulTree, load_states
 from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Kind, MessageKey, Tensors
@@ -68,11 +69,22 @@ def guarded(job: CrossedJob, stage: int, direction: str, channel: SendChannel) -
 
 class Crossing:
     """A path from a stage of the first replica to another cloud, as in an evaluation after the
-    last step. It has the same defence, channels and random streams as the run. A finished run does
-    not keep what compressors learned in training, so they start empty.
+    last step. It has the same defence, channels and random streams as the run.
+
+    learned: what its compressors have learned in training (`Boundaries.learned`). Raises
+        ValueError for that of other compressors.
+
+    `learns` says whether there is anything to learn.
     """
 
-    def __init__(self, job: CrossedJob, stage: int, boundary: Boundary, last_step: int) -> None:
+    def __init__(
+        self,
+        job: CrossedJob,
+        stage: int,
+        boundary: Boundary,
+        last_step: int,
+        learned: State | None = None,
+    ) -> None:
         compression = job.compression.at_boundary(stage)
         compression.at(last_step)  # raises ConfigError where the settings do not say it
         layout = job.cluster
@@ -91,13 +103,18 @@ class Crossing:
             "clock": StepClock(),
             "identity": identity,
         }
-        self._sender = guarded(job, stage, "forward", SendChannel(**ends))
+        sender = SendChannel(**ends)
+        self._sender = guarded(job, stage, "forward", sender)
         self._receiver = ReceiveChannel(
             **ends,
             device=torch.device("cpu"),
             overdue_s=0.0,
             max_rows_per_sample=boundary.max_rows_per_sample,
         )
+        self.learns = _learns(sender.learned())
+        if learned is not None:  # both ends know the same of it
+            for channel in (sender, self._receiver):
+                load_states(channel.learned(), learned, owner="the compressors of a boundary")
         self._last_step = last_step
         self._num_messages = 0
 
@@ -108,6 +125,13 @@ class Crossing:
         self._num_messages += 1
         self._sender.send(key, message, samples)
         return self._receiver.recv(key, samples)
+
+
+def _learns(part: Any) -> bool:
+    """Return whether compressors keep more between messages than a count of them."""
+    if isinstance(part, StatefulTree):
+        return bool({*part.own_names} - {"num_calls"}) or _learns(part.children())
+    return part is not None and any(_learns(one) for one in part.values())
 
 
 class _Handed:

@@ -19,7 +19,7 @@ from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.comm.channel import Boundary, BoundaryField, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, Selection
-from xcloud.comm.state import MEMORY, StatefulTree, StateTree
+from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind
@@ -271,6 +271,19 @@ class Boundaries:
         found = self._shared.setdefault(kind, kind())
         assert isinstance(found, kind)
         return found
+
+    def learned(self, stage: int) -> State:
+        """Return what the compressors behind a stage of this rank have learned, on the way to
+        another cloud of the first micro-batch in the first replica; empty where none is here."""
+        layout = self._job.cluster
+        for channel in self.wan_sends:
+            identity = channel.identity
+            if (identity.boundary, identity.direction) != (stage, "forward"):
+                continue
+            ends = (layout.owner(stage, micro_batch=0), layout.owner(stage + 1, micro_batch=0))
+            if (identity.sender, identity.receiver) == ends:
+                return states_of(channel.learned())
+        return {}
 
     def _join(self, stage: int) -> None:
         job = self._job

@@ -13,21 +13,31 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xcloud.base.errors import RunFailed
+from xcloud.base.bounded import parsed_json
+from xcloud.base.errors import DataError, RunFailed
+from xcloud.base.placeholders import check_is_safetensors
 from xcloud.base.project import MODEL_DIR
+from xcloud.comm.state import State
 from xcloud.contracts.model import Stage, TaskData
 
 
 def export_stage(
-    run_dir: Path, stage: int, module: Stage, tensors: dict[str, Tensor], data: TaskData
+    run_dir: Path,
+    stage: int,
+    module: Stage,
+    tensors: dict[str, Tensor],
+    learned: State,
+    data: TaskData,
 ) -> Path:
     """Write a stage's weights and the tokenizers of this side. Return the file of the weights.
 
     tensors: the tensors that the stage exports, in full.
+    learned: what the compressors of what it sends to another cloud have learned. Where they have,
+        whoever uses the run needs it as much as the weights.
     """
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
 
@@ -36,6 +46,11 @@ def export_stage(
         data.save_tokenizers(folder)
         architecture = json.dumps(module.architecture)
         save_file(tensors, folder / path.name, metadata={"architecture": architecture})
+        kept = {name: value for name, value in learned.items() if isinstance(value, Tensor)}
+        if kept:
+            numbers = {name: value for name, value in learned.items() if name not in kept}
+            about = {"numbers": json.dumps(numbers)}
+            save_file(kept, folder / learned_file(stage), metadata=about)
 
     try:
         with exporting(run_dir):
@@ -45,6 +60,25 @@ def export_stage(
             write(spare := Path(tempfile.mkdtemp(prefix="xcloud-model-")))
         raise RunFailed(f"{error}. This part of it is in {spare}: copy it there") from error
     return path
+
+
+def learned_file(stage: int) -> str:
+    """Return the name of the file of what the compressors behind a stage have learned."""
+    return f"boundary{stage}.safetensors"
+
+
+def read_learned(folder: Path, stage: int) -> State | None:
+    """Return what the compressors behind a stage have learned; None without a file. Raises
+    DataError for a file that is none of ours."""
+    path = folder / learned_file(stage)
+    if not path.is_file():
+        return None
+    check_is_safetensors(path)
+    with safe_open(path, "pt") as file:
+        numbers = parsed_json((file.metadata() or {}).get("numbers", "null"))
+    if not isinstance(numbers, dict) or not all(type(n) is int for n in numbers.values()):
+        raise DataError(f"{path} has no whole numbers by name in its metadata")
+    return {**numbers, **load_file(path)}
 
 
 def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

@@ -62,7 +62,10 @@ class StageRank(Role[Experiment]):
             leads = replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
             if leads:
-                export_stage(self.context.run_dir, stage, module, tensors, data=training.data)
+                learned = self.wiring.boundaries.learned(stage)
+                export_stage(
+                    self.context.run_dir, stage, module, tensors, learned, data=training.data
+                )
         training.hooks.settle()
         self.wiring.barrier()  # an evaluation that fails ends all ranks; all have exported now
         self.context.asked.is_armed = False
