@@ -82,9 +82,7 @@ class WarmFactors(Compressor):
 
     def own(self) -> State:
         """The warm start: the next call depends on it. Never changed in place."""
-        if self._basis_Dl is None:
-            return {}
-        return {"basis": self._basis_Dl}
+        return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
 
     def take(self, own: State) -> None:
         self._basis_Dl = torch.as_tensor(own["basis"]) if own else None

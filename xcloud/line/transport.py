@@ -415,6 +415,4 @@ class SealedTransport(Transport):
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         mates = [self.lines.place.is_mate(rank) for rank in ranks]
         assert all(mates) or not any(mates), "no collective spans two owners"
-        if all(mates):
-            return self._inside.group(ranks, device=device)
-        return None
+        return self._inside.group(ranks, device=device) if all(mates) else None

@@ -289,9 +289,7 @@ class PretrainedBackbone(WeightSource):
         return self.hidden or self._read()[0].hidden
 
     def depth(self) -> int | None:
-        if self.hidden is not None:
-            return None
-        return self._read()[0].num_layers
+        return None if self.hidden is not None else self._read()[0].num_layers
 
     def check_length(self, max_length: int) -> None:
         if self.hidden is None and max_length > (most := self._read()[0].max_positions):

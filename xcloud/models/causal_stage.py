@@ -422,9 +422,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows_RH, words_VH, bias_V, labels_R, norm_R = ctx.saved_tensors
         wants_rows, wants_words, wants_bias = ctx.needs_input_grad[:3]
         # Summed over the pieces, so in float32 whatever the dtype of the products.
-        to_rows = None
-        if wants_rows:
-            to_rows = torch.zeros_like(rows_RH, dtype=torch.float32)
+        to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
         to_bias = torch.zeros_like(bias_V) if wants_bias else None
         for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=ctx.chunk):

@@ -432,6 +432,4 @@ def choose_masked(
         chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
     chance_R = chance_R.masked_fill(fixed_R, 1.0)
     masked_M = (chance_R < share).nonzero()[:, 0]
-    if len(masked_M):
-        return masked_M
-    return chance_R.argmin(0, keepdim=True)
+    return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)

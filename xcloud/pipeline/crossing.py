@@ -1,7 +1,6 @@
 """What a message goes through where it leaves a cloud, whatever carries it: the sender's defence
 and the compressor. Training and its evaluations send over links (wiring.py); `Crossing` has what
-arrives in an evaluation in this process, for a finished run.
-"""
+arrives in an evaluation in this process, for a finished run."""
 
 from __future__ import annotations
 
@@ -62,9 +61,7 @@ def guarded(job: CrossedJob, stage: int, direction: str, channel: SendChannel) -
     """Return a channel that leaves a cloud behind the defence that acts there, if one does."""
     replica = job.cluster.placement(channel.identity.sender).replica
     defence: Defence | None = job.defences_at(stage, replica).get(direction)
-    if defence is None:
-        return channel
-    return Guard(channel=channel, defence=defence)
+    return channel if defence is None else Guard(channel=channel, defence=defence)
 
 
 class Crossing:

@@ -1,6 +1,5 @@
 """What a feature is to the rest of the package: a folder in features/ and a line in
-feature_list.py. A Feature says what a job needs for it; a FeatureAtRank is at work in one rank.
-"""
+feature_list.py. A Feature says what a job needs for it; a FeatureAtRank is at work in one rank."""
 
 from __future__ import annotations
 

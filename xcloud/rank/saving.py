@@ -1,6 +1,5 @@
 """Every rank knows the messages about checkpoints and the protocol of what saves its state. The
-feature in features/checkpoints/ implements that protocol.
-"""
+feature in features/checkpoints/ implements that protocol."""
 
 from __future__ import annotations
 

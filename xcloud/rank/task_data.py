@@ -1,7 +1,6 @@
 """The task's data in one rank: it loads what its cloud may see, checks that all clouds have the
 same, gives models what they need of it to build a stage, and scores a split through the pipeline,
-and so through the compressed link.
-"""
+and so through the compressed link."""
 
 from __future__ import annotations
 

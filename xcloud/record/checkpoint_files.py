@@ -126,8 +126,7 @@ class CheckpointFolder(CheckpointSteps):
 
     def prune(self, rank: int, keep: int, places: object = None) -> None:
         """Delete this rank's shards of all steps before the newest `keep` that are agreed, and
-        those of ranks that stood in other places: nobody else will.
-        """
+        those of ranks that stood in other places: nobody else will."""
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
             if kept and step < kept[-1]:

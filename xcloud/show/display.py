@@ -336,6 +336,4 @@ def facts_of(job: Job) -> dict[str, str]:
     labels = job.labels
     facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
              "compression": labels.compression}  # fmt: skip
-    if labels.strategy:
-        return {**facts, "strategy": labels.strategy}
-    return facts
+    return {**facts, "strategy": labels.strategy} if labels.strategy else facts

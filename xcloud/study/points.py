@@ -374,10 +374,7 @@ class SweepState:
     ) -> Decision:
         summary = read_summary(self.folder / folder)
         entry = self.points.get(folder, {})
-        if changed:
-            changes = [f"config changed since: {_describe(changed)}"]
-        else:
-            changes = []
+        changes = [f"config changed since: {_describe(changed)}"] if changed else []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
         # What lies elsewhere now is the same if it has the same contents.

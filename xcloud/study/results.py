@@ -1,7 +1,6 @@
 """Results of a sweep, read from its run folders, or from MLflow if these are gone, as data frames:
 a line for each run, a line for each setting over its seeds, and the lines of a picture over a
-setting that varies. Prints and draws nothing.
-"""
+setting that varies. Prints and draws nothing."""
 
 from __future__ import annotations
 
@@ -196,9 +195,7 @@ class Results:
 def known(row: Any, name: str) -> float | None:
     """Return a figure of a row; None where there is none."""
     value = row.get(name)
-    if value is None or pd.isna(value):
-        return None
-    return float(value)
+    return None if value is None or pd.isna(value) else float(value)
 
 
 def spread_text(row: Any, score: str) -> str:
@@ -229,9 +226,7 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
     """Return what is shown after a score: its spread over seeds, its error if there is one run."""
     std = rows[f"{score}_std"]
-    if f"{score}_error" in rows:
-        return std.fillna(rows[f"{score}_error"])
-    return std
+    return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
 
 
 def _row(runs: Sequence[PointResult]) -> dict[str, Any]:

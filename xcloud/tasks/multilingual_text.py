@@ -80,9 +80,7 @@ class MultilingualText:
 
     def of(self, source: TextSource | None) -> MultilingualText:
         """The same settings for another source; None: this one."""
-        if source is None:
-            return self
-        return replace(self, source=source)
+        return self if source is None else replace(self, source=source)
 
     def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
         texts = self.source.public_texts() if self.tokenizer.is_trained else None

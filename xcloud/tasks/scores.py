@@ -110,9 +110,7 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
             return 0.0
         f1_C = 2 * hit_C / np.maximum(1, label_C + said_C)
         chosen_C = label_C + said_C > 0 if name == "macro_f1" else classes == 1
-        if chosen_C.any():
-            return 100.0 * float(f1_C[chosen_C].mean())
-        return 0.0
+        return 100.0 * float(f1_C[chosen_C].mean()) if chosen_C.any() else 0.0
 
     return measured
 

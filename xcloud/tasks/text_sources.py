@@ -226,9 +226,7 @@ class HubText(TextSource):
 
     def describe(self) -> str:
         folder = local_folder(self.name)
-        if folder:
-            return f"files in {folder.resolve().name}"
-        return self.name
+        return f"files in {folder.resolve().name}" if folder else self.name
 
     def check(self, parts: Sequence[str]) -> None:
         """Checks settings and local files only: the ranks access the hub when they read."""

@@ -366,10 +366,7 @@ class View(Tokenized, Generic[T]):
                     if unknown is not None and (num := column.count(unknown)):
                         said = f"{num:,} of {column.num_tokens:,} tokens of {name} are unknown"
                         self._remarks.append(f"{split}: {said} to its tokenizer")
-        if in_words and fields:
-            self._in_words = in_words
-        else:
-            self._in_words = counted(self._rows)
+        self._in_words = in_words if in_words and fields else counted(self._rows)
         found = {
             what: {split: cut for split, cut in by_split.items() if cut.num and fields}
             for what, by_split in cuts.items()
@@ -560,10 +557,7 @@ class PairTable:
         special: TokenIds,
         num_separators: int = 1,
     ) -> None:
-        if seconds is None:
-            self._num_separators = 1
-        else:
-            self._num_separators = num_separators
+        self._num_separators = 1 if seconds is None else num_separators
         room = max(0, max_length - self.num_special(seconds is not None, num_separators))
         pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
         self.second_at: list[int] = []
@@ -602,9 +596,7 @@ class PairTable:
         row = self.tokens[index]
         start = self.second_at[index]
         first = row[1 : start - self._num_separators]
-        if start == len(row):
-            return [first]
-        return [first, row[start:-1]]
+        return [first] if start == len(row) else [first, row[start:-1]]
 
 
 def cut_pair(

@@ -1,6 +1,5 @@
 """Tokenizers: trained on the task's own text, or taken from a pretrained model. Both yield a
-`Tokenizer`, saved as one JSON file. Knows nothing of sentence pairs.
-"""
+`Tokenizer`, saved as one JSON file. Knows nothing of sentence pairs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Build what trains in one rank: wire it to the others, load what its cloud may see, build its
 stages, and resume from the checkpoint that the ranks have agreed on. Features change what is built
-through a FeatureAtRank (rank/feature.py).
-"""
+through a FeatureAtRank (rank/feature.py)."""
 
 from __future__ import annotations
 
@@ -270,9 +269,7 @@ def _exchange(built: BuiltRank, features: Features) -> Exchange:
     guard = next((guard for guard in guards if guard is not None), None)
     exchanges = (feature.exchange(built, watch=watch, guard=guard) for feature in features)
     made = next((exchange for exchange in exchanges if exchange is not None), None)
-    if made is None:
-        return AllReduce(built.wiring.groups)
-    return made
+    return AllReduce(built.wiring.groups) if made is None else made
 
 
 def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hook) -> Hooks:

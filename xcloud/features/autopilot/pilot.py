@@ -264,8 +264,7 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
 
 def forecast_of(job: PipelineJob, device: torch.device) -> Forecast:
     """Build the forecast. The codecs of all choices are measured on this device, which stands for
-    all.
-    """
+    all."""
     assert isinstance(job.compression, Selectable)
     layout = job.cluster
     rows = -(-job.training.batch_size // job.num_pieces)

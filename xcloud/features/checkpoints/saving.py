@@ -56,8 +56,7 @@ class Timing:
 
     def look(self, step: int) -> bool:
         """Note whether a checkpoint has become due now, and return it. It stays due until one is
-        made.
-        """
+        made."""
         minutes = self.settings.every_minutes
         waited_s = self._clock() - self._saved_s
         is_new = self.is_multiple(step) or (minutes > 0 and waited_s > 60 * minutes)
@@ -91,8 +90,7 @@ class Timing:
 
     def is_half_way(self, step: int) -> bool:
         """Return whether this is half of the way to the next checkpoint. One by steps may come
-        after the end of the run.
-        """
+        after the end of the run."""
         every = self.every
         minutes = self.settings.every_minutes
         since = step % every if every else 0

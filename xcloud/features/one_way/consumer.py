@@ -1,6 +1,5 @@
 """The work of one rank of the consumer: take batches, learn from them, and keep the plan in step
-with the other ranks. Which batches, and what it reports of them, is intake.py.
-"""
+with the other ranks. Which batches, and what it reports of them, is intake.py."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class ConsumerRun(StatefulTree):
 
     def own(self) -> Saved:
         """Return this rank's own state, between two steps, once every batch that was ordered is
-        here.
-        """
+        here."""
         return {"step": self.num_updates}
 
     def take(self, own: Saved) -> None:
@@ -318,8 +316,7 @@ class ConsumerRank(OneWayRank):
 
     def _await_checkpoint(self, checkpoints: Saver, plan: ConsumptionPlan) -> None:
         """Block until the producers have written their shards, those that are stopped or have
-        ended excepted.
-        """
+        ended excepted."""
         checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
         alive = [p for p, state in enumerate(plan.state) if state is not Presence.DEAD]
@@ -330,8 +327,7 @@ class ConsumerRank(OneWayRank):
 
     def _part_from_producers(self) -> None:
         """Close the links to the producers, which export and end before the evaluation: that may
-        take long, or fail.
-        """
+        take long, or fail."""
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
         feeding = range(layout.num_consumers, layout.num_ranks)

@@ -1,6 +1,5 @@
 """Batches that have come to one rank of the consumer, and what is known of the producers (Inbox);
-which of them it takes in a step, as planned, and what it reports (Intake).
-"""
+which of them it takes in a step, as planned, and what it reports (Intake)."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class Inbox(StatefulTree):
     # from the links
     def put(self, source: int, frame: Frame) -> None:
         """Take a batch. Raises FrameError for anything but one vector of bytes in the order of its
-        numbers.
-        """
+        numbers."""
         number = frame.key.step
         parts = frame.parts
         box = self._boxes[source]
@@ -165,8 +163,7 @@ class Inbox(StatefulTree):
     # for the training loop
     def is_ready(self, producer: int) -> bool:
         """Return whether all ranks of a producer have said so, and nothing that was ordered is
-        missing.
-        """
+        missing."""
         return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
@@ -182,8 +179,7 @@ class Inbox(StatefulTree):
 
     def silent_s(self, producer: int) -> float:
         """Return how long a producer has been silent although something was ordered; 0 if nothing
-        is due.
-        """
+        is due."""
         heard = [box.heard_at_s for box in self._of[producer] if box.due]
         return time.monotonic() - min(heard) if heard else 0.0
 
@@ -215,8 +211,7 @@ class Inbox(StatefulTree):
 
     def _awaited(self) -> list[tuple[Peer, str]]:
         """Return what is awaited: batches that are due; if none is, the readiness of those not
-        ready.
-        """
+        ready."""
         with self._changed:
             there = [box for box in self._boxes if not box.ended]
             batches = [(box.peer, f"batch {box.due[0]}") for box in there if box.due]
@@ -273,8 +268,7 @@ class Intake:
 
     def collect(self, step: int, mine: Round) -> list[Arrived]:
         """Return the batches of this rank for a step. They are noted in `mine`, with those that
-        did not come in time.
-        """
+        did not come in time."""
         arrived: list[Arrived] = []
         late: Counter[int] = Counter()  # by source
         self._look_for_slow(step)

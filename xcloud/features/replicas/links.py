@@ -1,6 +1,5 @@
 """One rank's links to ranks that train the same values: those of the other replicas, and where a
-matrix is tied the one at the pipeline's other end.
-"""
+matrix is tied the one at the pipeline's other end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One rank among its counterparts in other clouds (Replicas): what a strategy builds its exchange
 from, and whether replicas are equal. And parameters that replicas change apart and bring together
-from time to time (OuterParameters), with their optimizer. The inner optimizer is the trainer's.
-"""
+from time to time (OuterParameters), with their optimizer. The inner optimizer is the trainer's."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class Replicas:
         num_fragments: int = 1,
     ) -> Averager:
         """Return an averager of the tensors that this rank carries across; see `codec` and
-        `guarded`.
-        """
+        `guarded`."""
         made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
         guarded = self.guarded(terms, names=shapes, plain=plain, num_fragments=num_fragments)
         return averager_for(self.links, shapes=shapes, new_codec=made, terms=guarded)
@@ -302,8 +300,7 @@ class OuterParameters:
 
     def flat(self) -> Tensors:
         """Return outer parameters and velocity as one vector each, for another replica's
-        `replace`.
-        """
+        `replace`."""
         return tuple(
             torch.cat([tensor.reshape(-1) for tensor in tensors])
             for tensors in (self.outer, self.velocity)
@@ -338,8 +335,7 @@ class OuterParameters:
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
         """Write the values of this rank's share into the parameters; every rank of the group gets
-        those of all others.
-        """
+        those of all others."""
         like = self._parameters[0]
         for piece, value in gather_shares(
             self._group, shares=self._shares, mine=values, like=like

@@ -227,10 +227,7 @@ class _Learner(StatefulTree):
         self._device = self.context.device
         self._autocast = autocast_for(self.settings.precision, device=self._device)
         rule = self.settings.optimizer
-        if is_trained:
-            self._optimizer = rule.build(self.network)
-        else:
-            self._optimizer = None
+        self._optimizer = rule.build(self.network) if is_trained else None
         self._trained = TrainedModule(module=self.network, optimizer=self._optimizer)
 
     def children(self) -> dict[str, Stateful]:
