@@ -433,8 +433,9 @@ class CausalTokenizer:
             learned = number >= num_given
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], learned)]
             done = answered
-            is_looked_at = max_length is not None and count & (count - 1) == 0  # 1, 2, 4, 8, ...
-            if is_looked_at and len(self._cut_into_tokens(pieces).ids) > max_length:
+            if max_length is None or count & (count - 1):  # only after 1, 2, 4, 8, ...
+                continue
+            if len(self._cut_into_tokens(pieces).ids) > max_length:
                 break
         return self._cut_into_tokens(pieces)
 
