@@ -278,7 +278,7 @@ def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_
 def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> None:
     for compressor in (TopK(0.1), RandomK(0.1), Svd(0.1), PowerSgd(), BlockInt(1), BlockInt(2)):
         assert "(memory).0.residual" in codec(compressor).state_dict()
-        with pytest.raises(ConfigError, match=r"chosen for 'weight', leaves out the same part"):
+        with pytest.raises(ConfigError, match=r"chosen for 'weight', loses the same part"):
             codec(compressor, feedback=False)
     for compressor in (Cast(), BlockInt(4), BlockInt(8, stochastic=True)):
         assert "(memory).0.residual" in codec(compressor).state_dict()

@@ -406,7 +406,7 @@ def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         check_can_go_on(asked, tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path} cannot go on. training.batch_size is 8: that would be another run; set "
+        f"{tmp_path} cannot resume. training.batch_size is 8: that would be another run; set "
         "training.batch_size back to 16, or start a new run"
     )
 

@@ -316,7 +316,7 @@ def test_texts_that_stand_there_with_different_labels_are_told(tmp_path: Path) -
             tmp_path, [("one" if n < 2 else "two", label) for n, label in enumerate(labels)], split
         )
     said = own(tmp_path).describe()
-    assert "dev: 2 of 2 texts stand there with another label, too" in said
+    assert "dev: 2 of 2 texts are also there with another label" in said
     assert "of 3 texts stand" not in said
 
 

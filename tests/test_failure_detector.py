@@ -138,7 +138,7 @@ def test_rank_0_passes_on_when_it_heard_the_others() -> None:
     assert 9 <= time.monotonic() - detector.progress.moved_at_s < 14
     with pytest.raises(FrameError, match="must carry one vector of ages"):
         detector.hear(0, alive(ages, ages, [9.0]))
-    with pytest.raises(FrameError, match="rank 2 tells of other ranks"):
+    with pytest.raises(FrameError, match="rank 2 reports on other ranks"):
         detector.hear(2, alive(ages, [9.0]))
     for moved in ([-1.0], [math.nan], [1.0, 2.0], []):
         with pytest.raises(FrameError, match="for how many seconds no message has moved"):

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "the hub's answer": ("train.tsv", b"Entry not found", "the hub's answer"),
     "nothing": ("train.tsv", b"", "is empty"),
     "nothing, packed": ("train.tsv.gz", gzip.compress(b""), "is empty once it is unpacked"),
-    "half a gzip": ("train.tsv.gz", gzip.compress(TABLE.encode())[:40], "cut off or damaged"),
+    "half a gzip": ("train.tsv.gz", gzip.compress(TABLE.encode())[:40], "truncated or damaged"),
     "not packed": ("train.tsv.gz", TABLE.encode(), "no gzip, as its name says"),
     "packed without saying": ("train.tsv", gzip.compress(b"text\tlabel"), "ends in .gz"),
     "UTF-16": ("train.tsv", TABLE.encode("utf-16"), "UTF-16 text.*iconv"),
@@ -290,7 +290,7 @@ def test_weights_that_are_cut_off_or_a_placeholder_are_named(tmp_path: Path) -> 
     whole = path.read_bytes()
     check_is_safetensors(path)
     for content, message in {
-        whole[:-1]: "is cut off: it has .* bytes",
+        whole[:-1]: "is truncated: it has .* bytes",
         whole[:20]: "is no safetensors file, or its beginning is damaged",
         POINTER: "is a Git LFS pointer",
         b"": "is empty",
@@ -305,7 +305,7 @@ def test_weights_that_are_cut_off_or_a_placeholder_are_named(tmp_path: Path) -> 
 def test_settings_that_are_cut_off_are_named(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text('{"model": {"vocab": {"a": 0')
-    with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is no complete JSON"):
         check_is_json(path)
 
 
@@ -332,10 +332,10 @@ def test_a_shard_that_is_cut_off_is_named_when_it_is_read(tmp_path: Path) -> Non
     two.write_bytes(two.read_bytes()[:-4])
     files = WeightFiles(str(tmp_path))
     assert len(files.tensor("a")) == 100
-    with pytest.raises(DataError, match=r"two\.safetensors is cut off"):
+    with pytest.raises(DataError, match=r"two\.safetensors is truncated"):
         files.tensor("b")
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(DataError, match="is not whole JSON"):
+    with pytest.raises(DataError, match="is no complete JSON"):
         WeightFiles(str(tmp_path))
 
 
@@ -345,7 +345,7 @@ def test_a_tokenizer_beside_a_placeholder_of_weights_may_be_used(tmp_path: Path)
     PretrainedTokenizer(str(tmp_path)).check()
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     for read in (PretrainedTokenizer.check, PretrainedTokenizer.load):
-        with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
+        with pytest.raises(DataError, match=r"tokenizer\.json is no complete JSON"):
             read(PretrainedTokenizer(str(tmp_path)))
 
 

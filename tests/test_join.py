@@ -299,7 +299,7 @@ def test_both_clouds_stop_when_one_is_asked_to_and_the_same_commands_go_on(
     assert codes == [75, 75], owners.said("cloud_a") + owners.said("cloud_b")
     for cloud in CLOUDS:
         last = owners.log(cloud).read_text().splitlines()[-1]
-        assert last.startswith("xcloud: stopped by cloud_b") and "go on from step" in last
+        assert last.startswith("xcloud: stopped by cloud_b") and "to resume from step" in last
         assert last.endswith("give the same command in every cloud")
     assert len(losses(owners.run_dir("cloud_a"))) < 400
     owners.finish()

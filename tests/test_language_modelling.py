@@ -419,7 +419,7 @@ def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Pat
 NOT_LEARNED = {
     "a key": ([{**CHAT[0], "name": "Bo"}, CHAT[1]],
               "train: the chat template does not write 'name' of 1 messages"),
-    "what follows the last answer": (CHAT[:3], "train: 1 of 1 chats go on after their last"),
+    "what follows the last answer": (CHAT[:3], "train: 1 of 1 chats continue after their last"),
     "an empty answer": ([CHAT[0], {**CHAT[1], "content": " "}], "train: 1 answers are empty"),
 }  # fmt: skip
 
@@ -533,7 +533,7 @@ def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -
         without.chat(CHAT, "here")
     rewriting = CausalTokenizer.load(folder)
     rewriting._pretrained.chat_template = "{{ messages|length }}" + TEMPLATE
-    with pytest.raises(DataError, match="writes earlier turns anew"):
+    with pytest.raises(DataError, match="rewrites earlier turns"):
         rewriting.chat(CHAT, "here")
 
 

@@ -160,7 +160,7 @@ def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
     liar.say(torch.tensor([0.0, 0.0, -1.0]), torch.tensor([1.0]))
 
     wait_for(lambda: 0 in ranks.lost, 20)
-    assert "rank 1 tells of other ranks" in str(ranks.lost[0])
+    assert "rank 1 reports on other ranks" in str(ranks.lost[0])
     assert isinstance(ranks.lost[0], FrameError)
 
 

@@ -557,7 +557,7 @@ def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
 
 @pytest.mark.parametrize("settings", [{"late": Skip()}, {"max_s": 3.0}, {"weigh": "tokens"}])
 def test_what_needs_whole_replicas_is_refused_for_pipelines(settings: Any) -> None:
-    with pytest.raises(ConfigError, match="each rank must hold the whole model"):
+    with pytest.raises(ConfigError, match="each rank must hold the full model"):
         local(2, **settings).arrange(clouds(4))
 
 

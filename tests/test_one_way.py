@@ -250,7 +250,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
 
     asking = Thread(target=ask)
     asking.start()
-    with pytest.raises(RunStopped, match="go on from step"):
+    with pytest.raises(RunStopped, match="to resume from step"):
         start(tmp_path / "cut", WIDE, **groups)
     asking.join()
     config = OmegaConf.create(feed_config(WIDE, **groups))

@@ -308,7 +308,7 @@ def kept(tmp_path: Path) -> Path:
 
 
 def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cut into stages"):
+    with pytest.raises(ConfigError, match="split into stages"):
         planned(configs.Settings.of(composed("+exp=electra_multilingual", "plan=show")), tmp_path)
     with pytest.raises(ConfigError, match="leave -m out"):
         run(configs.Settings.of(toy(tmp_path, "plan=show")), tmp_path / "run")

@@ -227,7 +227,7 @@ def test_contributions_of_a_cloud_are_counted() -> None:
 
 def test_privacy_that_would_not_hold_is_refused() -> None:
     exp = ("+exp=lora_clm", "cluster/wan=free")
-    with pytest.raises(ConfigError, match="cuts the model between clouds"):
+    with pytest.raises(ConfigError, match="splits the model between clouds"):
         build(*exp, "security/privacy=sample")
     with pytest.raises(ConfigError, match=r"training\.batch_size is 16 and there are 4 micro"):
         build(*exp, "strategy=data_parallel", "security/privacy=sample")

@@ -139,7 +139,7 @@ def test_a_rank_of_the_same_cloud_that_does_not_begin_is_named(tmp_path: Path) -
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} is taken"):
+        with pytest.raises(ConfigError, match=f"port {port}, which is taken"):
             server_store(0, "127.0.0.1", port)
 
 

@@ -226,7 +226,7 @@ def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: 
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["status"] == "stopped"
         step = CheckpointFolder(tmp_path).agreed_steps()[0]
-        assert f"go on from step {step}: python run.py resume=" in summary["cause"]
+        assert f"to resume from step {step}: python run.py resume=" in summary["cause"]
 
 
 def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:

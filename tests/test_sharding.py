@@ -276,9 +276,9 @@ def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
         (["cluster.clouds.cloud_a.num_ranks=1"], "stage 0 is held by one rank"),
         (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
         (["strategy=data_parallel"], r"stage 0 is held as .*cloud_b': \(False, 2\)"),
-        (["strategy=local_updates"], r"strategy=local_updates brings whole replicas together"),
+        (["strategy=local_updates"], r"strategy=local_updates averages full replicas"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
-        (["security/privacy=sample"], "bounds gradients of whole stages"),
+        (["security/privacy=sample"], "bounds gradients of full stages"),
         (
             ["schedule=zero_bubble", "+cluster.clouds.cloud_b.shard=true"],
             "zero bubble .* puts off",

@@ -533,7 +533,7 @@ def test_lines_come_from_the_profile_before_the_layout_and_a_bandwidth_before_bo
     assert (there.bandwidth_bits_per_s, there.latency_s, there.trace) == (7.0, 0.5, ())
     assert lines_of(ClusterLayout(clouds, "free"), {})["a-b"] is FREE
     assert FREE.line_s(10**9) < 1e-6
-    with pytest.raises(ConfigError, match="nobody says what the real network"):
+    with pytest.raises(ConfigError, match="bandwidth and latency of the real network"):
         lines_of(ClusterLayout(clouds, "real"), {})
 
 

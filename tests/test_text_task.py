@@ -225,7 +225,10 @@ def test_a_set_whose_answers_all_lie_in_no_window_is_refused(
     for split in NUM_LONG:
         write(tmp_path, split, [question(3, 60 if split == "dev" else 2)] * 4)
     task = questions(str(tmp_path), words)
-    with pytest.raises(DataError, match=r"all 4 questions of dev lie in no window.*max_length"):
+    with pytest.raises(
+        DataError,
+        match=r"no window of dev holds a full answer to any of its 4 questions.*max_length",
+    ):
         task.load(frozenset(task.fields), 0)
 
 
@@ -236,7 +239,7 @@ def test_chats_and_samples_are_told_apart(tmp_path: Path, words: PretrainedToken
     # user: w0 w1 w2 assistant: w0 w1 w2 [EOS] are 9 tokens, and four times 9 fit into 40.
     said = task.load(frozenset(task.fields), 0).describe()
     assert "test 6 chats packed into 2 samples of 40 (54 tokens, 68 % full)" in said
-    assert said.endswith("test: 7 of 7 rows stand in train, too")
+    assert said.endswith("test: 7 of 7 samples are also in train")
 
 
 def test_a_set_of_chats_without_an_answer_in_reach_says_so(

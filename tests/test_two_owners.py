@@ -155,7 +155,7 @@ def test_every_terminal_says_which_cloud_has_stopped_the_run() -> None:
 
 def test_who_stops_before_a_checkpoint_is_told_how_to_begin_again(tmp_path: Path) -> None:
     text = stopped_in_words(tmp_path, by="stopped by b", again=AGAIN, unsaved=BEGIN_AGAIN)
-    assert text == f"stopped by b; nothing is saved yet; to begin again {AGAIN}"
+    assert text == f"stopped by b; nothing is saved yet; to restart {AGAIN}"
 
 
 def test_every_cloud_sees_what_left_it_by_kind(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Layout(ABC):
                 both = " and ".join(f"{a!r} and {b!r}" for a, b in meant)
                 raise ConfigError(
                     f"cluster.links.{key} names more than one pair of clouds: {both}; give these "
-                    "clouds names that tell them apart"
+                    "clouds names without a common part"
                 )
 
     @property
@@ -407,7 +407,7 @@ class ClusterLayout(Layout):
         if self.relay is not None and not relayed:
             raise ConfigError(
                 "cluster.relay joins clouds without an address, and every line here has a cloud "
-                "with one: leave cluster.relay out"
+                "with one: remove cluster.relay"
             )
 
     def is_relayed(self, here: str, there: str) -> bool:

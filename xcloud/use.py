@@ -335,7 +335,7 @@ def generate(words: Sequence[str]) -> None:
     training; --no-cache sends the whole text for each token, as an evaluation does.
     """
     parser = parser_of(generate)
-    parser.add_argument("text", nargs="*", help="what to go on from")
+    parser.add_argument("text", nargs="*", help="the beginnings to continue")
     parser.add_argument("--system", metavar="TEXT", help="the chat's system message")
     parser.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
     parser.add_argument(
@@ -358,9 +358,9 @@ def generate(words: Sequence[str]) -> None:
     check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)
     check("--top-p", value=arguments.top_p, annotation=Rate)
     if bool(arguments.text) == (arguments.chats is not None):
-        raise ConfigError("generate needs either texts to go on from or --chats")
+        raise ConfigError("generate needs either texts to continue or --chats")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
-        raise ConfigError("--chats has whole chats: leave out --system and --plain")
+        raise ConfigError("--chats has full chats: remove --system and --plain")
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
     prompts = _prompts(generator, arguments=arguments)
     _ = generator.stages  # what is said while they are read stands before the text

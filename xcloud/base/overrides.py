@@ -137,7 +137,7 @@ def _trouble(word: str, is_sweep: bool) -> str:
     else:
         return ""
     typed = f"{key}={shlex.quote(literal(str(Path(value).expanduser())))}"
-    said = f"{wrong!r} cannot stand in a value as it is; for this text type"
+    said = f"{wrong!r} is not allowed in a value without quotes; for this text type"
     return f"{word}: {said} {typed}{several}"
 
 

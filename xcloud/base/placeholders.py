@@ -78,7 +78,7 @@ def check_is_text(path: Path) -> None:
                 head = file.read(HEAD)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
-                f"{path} cannot be read: cut off or damaged ({error}); {AGAIN}"
+                f"{path} cannot be read: truncated or damaged ({error}); {AGAIN}"
             ) from error
         if not head:
             raise DataError(f"{path} is empty once it is unpacked; {AGAIN}, or remove it")
@@ -112,7 +112,9 @@ def check_is_json(path: Path) -> None:
         read_json(path)
     except ValueError as error:
         said = str(error)[:200]
-        raise DataError(f"{path} is not whole JSON ({said}): cut off? {AGAIN}") from error
+        raise DataError(
+            f"{path} is no complete JSON ({said}); is it truncated? {AGAIN}"
+        ) from error
 
 
 def check_is_safetensors(path: Path) -> None:
@@ -132,7 +134,7 @@ def check_is_safetensors(path: Path) -> None:
         raise DataError(f"{path}: the header of its tensors is damaged; {AGAIN}") from error
     if num_bytes < wanted:
         said = f"{num_bytes:,} of {wanted:,} bytes"
-        raise DataError(f"{path} is cut off: it has {said}; {AGAIN}")
+        raise DataError(f"{path} is truncated: it has {said}; {AGAIN}")
 
 
 def _check_is_no_placeholder(path: Path, head: bytes) -> None:

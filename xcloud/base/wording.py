@@ -228,8 +228,8 @@ def check_name(what: str, name: object, spoken: bool = False) -> None:
         more = ""
     if fits is None:
         raise ConfigError(
-            f"{what} must be a name of letters, digits, '_', '-', '.'{more}, for it becomes part "
-            "of file names and commands: leave out '/' and control characters, quotes and '$'; "
+            f"{what} must be a name of letters, digits, '_', '-', '.'{more}, as it becomes part "
+            "of file names and commands: remove '/' and control characters, quotes and '$'; "
             f"got {name!r}"
         )
     if (num_bytes := len(str(name).encode())) > MAX_NAME_BYTES:

@@ -166,7 +166,7 @@ class _Reader:
 
     def __init__(self, data: Bytes, most: int) -> None:
         if len(data) < HEAD_BYTES:
-            raise FrameError("coded values are cut short")
+            raise FrameError("coded values are truncated")
         num_bytes = int(np.frombuffer(data[:HEAD_BYTES].tobytes(), "<u4")[0])
         unary = data[HEAD_BYTES : HEAD_BYTES + num_bytes]
         num_codes = int(np.bitwise_count(unary).sum(dtype=np.int64))
@@ -214,7 +214,7 @@ class _Reader:
         num_bits = int(widths_N.sum())
         self._num_low += num_bits
         if self._num_low > 8 * len(self._low):
-            raise FrameError("coded values are cut short")
+            raise FrameError("coded values are truncated")
         taken = self._low[first // 8 : -(-self._num_low // 8)]
         bits_K = np.unpackbits(taken)[first % 8 :][:num_bits].astype(np.int64)
         total_N = np.zeros(len(widths_N), dtype=np.int64)

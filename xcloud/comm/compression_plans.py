@@ -239,7 +239,7 @@ class Selectable(CompressionPlan):
 
     def at(self, step: int) -> Compression:
         raise ConfigError(
-            "this run chose its compression while it went on, so its settings do not "
+            "this run changed its compression while it ran, so its settings do not "
             "say which it ended with; leave the compressors out (--uncompressed)"
         )
 

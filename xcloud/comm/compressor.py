@@ -161,7 +161,7 @@ class Chain(Compressor):
         for earlier, later in pairwise(members.values()):
             if _ORDER.index(later.family) <= _ORDER.index(earlier.family):
                 raise ConfigError(
-                    f"Chain: {later.label} cannot come after {earlier.label}: members stand in "
+                    f"Chain: {later.label} cannot come after {earlier.label}: members have "
                     "the order low_rank, sparse, precision, with at most one of each"
                 )
 

@@ -188,7 +188,7 @@ class Reader:
     def take(self, num_bytes: int) -> Tensor:
         if len(self.data) < num_bytes:
             raise FrameError(
-                f"token ids are cut short: {len(self.data)} bytes left, expected {num_bytes}"
+                f"token ids are truncated: {len(self.data)} bytes left, expected {num_bytes}"
             )
         taken = self.data[:num_bytes]
         self.data = self.data[num_bytes:]

@@ -162,8 +162,8 @@ class TensorCodec(StatefulTree):
             compressor = copy.deepcopy(choose(name, shape))
             if compressor.feedback == "needed" and not feedback:
                 raise ConfigError(
-                    f"{compressor.label}, chosen for {name!r}, leaves out the same part of an "
-                    "average again and again without feedback: set feedback to true, or choose a "
+                    f"{compressor.label}, chosen for {name!r}, loses the same part of every "
+                    "average without feedback: set feedback to true, or choose a "
                     "compressor that needs none (docs/strategies.md lists them)"
                 )
             if any(part.is_bound for part in compressor.wire_specs(spec)):

@@ -404,7 +404,7 @@ def _decode_alone(rest: Bytes, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[An
         mean_bytes = np.dtype(_delta_type(spec)).itemsize * num_features
         num_bytes = mean_bytes + (num_features + 1) // 2
         if len(rest) < num_bytes:
-            raise FrameError("means and classes of features are cut short")
+            raise FrameError("means and classes of features are truncated")
         means = np.frombuffer(rest[:mean_bytes].tobytes(), dtype=_delta_type(spec))
         pairs = rest[mean_bytes:num_bytes]
         classes_H: Bytes = np.stack([pairs >> 4, pairs & 15], axis=1).ravel()[:num_features]

@@ -117,7 +117,7 @@ def _described(settings: Settings) -> Iterator[str]:
     if value_at(job, "cluster.relay") is not None:
         waits = f"a relay that clouds dial, for up to {join_h:g} h until all have joined"
     if job.cluster.wan == "sealed":
-        waits += f", then up to {job.cluster.reconnect_s:g} s after each cut"
+        waits += f", then up to {job.cluster.reconnect_s:g} s after each outage"
     if isinstance(job.cluster.wan, Mailbox):
         waits = f"no port open; waits for up to {join_h:g} h until all have joined"
     yield f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; {waits}"

@@ -50,10 +50,10 @@ _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 8 * MAX_BYTES  # JSON writes some characters as six
 _NONCE = bytes(12)  # each key seals one message
 _NO_KEY = (
-    "the words of the code are not the same on both sides, so this invitation has ended: begin "
-    "again with a new one (whoever reaches the relay may have tried your number)"
+    "the words of the code differ on the two sides, so this invitation has ended: make a new "
+    "one (somebody else who reaches the relay may have tried your number)"
 )
-_NO_SENSE = "the other owner's xcloud says what no invitation says"
+_NO_SENSE = "the other owner's xcloud sent a message that belongs to no invitation"
 
 
 @dataclass(frozen=True)
@@ -256,13 +256,13 @@ def _wait_at(relay: str) -> tuple[socket.socket, Code]:
     address = _address(relay)
     for tries_left in reversed(range(_TRIED_NUMBERS)):
         code = Code.new()
-        say(f"tell the other owner: python -m xcloud accept {code} --relay {relay}")
+        say(f"the other owner runs: python -m xcloud accept {code} --relay {relay}")
         try:
             within_s = 3 * SAYS_EVERY_S
             return enter(address, room=code.room, side=Side.ALONE, within_s=within_s), code
         except LinkError as error:
             if not tries_left or "is taken" not in str(error):
-                raise ConfigError(f"nobody came: {error}") from None
+                raise ConfigError(f"the other owner did not come: {error}") from None
             say(f"not so: {error}")
     raise AssertionError("the last try raises")
 

@@ -218,7 +218,7 @@ class Job(OfJob, ABC):
 
         Raises ConfigError for another kind.
         """
-        raise ConfigError("plan= is for jobs whose model is cut into stages: set plan=none")
+        raise ConfigError("plan= is for jobs whose model is split into stages: set plan=none")
 
     @property
     def has_public_texts(self) -> bool:

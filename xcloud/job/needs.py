@@ -85,8 +85,8 @@ def sharding_clouds(job: PipelineJob) -> list[str]:
 
 no_plan = plain(
     lambda job: job.plan is not None,
-    setting="plan= prices one compression for the whole run",
-    remedy="leave plan= out",
+    setting="plan= prices one compression for the full run",
+    remedy="remove plan=",
 )
 one_update_at_a_time = plain(
     lambda job: job.schedule.overlaps_updates,
@@ -100,7 +100,7 @@ one_pipeline = plain(
 )
 every_update_together = plain(
     lambda job: job.strategy.traits.trains_locally,
-    setting="strategy={job.strategy.name} brings whole replicas together from time to time",
+    setting="strategy={job.strategy.name} averages full replicas from time to time",
     remedy="choose one that averages gradients (strategy=data_parallel)",
 )
 all_clouds_stay = plain(
@@ -110,7 +110,7 @@ all_clouds_stay = plain(
 )
 untied_ends = plain(
     ties_ends,
-    setting="model.embeddings=tie exchanges whole ones between both ends",
+    setting="model.embeddings=tie exchanges full gradients between both ends",
     remedy="take model.embeddings=untie or freeze",
 )
 unpacked_weights = plain(
@@ -172,9 +172,9 @@ def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:
         width = math.prod(field.features)
         if field.is_compressed and not decodes_rows_alone(compression.forward, num_features=width):
             return Lack(
-                setting=f"compression.forward={compression.forward.label} makes of the same "
-                "row another one in each message (it draws, remembers, or looks at several "
-                "rows at once)",
+                setting=f"compression.forward={compression.forward.label} changes the same row "
+                "differently in each message (it draws, remembers, or looks at several rows at "
+                "once)",
                 remedy=f"take none, fp16, bf16 or integers whose block divides {width}",
             )
     return None

@@ -231,7 +231,7 @@ class Strategy:
                 raise ConfigError(
                     f"cluster.clouds: the ranks of replica {replica} hold stages "
                     f"{sorted(groups)}, those of replica 0 {sorted(together[0])}; a rank averages "
-                    "with one that holds the same, so cut every replica alike"
+                    "with one that holds the same, so split every replica alike"
                 )
         return layout
 

@@ -33,7 +33,7 @@ from xcloud.net.link_end import ignore
 from xcloud.record.files import forget_launcher, has_events
 
 AGAIN = "give the same command in every cloud"
-BEGIN_AGAIN = f"nothing is saved yet; to begin again {AGAIN}"
+BEGIN_AGAIN = f"nothing is saved yet; to restart {AGAIN}"
 
 
 class Machine(NamedTuple):
@@ -153,7 +153,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--roll-back", action="store_true",
-        help="let agreed checkpoints be deleted that are later than the one all ranks go on from",
+        help="delete agreed checkpoints that are later than the one all ranks resume from",
     )  # fmt: skip
     parser.add_argument(
         "--listen", metavar="HOST:PORT",

@@ -40,7 +40,7 @@ from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.security.audit import set_aside
 from xcloud.show.monitor import Monitor
 
-UNSAVED = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
+UNSAVED = "it has no checkpoint to resume from (the cache keeps its pretraining)"
 
 CanGoOn = Callable[[Settings, Path], None]
 
@@ -160,7 +160,7 @@ def _check_folder(settings: Settings, run_dir: Path, resumes: CanGoOn | None) ->
         return
     if resumes is None:
         raise ConfigError(
-            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or resume "
             f"with it: {run_command()} {shlex.quote(f'resume={run_dir}')}"
         )
     resumes(settings, run_dir)
@@ -209,7 +209,7 @@ def stopped_in_words(run_dir: Path, by: str, again: str, unsaved: str) -> str:
     """Return a text that says who stopped a run, and how to resume it from which step. again,
     unsaved: see run_in_owned."""
     agreed = CheckpointSteps(run_dir).agreed_steps()
-    return f"{by}; " + (f"go on from step {agreed[0]}: {again}" if agreed else unsaved)
+    return f"{by}; " + (f"to resume from step {agreed[0]}: {again}" if agreed else unsaved)
 
 
 def train(

@@ -257,7 +257,7 @@ def main(words: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--gb", type=float, default=own.pair_bytes / 1e9,
-        help="GB after which two are parted; a line then dials again "
+        help="GB after which a pair is closed; its line dials again "
         f"(default: {own.pair_bytes / 1e9:g})",
     )  # fmt: skip
     given = parser.parse_args(words)

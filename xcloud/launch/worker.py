@@ -26,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, help="where to write; needed with a file")
     parser.add_argument(
         "--roll-back", action="store_true",
-        help="let agreed checkpoints be deleted that are later than the one all ranks go on from",
+        help="delete agreed checkpoints that are later than the one all ranks resume from",
     )  # fmt: skip
     arguments = parser.parse_args(words)
     if arguments.parent is not None:

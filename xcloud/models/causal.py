@@ -176,7 +176,7 @@ class CausalLM(TextModel):
             ),
             (
                 is_cut and self.blocks_per_stage is not None,
-                "model.split.layer ends the first stage: leave out model.blocks_per_stage",
+                "model.split.layer ends the first stage: remove model.blocks_per_stage",
             ),
         ):
             if is_wrong:
@@ -355,9 +355,9 @@ class CausalLM(TextModel):
         folder = cache_dir / given
         if not folder.is_dir():
             raise DataError(
-                f"the base model that this run trained adapters beside is not here: there is "
+                f"the base model of this run's adapters is not here: there is "
                 f"no {folder}. Copy that folder from a cloud that ran it; a base that is made "
-                "anew on another processor is another one"
+                "again on another processor differs"
             )
         if folder.resolve().parent != (cache_dir / "causal").resolve():
             raise DataError(
@@ -594,7 +594,7 @@ class CausalLM(TextModel):
             )
         if self.split.layer is not None and num_stages == 1:
             raise ConfigError(
-                "model.split.layer cuts the model, and this cluster has one stage: set it to "
+                "model.split.layer splits the model, and this cluster has one stage: set it to "
                 "null, or choose cluster=two_clouds"
             )
         num_blocks = config.num_hidden_layers

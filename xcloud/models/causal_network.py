@@ -126,7 +126,7 @@ def read_config(name_or_path: str) -> Any:
     if raw.get("model_type") not in KINDS:
         raise ConfigError(
             f"the checkpoint {name_or_path!r} is of type {raw.get('model_type')!r}; causal "
-            f"language models that can be cut are {', '.join(KINDS)}"
+            f"language models that can be split are {', '.join(KINDS)}"
         )
     try:
         config = config_of(raw)

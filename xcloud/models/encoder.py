@@ -367,7 +367,9 @@ class Encoder(nn.Module):
         DataError if anything else is missing."""
         own = self.state_dict()
         if lacking := [n for n in own if n not in weights and not n.startswith("head.")]:
-            raise DataError(f"backbone weights lack {lacking[0]} and {len(lacking) - 1} more")
+            raise DataError(
+                f"the backbone has no weights for {lacking[0]} and {len(lacking) - 1} more"
+            )
         self.load_state_dict({name: weights.get(name, own[name]) for name in own})
 
 

@@ -176,8 +176,7 @@ class EncoderDecoder:
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         if num_stages < 2:
             raise ConfigError(
-                f"{type(self).__name__} is cut into encoder | decoder: it needs 2 stages or more, "
-                f"got {num_stages}"
+                f"{type(self).__name__} (encoder | decoder) needs 2+ stages, got {num_stages}"
             )
         if stage == 0:
             return frozenset({SOURCE})

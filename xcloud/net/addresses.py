@@ -109,9 +109,8 @@ def store_at(host: str, port: int, serves: bool, within_s: float = JOIN_WITHIN_S
         if not is_taken:
             raise
         raise ConfigError(
-            f"port {port} is taken, at which rank 0 serves the others (of jobs whose ranks may "
-            "begin again, under torchrun, the one after torchrun's own); give all clouds another "
-            "port"
+            f"rank 0 serves the others on port {port}, which is taken (if ranks may restart under "
+            "torchrun, it is the port after torchrun's own); give all clouds another port"
         ) from None
     store.set_timeout(FOREVER)
     return store

@@ -142,7 +142,9 @@ class FailureDetector:
             return
         *ages_of_others, moved = frame.parts
         if peer != 0 and ages_of_others:
-            raise FrameError(f"{self._name_of(peer)} tells of other ranks, which rank 0 does")
+            raise FrameError(
+                f"{self._name_of(peer)} reports on other ranks, which only rank 0 does"
+            )
         if TensorSpec.of(moved) != _MOVED_SPEC or not moved.item() >= 0:
             raise FrameError(
                 f"{frame.key} of {self._name_of(peer)} must say for how many seconds no message "

@@ -68,7 +68,7 @@ class GroupCollectives:
         return gathered
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        raise NotImplementedError("ranks that may begin again hold no parts of a tensor")
+        raise NotImplementedError("ranks that may restart hold no parts of a tensor")
 
 
 class GlooCollectives(GroupCollectives):

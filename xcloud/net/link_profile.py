@@ -194,7 +194,7 @@ class InboundWire(LinkProfile):
     def __post_init__(self) -> None:
         if self._is_unsteady or self.jitter_s:
             raise ConfigError(
-                "cluster/wan=protocol_nanogpt is the benchmark's own steady wire: leave out "
+                "cluster/wan=protocol_nanogpt is the benchmark's own steady wire: remove "
                 "wan.trace, wan.outages, wan.outage_every_s, wan.outage_lasting_s and wan.jitter_s"
             )
 

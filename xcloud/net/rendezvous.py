@@ -68,7 +68,7 @@ class Ending(Enum):
     @property
     def text(self) -> str:
         return {
-            Ending.STOPPED: "was asked to stop; to go on, give the same command in every cloud",
+            Ending.STOPPED: "was asked to stop; to resume, give the same command in every cloud",
             Ending.REFUSED: "has refused to run this experiment; its terminal says why",
             Ending.FAILED: "has failed before all ranks had come; its terminal says why",
         }[self]
@@ -200,8 +200,8 @@ def of_this_attempt(
                             "command started twice?"
                         )
                 state = (
-                    f"the others are in an attempt that has a {name_of(rank)} already. Is this "
-                    "cloud's command started twice? Else it begins again with them"
+                    f"the attempt of the others already has a {name_of(rank)}. Was this cloud's "
+                    "command started twice? If not, it restarts with them"
                 )
             elif current != part:
                 part = current

@@ -146,20 +146,20 @@ def decode(buffer: torch.Tensor, sender: str) -> ControlMessage:
     """
     data = buffer.numpy().tobytes()
     if len(data) < _HEAD.size:
-        raise FrameError(f"{sender} sent no word, in {len(data)} bytes")
+        raise FrameError(f"{sender} sent no control message, in {len(data)} bytes")
     kind, name_bytes, text_bytes = _HEAD.unpack_from(data)
     until = _HEAD.size + name_bytes + text_bytes
     if kind not in [*WordKind] or not 0 < name_bytes <= MAX_NAME_BYTES or until > len(data):
         raise FrameError(
-            f"{sender} sent no word: kind {kind}, {name_bytes} and {text_bytes} bytes"
+            f"{sender} sent no control message: kind {kind}, {name_bytes} and {text_bytes} bytes"
         )
     try:
         name = data[_HEAD.size : _HEAD.size + name_bytes].decode()
         text = data[_HEAD.size + name_bytes : until].decode()
     except UnicodeDecodeError:
-        raise FrameError(f"{sender} sent a word that is no UTF-8") from None
+        raise FrameError(f"{sender} sent a control message that is no UTF-8") from None
     if not name.isprintable():
-        raise FrameError(f"{sender} sent a word by a name that cannot be printed")
+        raise FrameError(f"{sender} sent a control message whose name cannot be printed")
     return ControlMessage(WordKind(kind), name, text=text)
 
 
@@ -199,7 +199,7 @@ class WordsToFirst:
     def hear(self, name: str, rank: int) -> str:
         if rank == self._rank:
             return self._own[name]
-        assert rank == 0, "ranks hear of each other from rank 0"
+        assert rank == 0, "ranks receive texts of each other from rank 0"
 
         def ask(line: WordLine) -> str:
             line.send(ControlMessage(WordKind.ASK, name))
@@ -303,7 +303,9 @@ class WordsOfFirst:
                     del self._told[key]  # of an earlier beginning
             threading.Thread(target=self._serve, args=(rank, beginning, line), daemon=True).start()
 
-        thread = threading.Thread(target=join, name=f"words of rank {rank}", daemon=True)
+        thread = threading.Thread(
+            target=join, name=f"control messages of rank {rank}", daemon=True
+        )
         thread.start()
         return thread
 
@@ -318,7 +320,7 @@ class WordsOfFirst:
                         ControlMessage(WordKind.ANSWER, message.name, text=self._own(message.name))
                     )
                 else:
-                    raise FrameError(f"rank {rank} answers what nobody asked")
+                    raise FrameError(f"rank {rank} sent an answer that nobody asked for")
         except LinkError as error:
             self._end(rank, reason=error)
         except RuntimeError:
@@ -328,7 +330,7 @@ class WordsOfFirst:
         with self._changed:
             own = [name for teller, name in self._told if teller == rank]
             if message.name in own or len(own) >= MAX_WORDS:
-                raise FrameError(f"rank {rank} tells {message.name!r:.80} twice, or too much")
+                raise FrameError(f"rank {rank} sent {message.name!r:.80} twice, or too much")
             self._told[rank, message.name] = message.text
             self._changed.notify_all()
 

@@ -198,7 +198,7 @@ class Planner:
             splits[name] = ways if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
-                    f"the profile has {len(pieces)} pieces that cannot be joined to "
+                    f"the profile has {len(pieces)} parts that cannot be joined to "
                     f"{arranged.num_stages} stages"
                 )
                 del splits[name], self.arranged[name]

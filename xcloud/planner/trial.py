@@ -122,8 +122,8 @@ class TrialRun:
             return read_profile(file)
         num_steps = sum(each._num_updates for each in runs)
         say(
-            f"trial: {num_steps} updates of the job over a free line, in whole turns of what is "
-            f"tried (plan.trial_steps={self.num_steps}) …"
+            f"trial: {num_steps} updates of the job over a free line, so that all variants have "
+            f"equally many (plan.trial_steps={self.num_steps}) …"
         )
         measured = self.measured()
         write_profile(file, profile=measured)

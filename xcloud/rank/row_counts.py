@@ -59,5 +59,5 @@ def _with_sizes(task: Task, sizes: Mapping[DataSplit, int]) -> Task:
 def _sizes_in(facts: Mapping[str, str]) -> dict[DataSplit, int]:
     found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
     if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
-        raise FrameError(f"rank 0 told {found} for the numbers of samples")
+        raise FrameError(f"rank 0 sent {found} as the numbers of samples")
     return {split: int(text) for split, text in found.items()}

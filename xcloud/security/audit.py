@@ -55,7 +55,7 @@ UNFRAMED = [
     "where ranks may begin again, how often each has",
     "start, between each rank and rank 0: settings of the experiment, digests of the code, "
     "checkpoints, numbers of samples and digests of the task's settings and data: lines of text, "
-    "and whether the rank may go on; where ranks may begin again, digests of parameters",
+    "and whether the rank may start; where ranks may restart, digests of parameters",
     "start, from rank 0: a number for this run and one for its machine (emulated links only)",
     "start: a barrier before the first step, but where ranks may begin again",
     "start, in a mailbox: random numbers and digests of certificates, signed",

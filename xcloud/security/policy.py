@@ -369,7 +369,7 @@ class Policy:
             if lead.to == "command":
                 yield Refusal(
                     f"{lead.where} is {lead.value!r}, but no experiment file may name a command "
-                    "that this machine runs, and no policy allows it: take it out of the file, "
+                    "that this machine runs, and no policy allows it: remove it from the file, "
                     "and give one of your own on the command line"
                 )
 

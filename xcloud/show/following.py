@@ -124,7 +124,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:
             cloud = monitor.experiment.cluster.cloud_of(rank)
-            cause = f"stopped by {cloud}, and saved; the same command in every cloud goes on"
+            cause = f"stopped by {cloud}, and saved; the same command in every cloud resumes"
     monitor.finish(cause, attempt.is_stopped and not lost)
     say(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -302,7 +302,7 @@ def in_words(found: Comparison) -> str:
                 f"received {received.messages:>8} messages {received.bytes:>14,} bytes  {same}"
             )
     for verdict, remark in (
-        ("under way", "the attempt was cut, which explains it"),
+        ("under way", "the attempt was interrupted, which explains it"),
         ("not known", "one of the two was ended before it could write its record"),
         ("differs", "NOTHING EXPLAINS IT"),
     ):

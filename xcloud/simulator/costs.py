@@ -43,8 +43,8 @@ def line_of(
     wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there=there))
     if not wan.has_numbers:
         raise ConfigError(
-            f"nobody says what the real network from {here!r} to {there!r} can do; choose a "
-            "profile (cluster/wan=…), or give plan.profile a file whose `lines` name "
+            f"bandwidth and latency of the real network from {here!r} to {there!r} are unknown; "
+            "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` name "
             f"'{here}-{there}' or \"*\""
         )
     return wan.profile or FREE

@@ -153,7 +153,7 @@ class Jobs:
         self._ending.set()
         jobs = len(self._followed)
         say(
-            f"\n{jobs} job{'s' * (jobs != 1)} go on without this command, which finds them again; "
+            f"\n{jobs} job{'s' * (jobs != 1)} continue; the same command follows them. "
             f"Ctrl+C once more within {CANCEL_WITHIN_S:g} s, to cancel them"
         )
         try:
@@ -350,4 +350,4 @@ def _cause(run_dir: Path, job: SubmittedJob, summary: Mapping[str, Any], logs: P
         lines = (run_dir / OUTPUT_FILE).read_text(errors="replace").strip().splitlines()
         if lines:
             return lines[-1].removeprefix("xcloud: ")
-    return f"its job {job.id} ended without a word; see {logs}"
+    return f"its job {job.id} ended without a result; see {logs}"

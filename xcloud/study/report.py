@@ -237,7 +237,7 @@ def _drift_remarks(results: Results) -> Iterator[str]:
                 f"Compression can save {most} of it at most."
             )
         else:
-            yield "How long the link was busy is not known: only emulated lines tell."
+            yield "How long the link was busy is unknown: only emulated lines measure it."
 
 
 def _rate(results: Results) -> str:
@@ -280,7 +280,7 @@ def remarks_of(results: Results) -> Iterator[str]:
     unknown = [run for run in results.runs if None in run.summary.get("quality", {}).values()]
     if unknown:
         named = ", ".join(f"{run.label} s{run.settings.get('seed')}" for run in unknown)
-        yield f"Means leave out runs whose score is not finite: {named}."
+        yield f"Means exclude runs whose score is not finite: {named}."
     if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:
         yield f"These runs are of different code: {', '.join(sorted(commits))}."
     yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])

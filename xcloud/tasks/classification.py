@@ -198,7 +198,7 @@ def _contradicting(cells: Mapping[DataSplit, Mapping[str, Sequence[str]]]) -> It
         for text, label in zip(texts, of["label"], strict=False):
             labels.setdefault(text, set()).add(label)
         if num := sum(len(labels[text]) > 1 for text in texts):
-            yield f"{split}: {num:,} of {len(texts):,} texts stand there with another label, too"
+            yield f"{split}: {num:,} of {len(texts):,} texts are also there with another label"
 
 
 class ClassificationData(View[Classification]):

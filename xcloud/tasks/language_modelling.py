@@ -362,7 +362,7 @@ class CausalTokenizer:
         remarks = []
         ends = sum(chat.messages[-1]["role"] != "assistant" for chat in chats)
         if ends:
-            said = "go on after their last answer: what follows it is not learned"
+            said = "continue after their last answer: what follows it is not learned"
             remarks.append(f"{split}: {ends:,} of {len(chats):,} chats {said}")
         if empty := sum(_is_empty(message) for chat in chats for message in chat.messages):
             said = "answers are empty: the model learns to end at once"
@@ -427,7 +427,7 @@ class CausalTokenizer:
             answered = self.render(messages[: number + 1], ask=False, where=where, given=given)
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
-                    f"{where}: the chat template of {self._name} writes earlier turns anew when "
+                    f"{where}: the chat template of {self._name} rewrites earlier turns when "
                     "an answer is added; give chats with one answer each, or another tokenizer"
                 )
             learned = number >= num_given
@@ -551,7 +551,7 @@ class CausalTokenizer:
         if place < 0:
             raise DataError(
                 f"{where}: the chat template of {self._name} does not write the end of the last "
-                "message, so nothing can go on from it (gen_prefix)"
+                "message, so nothing can continue it (gen_prefix)"
             )
         keeps_spaces = written[place:].startswith(_MARK)
         return written[:place] if keeps_spaces else written[:place].rstrip()

@@ -57,7 +57,7 @@ EMPTY = "an answer is empty"
 EQUAL = "both answers are equal"
 SAME_TOKENS = "both answers are the same tokens"
 UNANSWERED = "an answer has no message of the role 'assistant'"
-MIRRORED = "the same pair stands there the other way round, too"
+MIRRORED = "the same pair is also there the other way round"
 
 
 class Pair(NamedTuple):

@@ -316,7 +316,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             )
             seen = {q for q, (first, *_) in zip(made.question_of, labels, strict=True) if first}
             if num and not seen:
-                said = f"the answers to all {num:,} questions of {split} lie in no window whole"
+                said = f"no window of {split} holds a full answer to any of its {num:,} questions"
                 raise DataError(f"{task.describe()}: {said}; raise task.max_length")
             outside = Cut(num=num - len(seen), of=num, setting="task.max_length, task.stride")
             cuts["answers in no window"][split] = outside

@@ -387,7 +387,7 @@ def in_train(splits: Mapping[DataSplit, Rows]) -> list[str]:
         columns = (splits["train"].texts[name] for name in names)
         wanted &= {digest_of(cells) for cells in zip(*columns, strict=True)}
         if num := sum(row in wanted for row in rows):
-            remarks.append(f"{split}: {num:,} of {len(rows):,} rows stand in train, too")
+            remarks.append(f"{split}: {num:,} of {len(rows):,} samples are also in train")
     return remarks
 
 

@@ -73,7 +73,7 @@ class Ledger:
             reports = self._reports.setdefault(step, {})
             reports[rank] = is_written
             if sum(rank in who for who in self._reports.values()) > _MAX_OPEN:
-                raise FrameError(f"rank {rank} tells of more than {_MAX_OPEN} open checkpoints")
+                raise FrameError(f"rank {rank} reports more than {_MAX_OPEN} open checkpoints")
             if not self._expected.get(step, frozenset({-1})) <= reports.keys():
                 return {}
             # Every rank reports its steps in their order: nothing more comes of earlier ones.
@@ -275,7 +275,9 @@ class Checkpointer(Hook):
                 self._notes.later(partial(self._notes.reporter.event, "stop_asked", of=peer))
             self._stops = True
         elif self.rank == 0 and message in _OF_RANK_0:
-            raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
+            raise FrameError(
+                f"rank {peer} sends a decision on checkpoint {step} that only rank 0 makes"
+            )
         elif message is CheckpointMessage.EVERY:
             self.timing.every = step
         elif message is CheckpointMessage.AGREED:
@@ -346,7 +348,7 @@ class Notes:
         """Report that a checkpoint could not be written."""
         reason = f"{_short(why):.200}"
         text = f"the checkpoint of step {step} could not be written ({reason}); "
-        self.once(text + "the run goes on, older checkpoints stay", what="lost")
+        self.once(text + "the run continues, older checkpoints stay", what="lost")
         self.reporter.event("lost_checkpoint", step=step, reason=reason)
 
     def once(self, text: str, what: str) -> None:

@@ -41,9 +41,8 @@ def newest_common(
             passed.append(f"step {step}: {'; '.join(wrong)}")
     if passed:
         raise ConfigError(
-            f"there is no checkpoint that every rank can go on from. {'. '.join(passed)}. Put the "
-            "missing files back, or move the folder `checkpoints` of every cloud away to begin "
-            "anew"
+            f"no checkpoint is one that every rank can resume from. {'. '.join(passed)}. Put the "
+            "missing files back, or move the folder `checkpoints` of every cloud away to restart"
         )
     return 0, ""
 

@@ -58,7 +58,7 @@ def restored(
     holder = RankCheckpoints(folder, rank, places=job.places, settings=context.settings)
     own = holder.own_step(step) if step else 0
     if own < step:
-        since = f"goes on from its own of step {own}" if own else "restarts"
+        since = f"resumes from its own of step {own}" if own else "restarts"
         reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
     forgets = False
     if own:

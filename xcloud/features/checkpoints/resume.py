@@ -344,7 +344,7 @@ class RankCheckpoints:
         for about in abouts.values():
             if about["release"] != __version__:
                 raise DataError(
-                    f"it was written by xcloud {about['release']}, this is {__version__}: go on "
+                    f"it was written by xcloud {about['release']}, this is {__version__}: resume "
                     "with that release"
                 )
         changed = self.changes(step)
@@ -438,13 +438,13 @@ def check_can_go_on(settings: Settings, run_dir: Path, anew: bool = False) -> No
     }
     first = holders[min(holders)]
     if too_short := first.done_beyond(job.max_steps):
-        raise ConfigError(f"{run_dir} cannot go on. {too_short}")
+        raise ConfigError(f"{run_dir} cannot resume. {too_short}")
     with contextlib.suppress(DataError, IndexError):  # damaged or not here: ranks say so of each
         if refused := first.changes(first.folder.agreed_steps()[0]).refused:
-            raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
+            raise ConfigError(f"{run_dir} cannot resume. {'. '.join(refused)}")
     held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
     if not newest_common(held, name_of=lambda rank: f"rank {rank}")[0] and not anew:
         raise ConfigError(
-            f"{run_dir} has no checkpoint, so there is nothing to go on from. To begin anew in "
+            f"{run_dir} has no checkpoint, so there is nothing to resume from. To restart in "
             "this folder add resume_anew=true; the run's own command begins in a new one"
         )

@@ -77,7 +77,7 @@ class OneWayExperiment(Job):
         for feature in fields(OfJob):
             if getattr(self, feature.name) is not None:
                 raise ConfigError(
-                    f"{feature.name} is for a model cut into stages, and a one-way job has none; "
+                    f"{feature.name} is for a model split into stages; a one-way job has none, so "
                     f"set {feature.name}=off"
                 )
         if not hasattr(self.model, "max_payload_bytes"):

@@ -60,9 +60,9 @@ class PreferenceTuning(Feature):
             setting="task=preferences",
             asked=lambda job: isinstance(job.task, Preferences),
             why={
-                causal_model: "compares probabilities of whole answers",
-                one_pipeline: "asks the model of the start in one pipeline",
-                no_plan: "asks the model of the start through one compression",
+                causal_model: "compares probabilities of full answers",
+                one_pipeline: "scores pairs by the initial model in one pipeline",
+                no_plan: "scores pairs by the initial model through one compression",
             },
             without="",
         ),

@@ -25,9 +25,9 @@ several_replicas = plain(
 
 whole_replicas = plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
-    setting="this cluster cuts the model between clouds, which pass each sample's activations and "
-    "gradients on without that noise, so its epsilon would not hold there",
-    remedy="keep each replica in one cloud (strategy=data_parallel), noise what crosses "
+    setting="this cluster splits the model between clouds. Activations and gradients of samples "
+    "cross without that noise, so its epsilon would not hold there",
+    remedy="keep each replica in one cloud (strategy=data_parallel), add noise to what crosses "
     "(security/defences)",
 )
 
@@ -64,9 +64,8 @@ class DifferentialPrivacy(Feature):
             setting="security/privacy=cloud",
             asked=lambda job: _protects(job, unit="cloud"),
             why={
-                several_replicas: "noises what replicas in several clouds give to an averaging",
-                all_clouds_stay: "gives no bound if what one merge leaves out is sent with the "
-                "next",
+                several_replicas: "adds noise to the contributions of replicas in several clouds",
+                all_clouds_stay: "gives no bound if a late cloud sends its change later",
             },
             without="choose security/privacy=sample",
         ),
@@ -84,7 +83,7 @@ class DifferentialPrivacy(Feature):
     )
 
     noises = Lack(
-        "security.privacy noises them apart and bounds gradients of whole stages",
+        "security.privacy adds noise to each of them and bounds gradients of full stages",
         "set security/privacy=none",
     )
     left_out_of_trials = MappingProxyType({"security.privacy": None})

@@ -270,7 +270,7 @@ class AveragingServer(_End):
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
         if not self.late.may_leave:
             raise type(error)(
-                f"{error}. To go on without a lost cloud add +strategy/averaging/late=go_on"
+                f"{error}. To continue without a lost cloud add +strategy/averaging/late=go_on"
             ) from error
         self._set_state(replica, state="left", step=step, why=why)
 
@@ -293,8 +293,8 @@ class AveragingServer(_End):
         self._is_left_out = not any(weights.values())
         if self._is_left_out and not was_left_out:
             self.reporter.note(
-                f"the merge of step {step} is left out, and those after it until the changes of "
-                "the clouds are finite; each trains on by itself"
+                f"the average of step {step} is skipped, and so are later ones until the "
+                "changes of the clouds are finite; meanwhile each trains by itself"
             )
 
     def _answer(self, replica: int, known: int, step: int, is_counted: bool) -> None:

@@ -36,8 +36,8 @@ def self_correcting_compressor(job: PipelineJob) -> Lack | None:
         chosen = job.compression.for_tensor("", shape=shape)
         if chosen.feedback == "needed":
             return Lack(
-                setting=f"compression averages with {chosen.label}, which leaves out the same "
-                "part again and again",
+                setting=f"compression averages with {chosen.label}, which loses the same part "
+                "of every average",
                 remedy="choose a compressor that needs no feedback "
                 "(docs/strategies.md lists them)",
             )
@@ -51,10 +51,7 @@ class ReplicaAveraging(Feature):
         Use(
             setting="strategy.averaging.feedback=false",
             asked=_averages_without_feedback,
-            why={
-                self_correcting_compressor: "adds nothing of what a message left out to the next "
-                "one"
-            },
+            why={self_correcting_compressor: "does not add what a message lost to the next one"},
             without="set feedback to true",
         ),
     )

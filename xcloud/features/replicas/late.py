@@ -71,7 +71,7 @@ class GoOn(LatePolicy):
 
     word = "go_on"
     may_leave = True
-    label = "goes on without the lost"
+    label = "continues without the lost"
 
     wait_s: WaitSeconds = 600.0
     restart_s: Seconds | None = None

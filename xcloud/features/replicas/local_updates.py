@@ -159,7 +159,7 @@ class LocalUpdates(Averaging):
             is_whole = len(cloud.stages or ()) == layout.num_stages
             if not is_whole or cloud.one_stage_per_rank:
                 raise ConfigError(
-                    f"{asked}: each rank must hold the whole model, but those of cloud {name!r} "
+                    f"{asked}: each rank must hold the full model, but those of cloud {name!r} "
                     "hold parts; set strategy.replicas=null and one_stage_per_rank=false"
                 )
 

@@ -59,8 +59,8 @@ class Sharder:
         blocks = list(whole_blocks(stage))
         if blocks and self._group.leads:
             self._note(
-                "every rank builds a stage of this model whole before it is sharded over them, so "
-                "its weights must fit one rank"
+                "every rank builds a full stage of this model before the stage is sharded, so its "
+                "weights must fit one rank"
             )
         for block in blocks:
             self.block(block)

@@ -37,7 +37,7 @@ class OverlappedUpdates(Feature):
                 one_pipeline: "lets the updates of one pipeline overlap",
                 no_noise: "computes two updates at a time",
                 untied_ends: "computes two updates at a time",
-                whole_stages: "keeps two copies of whole stages",
+                whole_stages: "keeps two copies of full stages",
                 nothing_taken_back: "has messages of two updates under way",
             },
             without="choose schedule=gpipe or one_forward_one_backward",
