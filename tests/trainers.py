@@ -36,8 +36,8 @@ from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.pipeline.settings import Optimizer, Training
 from xcloud.pipeline.trainer import LossReport, Trainer
 from xcloud.pipeline.wiring import Wiring
-from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.record.reporter import Reporter
+from xcloud.train.building import ChannelMemories
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

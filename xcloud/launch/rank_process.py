@@ -15,8 +15,8 @@ from xcloud.job.config import Settings
 from xcloud.job.job import Job
 from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
 from xcloud.launch.one_rank import DONE, STOPPED, Process, join, run_rank
-from xcloud.launch.ranks_in_threads import run_in_threads
 from xcloud.net.gloo_link import GlooTransport
+from xcloud.net.memory_transport import MemoryTransport, in_threads
 from xcloud.net.transport import Rendezvous, Transport
 from xcloud.rank.agreement import Verdict, rendezvous_here, table_of
 from xcloud.rank.restarts import rendezvous_at_any_time
@@ -133,3 +133,28 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: RankState) -> bool:
+    """Run each rank of a one-way job on one machine in a thread, over links in memory. Return
+    whether the run has ended early.
+
+    state: the state of rank 0.
+    """
+    job = settings.job
+    table = table_of(settings.compared)
+
+    def work(transport: MemoryTransport) -> bool:
+        rank = transport.rank
+        own = RankState(run_dir, rank) if rank else state
+        _, verdict = join(
+            job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
+        )
+        is_stopped = run_rank(
+            settings, run_dir, verdict, process=Process(asked, state=own), transport=transport
+        )
+        if rank:
+            own.close(STOPPED if is_stopped else DONE)
+        return is_stopped
+
+    return in_threads(job.cluster.num_ranks, work)[-1]

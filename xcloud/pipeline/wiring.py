@@ -16,20 +16,28 @@ from typing import Protocol, TypeVar
 import torch
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
-from xcloud.comm.channel import Boundary, BoundaryField, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import (
+    NOTHING_KNOWN,
+    Boundary,
+    BoundaryField,
+    Codecs,
+    Message,
+    ReceiveChannel,
+    Samples,
+    SendChannel,
+)
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.layout import ClusterLayout
-from xcloud.net.frame import Frame, Kind
+from xcloud.net.frame import Frame, Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_end import ignore
 from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums
 from xcloud.pipeline.crossing import codecs_of, guarded
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.line_meter import LineMeters
-from xcloud.pipeline.loopback import Loopback
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.schedule import Schedule, max_in_flight
 from xcloud.security.defences import Defence
@@ -42,6 +50,27 @@ _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, report
 MakeReceiver = Callable[..., ReceiveChannel]
 """Builds the receiving end of a channel from the arguments of ReceiveChannel. A feature that keeps
 what arrived builds one of its own."""
+
+
+class Loopback:
+    """Both ends of a boundary between two stages of one rank: hands over what it is given."""
+
+    def __init__(self) -> None:
+        self._messages: dict[MessageKey, Message] = {}
+        self._start: Tensors = ()
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        self._messages[key] = {name: value.detach() for name, value in message.items()}
+        return message
+
+    def send_start(self, tensors: Tensors) -> None:
+        self._start = tensors
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        return self._messages.pop(key)
+
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
+        return self._start
 
 
 class _Roster(Protocol):

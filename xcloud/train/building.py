@@ -4,13 +4,13 @@ through a FeatureAtRank (rank/feature.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from xcloud.comm.channel import ReceiveChannel
+from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.state import StateTree, joined, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
@@ -20,14 +20,13 @@ from xcloud.features.checkpoints.restored import check_facts, restored
 from xcloud.pipeline.batch_plan import SampleFeed
 from xcloud.pipeline.ends import Ends
 from xcloud.pipeline.exchange import AllReduce, Exchange
-from xcloud.pipeline.hook import Hook, Hooks
+from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.overlapped_sums import overlapped_sums
 from xcloud.pipeline.pipeline import Pipeline, hand_over
 from xcloud.pipeline.settings import autocast_for, is_emulated
 from xcloud.pipeline.trainer import LossReport, Trainer
 from xcloud.pipeline.wiring import Wiring, wire
 from xcloud.rank.agreement import agree_on, agree_where_shared
-from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.reports import (
     GpuClock,
@@ -47,6 +46,19 @@ from xcloud.train.wan_meter import WanMeter
 
 Context = RankContext[Experiment]
 Features = Sequence[FeatureAtRank]
+
+
+@dataclass(frozen=True)
+class ChannelMemories(Hook):
+    """A hook that tells this rank's channels whether the update was made. An exploding gradient
+    that all ranks skip would else stay in a residual or a delta cache until its sample's next
+    visit."""
+
+    channels: Collection[SendChannel | ReceiveChannel]
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        for channel in self.channels:
+            channel.settle(was_used=report.skipped is None)
 
 
 def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
