@@ -250,6 +250,13 @@ LOOK_ALIKE = {
     "zeros in front": ("1", "01", "'01' and '1'"),
     "zeros behind": ("1", "1.0", "'1' and '1.0'"),
     "other digits": ("1", "\u0661", r"U\+0661"),
+    "a letter of another script": ("pos", "p\u043es", r"U\+043E"),
+    "a dash": ("not-true", "not\u2011true", r"U\+2011"),
+    "what joins words": ("not_true", "not true", "'not true' and 'not_true'"),
+    "a quote": ("isn't", "isn\u2019t", r"U\+2019"),
+    "a sign": ("0", "-0", "'-0' and '0'"),
+    "a power of ten": ("1", "1e0", "'1' and '1e0'"),
+    "a truth value": ("1", "True", "'1' and 'True'"),
 }
 
 
@@ -265,6 +272,12 @@ def test_labels_that_look_alike_are_no_two_classes(case: str, split: str, tmp_pa
         own(tmp_path)
     named = sorted({*labels["train"], *labels["test"]})
     assert own(tmp_path, classes=named).head == Head("classes", 3)  # somebody wants them
+
+
+def test_labels_that_differ_to_a_reader_are_classes(tmp_path: Path) -> None:
+    labels = ["A", "A+", "A-", "B", "1.5", "15", "C#", "C", "no", "n", "o"]
+    write(tmp_path, [("a", label) for label in labels] * 8, "train")
+    assert own(tmp_path).head.num_outputs == len(labels)
 
 
 @pytest.mark.parametrize(

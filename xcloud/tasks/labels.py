@@ -28,6 +28,14 @@ MAX_CLASSES = 1000
 MAX_SHOWN = 30  # classes of which the first lines of a run tell the number of samples
 MAX_DIGITS = 9  # of a label that is a number
 UNSEEN = ("Cf", "Cc")  # categories of characters: format and control
+_ALIKE = str.maketrans(
+    "\u0430\u0435\u043e\u0440\u0441\u0443\u0445\u0456\u0458\u0455\u04bb\u0410\u0412"
+    "\u0415\u041a\u041c\u041d\u041e\u0420\u0421\u0422\u0423\u0425\u0406\u0408\u0405"
+    "\u03bf\u03bd\u03c1\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d\u039f\u03a1\u03a4\u03a5\u03a7"
+    "\u2010\u2011\u2012\u2013\u2014\u2212\u2018\u2019\xb4`",
+    "aeopcyxijshABEKMHOPCTYXIJSovpABEZHIKMNOPTYX------''''",
+)
+"""Letters of Cyrillic and Greek that look like Latin ones, dashes and quotes."""
 ASKED = ". Is task.label_column right?"
 
 
@@ -169,7 +177,10 @@ def check_differ(labels: Iterable[str], meant: Collection[str], where: str) -> N
     """
     held: dict[str, str] = {}
     for label in sorted(labels):
-        other = held.setdefault(plain(label), label)
+        looks = (plain(label), _loosely(label))
+        other = next((held[look] for look in looks if look in held), label)
+        for look in looks:
+            held.setdefault(look, label)
         if other != label and not {label, other} <= {*meant}:
             said = (
                 f"the labels {_by_code(other)} and {_by_code(label)} look alike, and would be two"
@@ -178,6 +189,17 @@ def check_differ(labels: Iterable[str], meant: Collection[str], where: str) -> N
                 " classes. Write one of them in every file and cloud; if both are meant, name all"
             )
             raise DataError(f"{where}: {said} classes in task.classes")
+
+
+def _loosely(label: str) -> str:
+    """Return a label in which letters of other scripts that look like Latin ones, dashes, quotes,
+    and what stands between two words are alike, and a whole number is its value, as a truth
+    value is."""
+    text = plain(unicodedata.normalize("NFKC", label).translate(_ALIKE))
+    text = {"true": "1", "false": "0"}.get(text, text)
+    if re.fullmatch(r"[+-]?\d{1,9}(\.0*)?(e[+-]?\d{1,2})?", text):
+        return f"{float(text) + 0.0:.15g}"  # + 0.0: no -0
+    return re.sub(r"(?<=[^\W_])[\s_-]+(?=[^\W_])", " ", text)
 
 
 def _by_code(label: str) -> str:
