@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.configs import composed
 from tests.nightly import each_once, first_daily
+from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.base.wording import WISHED
 from xcloud.base.yaml_text import to_yaml
@@ -259,3 +260,13 @@ def test_a_key_that_is_no_more_is_taken_with_its_old_value_alone() -> None:
     assert plain == {"feed": {"_target_": kind, "run_ahead": 9}}
     with pytest.raises(ConfigError, match=r"feed\.order is no setting any more: .* 'fixed'"):
         drop_keys({"feed": {"_target_": kind, "order": "arrival"}})
+
+
+@pytest.mark.parametrize("value", ["x", {"_target_": "xcloud.tasks.tokenizer.TrainedTokenizer"}])
+def test_what_is_none_of_its_kind_is_refused_by_its_key(value: object) -> None:
+    """Or another owner's file is approved, and the run ends in Python's words."""
+    for key in ("task", "model", "schedule", "tracker", "hooks.own", "cluster.carrier"):
+        config = OmegaConf.create(toy_config("local"))
+        OmegaConf.update(config, key, value, force_add=True, merge=False)
+        with pytest.raises(ConfigError, match=f"^{key.split('.')[0]}.* must be an? "):
+            Settings.of(config)

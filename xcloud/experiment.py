@@ -13,6 +13,7 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.contracts.model import ModelOfParts
 from xcloud.feature_list import FIGURES, all_features
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
@@ -195,4 +196,10 @@ class Experiment(PipelineJob):
             return self.fields_of_cloud(cloud)
         stages = self.cluster.clouds[cloud].stages or ()
         num_stages = self.cluster.num_stages
-        return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))
+        model = self.model
+        if not isinstance(model, ModelOfParts):
+            raise ConfigError(
+                f"rules on weights name parts of a model, and {model!r} has no method `parts`, "
+                "which says what each stage holds"
+            )
+        return frozenset[str]().union(*(model.parts(s, num_stages) for s in stages))

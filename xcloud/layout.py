@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field, SkipValidation
+from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import (
@@ -39,6 +39,7 @@ _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE, "sealed": SEALED}
 _MAX_PORT = 65_535
 
 
+@runtime_checkable
 class Carrier(Protocol):
     """The carrier of messages between ranks."""
 
@@ -72,7 +73,7 @@ class Layout(ABC):
     name: str = "cluster"
     liveness: Liveness = field(default_factory=Liveness)
     link_budget_bytes: Positive = BUDGET_BYTES
-    carrier: SkipValidation[Carrier | None] = None
+    carrier: Carrier | None = None
     reconnect_s: PositiveFloat = 120.0
 
     def _check_clouds(self) -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +201,7 @@ class BuildContext(BuildPlace):
     architecture: Architecture | None = None
 
 
+@runtime_checkable
 class SplitModel(Protocol):
     """A model that can be cut into `num_stages` consecutive stages."""
 
@@ -209,10 +210,6 @@ class SplitModel(Protocol):
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         """Batch fields this stage reads, which its cloud must be allowed to see."""
-
-    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Names of the parts whose weights this stage holds (embeddings, layers, head …), to check
-        who may hold them."""
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """Return what crosses from `stage` to `stage + 1`, without building anything."""
@@ -223,6 +220,17 @@ class SplitModel(Protocol):
 
 
 DataSplit = Literal["train", "dev", "test"]
+
+
+@runtime_checkable
+class ModelOfParts(SplitModel, Protocol):
+    """A model that names the parts of which its stages consist, as rules on who may hold them
+    need."""
+
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Names of the parts whose weights this stage holds (embeddings, layers, head …)."""
+
+
 SPLITS: tuple[DataSplit, ...] = ("train", "dev", "test")
 Answers = Literal["sample", "span"]
 """What an understanding task predicts: one label per sample, or a span in it."""
@@ -319,6 +327,7 @@ class TaskData(Protocol):
         """
 
 
+@runtime_checkable
 class Task(Protocol):
     """A task as configured."""
 

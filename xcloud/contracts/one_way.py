@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -142,6 +142,7 @@ class Consumer(Stateful, Protocol):
         """
 
 
+@runtime_checkable
 class OneWayModel(Protocol):
     """The producers and the consumer of a one-way job, as configured."""
 

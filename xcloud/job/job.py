@@ -97,6 +97,12 @@ class Roster:
     restart_s: float | None = None
 
 
+def _no_text(hook: Any) -> Any:
+    if isinstance(hook, str):  # which has a method `join`, too
+        raise ConfigError(f"hooks: each must be an OwnHook, got {hook!r}; give it a _target_")
+    return hook
+
+
 def _checked_sweep(name: str) -> str:
     check_name("sweep", name=name)
     return name
@@ -144,7 +150,7 @@ class Job(OfJob, ABC):
     label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
     cluster: SkipValidation[Layout]
     training: SkipValidation[Any]  # with max_steps and checkpoint
-    tracker: SkipValidation[Tracker]
+    tracker: Tracker
     cache_dir: WritePath = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: PlanSettings | None = None
@@ -265,15 +271,15 @@ class PipelineJob(Job):
         and features that no list has.
     """
 
-    task: SkipValidation[Task]
-    model: SkipValidation[SplitModel]
+    task: Task
+    model: SplitModel
     cluster: ClusterLayout
-    schedule: SkipValidation[Schedule]
+    schedule: Schedule
     compression: CompressionPlan
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
-    hooks: Mapping[str, SkipValidation[OwnHook]] = field(default_factory=dict)
+    hooks: Mapping[str, Annotated[OwnHook, AfterValidator(_no_text)]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from xcloud.comm.state import StatefulTree, StateTree, joined
 from xcloud.comm.step_clock import StepClock
@@ -86,6 +86,7 @@ class Hook(StatefulTree):
         """Act after the ranks' last barrier. is_finished: the run has made all its updates."""
 
 
+@runtime_checkable
 class OwnHook(Protocol):
     """A hook of a user's own, given in the config: +hooks.NAME._target_=my.module.Class."""
 

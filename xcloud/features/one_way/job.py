@@ -19,8 +19,6 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import SkipValidation
-
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.one_way import OneWayModel
@@ -67,7 +65,7 @@ class OneWayExperiment(Job):
         folder, and starts from its result; none if empty. Points of a sweep have none.
     """
 
-    model: SkipValidation[OneWayModel]
+    model: OneWayModel
     cluster: OneWayLayout
     training: OneWayTraining
     feed: Feed = field(default_factory=Feed)

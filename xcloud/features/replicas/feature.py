@@ -7,7 +7,7 @@ from itertools import permutations
 
 from torch import Tensor, nn
 
-from xcloud.contracts.model import TaskData
+from xcloud.contracts.model import ModelOfParts, TaskData
 from xcloud.features.replicas.averaging import ReplicaLinks
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
@@ -73,7 +73,9 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
     traits = job.strategy.traits
     label = job.compression.averaged.averaging_choice.label
     often = f"once in {traits.every} steps" if traits.every != 1 else "once a step"
-    parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
+    parts = f"stage {stage}"
+    if isinstance(job.model, ModelOfParts):
+        parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
     what = "weight changes" if traits.trains_locally else "gradients"
     what = f"{what} of all that is trained in {parts}, compressed by {label}"
     first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
