@@ -132,7 +132,7 @@ class Carrier:
     def _beat(self, peer: Peer) -> None:
         def beat() -> None:
             while not self._is_over:
-                peer.hear()
+                peer.mark_alive()
                 time.sleep(LIVENESS.interval_s)
 
         threading.Thread(target=beat, daemon=True).start()

@@ -162,10 +162,10 @@ def test_a_rank_that_is_lost_after_it_has_told_of_its_part_takes_no_other_with_i
         0.0,
         0,
     )
-    control.hear(2, done)
+    control.receive(2, done)
     del control.out[2]
     made.lose(2)
-    control.hear(1, done)
+    control.receive(1, done)
     made.close(is_finished=False)
 
     assert CheckpointFolder(tmp_path).agreed_steps() == [3]
@@ -186,7 +186,7 @@ def test_no_word_of_rank_0_takes_a_checkpoint_that_is_agreed_on(tmp_path: Path) 
 
     def hear(step: int, message: CheckpointMessage) -> None:
         code = torch.tensor([message], dtype=torch.uint8)
-        control.hear(0, Frame(MessageKey(Kind.CHECKPOINT, step), (code,), 1, 0.0, 0))
+        control.receive(0, Frame(MessageKey(Kind.CHECKPOINT, step), (code,), 1, 0.0, 0))
 
     for step in (200, 100, 300):
         hear(step, CheckpointMessage.LOST)

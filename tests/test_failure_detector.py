@@ -92,7 +92,7 @@ def test_a_barrier_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
     started_s = time.monotonic()
 
     def busy() -> None:
-        with heartbeat(QUICK.interval_s, lambda: ranks[0].detector.peers[2].hear()):
+        with heartbeat(QUICK.interval_s, lambda: ranks[0].detector.peers[2].mark_alive()):
             time.sleep(1.5)
 
     def wait() -> str:
@@ -131,18 +131,18 @@ def test_rank_0_passes_on_when_it_heard_the_others() -> None:
     detector = FailureDetector(1, num_ranks=4)
     ages = (0.0, 0.0, 30.0, math.inf)
 
-    detector.hear(0, alive(ages, [9.0]))
+    detector.receive(0, alive(ages, [9.0]))
 
     assert 30 <= detector.peers[2].silent_s < 35
     assert detector.peers[3].silent_s == float("inf")  # it has not come
     assert 9 <= time.monotonic() - detector.progress.moved_at_s < 14
     with pytest.raises(FrameError, match="must carry one vector of ages"):
-        detector.hear(0, alive(ages, ages, [9.0]))
+        detector.receive(0, alive(ages, ages, [9.0]))
     with pytest.raises(FrameError, match="rank 2 reports on other ranks"):
-        detector.hear(2, alive(ages, [9.0]))
+        detector.receive(2, alive(ages, [9.0]))
     for moved in ([-1.0], [math.nan], [1.0, 2.0], []):
         with pytest.raises(FrameError, match="for how many seconds no message has moved"):
-            detector.hear(2, alive(moved))
+            detector.receive(2, alive(moved))
 
 
 def test_a_heartbeat_of_rank_0_says_when_it_heard_each_rank() -> None:
@@ -154,7 +154,7 @@ def test_a_heartbeat_of_rank_0_says_when_it_heard_each_rank() -> None:
 
     detector = FailureDetector(0, 3, QUICK)
     detector.beat_over(1, Out())  # type: ignore[arg-type]
-    detector.peers[1].hear()
+    detector.peers[1].mark_alive()
     with detector.running():
         wait_for(lambda: bool(sent), 10)
 
@@ -166,8 +166,8 @@ def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
     life = Peer(QUICK, now_s=lambda: 100.0)
 
     assert life.left_s(waited_s=3.0, overdue_s=7.0) == 4.0
-    life.hear(age_s=-60.0)  # a message under way on an emulated link
-    life.hear()
+    life.mark_alive(age_s=-60.0)  # a message under way on an emulated link
+    life.mark_alive()
     assert life.left_s(waited_s=3.0, overdue_s=7.0) == 60.0 + QUICK.lost_after_s
     assert life.silent_s == 0.0  # what is under way is no later sign of its process
 
@@ -190,7 +190,9 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
         life = Peer(Liveness(0.1, lost_after_s))
         life.silence_is_loss = True
         end, started_s = ReceivingEnd(InSettings("rank 1", 1000, peer=life)), time.monotonic()
-        beating = heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.hear())
+        beating = heartbeat(
+            0.1, lambda: time.monotonic() - started_s < lives_s and life.mark_alive()
+        )
         with beating, pytest.raises(LinkTimeout) as raised:
             end.recv(MessageKey(Kind.GRADIENT, 3), overdue_s)
         return time.monotonic() - started_s, str(raised.value)
@@ -206,7 +208,7 @@ def test_whoever_waits_while_the_peer_lives_counts_no_time_of_the_link() -> None
     for while_alive, error in ((False, LinkTimeout), (True, LinkClosed)):
         life = Peer(Liveness(0.1, 60.0))
         end = ReceivingEnd(InSettings("rank 1", 1000, peer=life))
-        life.hear()
+        life.mark_alive()
         over = threading.Timer(0.3, end._end, [LinkClosed("the link is over")])
         over.start()
         with pytest.raises(error):
@@ -354,22 +356,22 @@ def test_a_peer_is_silent_lost_after_s_after_its_last_word_and_until_the_next() 
         return found
 
     assert silent_after(100.0) == []  # nobody has come
-    peers[1].hear()
-    peers[2].hear()
+    peers[1].mark_alive()
+    peers[2].mark_alive()
     assert silent_after(15.0) == []
-    peers[2].hear()
+    peers[2].mark_alive()
     assert silent_after(5.0) == [] and silent_after(1.0) == [1]
     peers[1].forget()
     assert silent_after(14.0) == [] and silent_after(1.0) == [2]
-    peers[1].hear()
-    peers[2].hear()
+    peers[1].mark_alive()
+    peers[2].mark_alive()
     assert silent_after(20.0) == [] and silent_after(1.0) == [1, 2]
 
 
 def test_a_rank_that_was_stopped_itself_blames_nobody_for_that_time() -> None:
     now_s = [0.0]
     detector = FailureDetector(0, 3, clock_s=lambda: now_s[0])
-    detector.peers[1].hear()
+    detector.peers[1].mark_alive()
     for now_s[0], found in ((8.0, []), (15.0, []), (75.0, []), (79.0, []), (81.0, [1])):
         assert detector.silent() == found
 
@@ -398,7 +400,7 @@ def test_time_in_which_this_machine_slept_is_nobodys_silence(
     liveness = Liveness(interval_s=0.5, lost_after_s=3.0)
     detector = FailureDetector(0, 2, liveness=liveness, clock_s=lambda: now_s[0])
     peer = detector.peers[1]
-    peer.hear()
+    peer.mark_alive()
     for _ in range(4):
         now_s[0] += asleep_s
         silent_s = peer.silent_s

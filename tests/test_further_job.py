@@ -12,7 +12,7 @@ from tests.pipelines import in_threads
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.config import Settings
 from xcloud.job.job import Job, Labels
-from xcloud.job.leaving import Leaving
+from xcloud.job.leaving import Outbound
 from xcloud.launch import one_rank
 from xcloud.layout import Layout
 from xcloud.net.frame import Kind, MessageKey
@@ -70,10 +70,10 @@ class RingJob(Job):
     def check(self) -> None:
         """Nothing to check."""
 
-    def leaving(self) -> list[Leaving]:
+    def leaving(self) -> list[Outbound]:
         names = list(self.cluster.clouds)
         after = zip(names, [*names[1:], names[0]], strict=True)
-        return [Leaving(a, b, "norm", "the number float32 [1]", "once a step") for a, b in after]
+        return [Outbound(a, b, "norm", "the number float32 [1]", "once a step") for a, b in after]
 
 
 class RingRank(Role[RingJob]):

@@ -345,8 +345,9 @@ def codes() -> Parser:
 
 def ages() -> Parser:
     detector = FailureDetector(1, num_ranks=3)
-    honest = (whole(0.0, 1.0, 2.0, dtype=torch.float32),)
-    return Parser([honest], lambda parts: detector.hear(0, frame(parts)))
+    moved = whole(9.0, dtype=torch.float32)
+    honest = (whole(0.0, 1.0, 2.0, dtype=torch.float32), moved)
+    return Parser([honest], lambda parts: detector.receive(0, frame(parts)))
 
 
 def facts() -> Parser:
@@ -368,7 +369,7 @@ def tables() -> Parser:
 
 
 def verdicts() -> Parser:
-    honest = json.dumps(asdict(Verdict("go", (1, 2), "they differ", 40, 7)))
+    honest = json.dumps(asdict(Verdict("go", "they differ", 40, 7)))
     return Parser([honest.encode()], lambda data: decode_verdict(data.decode("utf-8", "replace")))
 
 

@@ -155,7 +155,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
 
     taking = threading.Thread(target=take)
     taking.start()
-    with heartbeat(0.2, life.hear):
+    with heartbeat(0.2, life.mark_alive):
         for i in range(200):
             out.send(key(i), ())
     with pytest.raises(LinkTimeout, match="rank 1 of cloud 'x' has taken none of the waiting"):

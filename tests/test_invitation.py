@@ -72,8 +72,8 @@ def both(
 
 def test_what_one_side_says_the_other_hears_under_the_same_code() -> None:
     def say(exchange: CodedConnection, invites: bool) -> list[str]:
-        exchange.tell({"file": FILE, "me": str(invites)})
-        return exchange.hear("file", "me")
+        exchange.send_message({"file": FILE, "me": str(invites)})
+        return exchange.receive_message("file", "me")
 
     with relay_running() as port:
         assert both(port, (CODE, CODE), say) == {True: [FILE, "False"], False: [FILE, "True"]}
@@ -95,8 +95,8 @@ def test_what_is_no_message_is_refused() -> None:
     for message in ({}, {"file": 3}, {"me": "x"}):
 
         def say(exchange: CodedConnection, invites: bool, message: Any = message) -> Any:
-            exchange.tell(message)
-            return exchange.hear("file")
+            exchange.send_message(message)
+            return exchange.receive_message("file")
 
         with relay_running() as port:
             came = both(port, (CODE, CODE), say)

@@ -213,8 +213,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
     state, life = RankState(tmp_path, 3), Peer()
     state.peers = {1: life}
-    state.hear("phase", {"name": "training"})
-    state.hear("step", {"step": 4})
+    state.on_event("phase", {"name": "training"})
+    state.on_event("step", {"step": 4})
     with life.awaiting(MessageKey(Kind.GRADIENT, 5, 1)):
         wait_for(lambda: bool(ranks_of(tmp_path) and ranks_of(tmp_path)[0].waits), 5)
     found = ranks_of(tmp_path)[0]
@@ -248,7 +248,7 @@ def test_a_rank_that_no_monitor_tells_of_says_its_phases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = RankState(tmp_path, 1, says=True)
-    state.hear("phase", {"name": "training"})
+    state.on_event("phase", {"name": "training"})
     state.close("has finished")
     said = capsys.readouterr().out.splitlines()
     assert said == [f"rank 1: {x}" for x in ("joining the others", "training", "has finished")]

@@ -70,19 +70,19 @@ def test_every_cloud_sees_its_own_steps_twice_a_minute() -> None:
     said: list[str] = []
     now_s = [100.0]
     progress = OwnProgress(100, said.append, clock=lambda: now_s[0])
-    progress.hear("note", {"text": "x"})
+    progress.on_event("note", {"text": "x"})
     for step in range(1, 62):
         sent = {"forward": 1000, "other": 250}
-        progress.hear("step", {"step": step, "step_s": 0.5, "waiting_s": 0.2, "sent": sent})
+        progress.on_event("step", {"step": step, "step_s": 0.5, "waiting_s": 0.2, "sent": sent})
         now_s[0] += 1.0
     assert [line.split()[1] for line in said] == ["1/100", "31/100", "61/100"]
     assert said[1] == "step 31/100  34 s left  0.500 s/step  waits 0.200 s  sends 20 kbit/s"
-    progress.hear("step", {"step": 62, "step_s": 0.5, "loss": 2.0})
+    progress.on_event("step", {"step": 62, "step_s": 0.5, "loss": 2.0})
     now_s[0] += 30
-    progress.hear("step", {"step": 63, "step_s": 0.5})
+    progress.on_event("step", {"step": 63, "step_s": 0.5})
     assert "loss 2.000" in said[-1]
-    progress.hear("step", {"step": 64, "step_s": 0.5, "loss": 2.0})
-    progress.hear("phase", {"name": "evaluation"})
+    progress.on_event("step", {"step": 64, "step_s": 0.5, "loss": 2.0})
+    progress.on_event("phase", {"name": "evaluation"})
     assert said[-1].startswith("step 64/100"), "the last one is said before what follows"
 
 
@@ -102,12 +102,12 @@ def test_two_owners_see_one_loss_and_one_time_for_a_step() -> None:
                 **{("waiting_s", cloud): waiting_s for cloud, waiting_s in waits.items()},
             })
         )  # fmt: skip
-        other.hear(
+        other.on_event(
             "step",
             {"step": step, "step_s": step_s, "loss": loss, "waiting_s": waits["cloud_b"]},
         )
     first.close()
-    other.hear("phase", {"name": "evaluation"})
+    other.on_event("phase", {"name": "evaluation"})
     shown = stream.getvalue().splitlines()[-1].split("  ")
     own = said[-1].split("  ")
     assert own[:4] == shown[:4] and own[0] == "step 60/60" and own[2].startswith("loss 1.9")
@@ -117,7 +117,7 @@ def test_two_owners_see_one_loss_and_one_time_for_a_step() -> None:
 def test_who_trains_apart_is_shown_an_own_loss() -> None:
     said: list[str] = []
     progress = OwnProgress(60, said.append, cloud="cloud_b", next_merge=lambda step: step + 3)
-    progress.hear("step", {"step": 1, "step_s": 0.5, "loss": 2.0})
+    progress.on_event("step", {"step": 1, "step_s": 0.5, "loss": 2.0})
     assert "own loss 2.000" in said[0] and said[0].endswith("next merge at step 4")
 
 

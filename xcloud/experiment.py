@@ -17,7 +17,7 @@ from xcloud.contracts.model import ModelOfParts
 from xcloud.feature_list import FIGURES, all_features
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
-from xcloud.job.leaving import Leaving
+from xcloud.job.leaving import Outbound
 from xcloud.pretrained import check_checkpoints
 from xcloud.rank.feature import Feature
 from xcloud.record.feature_figures import FeatureFigure
@@ -122,7 +122,7 @@ class Experiment(PipelineJob):
         averaging = compression.averaged.averaging_choice.label
         return "none" if averaging == "none" else f"averaging {averaging}"
 
-    def leaving(self) -> Iterator[Leaving]:
+    def leaving(self) -> Iterator[Outbound]:
         yield from super().leaving()
         for feature in self.features:
             yield from feature.leaving(self)

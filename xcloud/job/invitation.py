@@ -115,13 +115,13 @@ class CodedConnection:
             self._send(self._derived(self._me, purpose=b"knows the words"))
             self._check()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send_message(self, message: Mapping[str, Any]) -> None:
         """Send the one message of this side."""
         data = json.dumps(message).encode()
         key = self._derived(self._me, purpose=b"message")
         self._send(ChaCha20Poly1305(key).encrypt(_NONCE, data, None))
 
-    def hear(self, *keys: str) -> list[str]:
+    def receive_message(self, *keys: str) -> list[str]:
         """Return the values of the other side's one message, which are texts."""
         key = self._derived(self._other, purpose=b"message")
         try:
@@ -202,8 +202,8 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
     with plain:
         exchange = CodedConnection(plain, code, invites=True)
         message = {"from": given.cloud, "for": peer, "certificate": own.pem}
-        exchange.tell({**message, "file": found[0].decode()})
-        [certificate] = exchange.hear("certificate")
+        exchange.send_message({**message, "file": found[0].decode()})
+        [certificate] = exchange.receive_message("certificate")
     return _agree(
         given.experiment, given.cloud, peer, pem=certificate, is_first=is_first, yes=given.yes
     )
@@ -229,9 +229,11 @@ def accept(words: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     with plain:
         exchange = CodedConnection(plain, code, invites=False)
-        peer, me, certificate, text = exchange.hear("from", "for", "certificate", "file")
+        peer, me, certificate, text = exchange.receive_message(
+            "from", "for", "certificate", "file"
+        )
         with _policy_of(me) as is_first:
-            exchange.tell({"certificate": _own_certificate(me).pem})
+            exchange.send_message({"certificate": _own_certificate(me).pem})
             replace_text(given.out, text)
             say(f"{given.out} came from the owner of {peer}; this cloud is {me}\n")
             return _agree(given.out, me, peer, pem=certificate, is_first=is_first, yes=given.yes)

@@ -26,7 +26,7 @@ from xcloud.comm.compression import CompressionPlan
 from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import SplitModel, Task
 from xcloud.feature_settings import OfJob
-from xcloud.job.leaving import Leaving, leaving
+from xcloud.job.leaving import Outbound, leaving
 from xcloud.job.strategy import ModelPlacement, Strategy
 from xcloud.layout import ClusterLayout, Layout
 from xcloud.pipeline.batch_plan import BatchPlan
@@ -239,7 +239,7 @@ class Job(OfJob, ABC):
         return None
 
     @abstractmethod
-    def leaving(self) -> Iterable[Leaving]:
+    def leaving(self) -> Iterable[Outbound]:
         """Return what the run sends from cloud to cloud, as far as its settings tell."""
 
     @abstractmethod
@@ -381,7 +381,7 @@ class PipelineJob(Job):
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
         return PinnedBatchPlan(num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks)
 
-    def leaving(self) -> Iterable[Leaving]:
+    def leaving(self) -> Iterable[Outbound]:
         return leaving(self)
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:

@@ -28,8 +28,8 @@ class SendingJob(WiredJob, Protocol):
     def num_pieces(self) -> int: ...
 
 
-class Leaving(NamedTuple):
-    """A kind of message that crosses from one cloud to another.
+class Outbound(NamedTuple):
+    """A kind of message that one cloud sends to another.
 
     kind: the name of the message in the wire audit.
     what: a description of the content, with shapes.
@@ -56,7 +56,7 @@ class Leaving(NamedTuple):
 REPORTS = "times, losses, scores and counts of its ranks as text, norms, heartbeats"
 
 
-def leaving(job: SendingJob) -> Iterator[Leaving]:
+def leaving(job: SendingJob) -> Iterator[Outbound]:
     """Yield what a pipeline sends from cloud to cloud, in the order of the stages."""
     layout = job.cluster
     for replica in range(layout.num_replicas):
@@ -65,11 +65,11 @@ def leaving(job: SendingJob) -> Iterator[Leaving]:
     first = layout.cloud_of(0)
     for cloud in layout.clouds:
         if cloud != first:
-            yield Leaving(cloud, first, "report", REPORTS, "in every step and between steps")
-            yield Leaving(first, cloud, "norm", "norms, orders, heartbeats", "in every step")
+            yield Outbound(cloud, first, "report", REPORTS, "in every step and between steps")
+            yield Outbound(first, cloud, "norm", "norms, orders, heartbeats", "in every step")
 
 
-def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]:
+def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Outbound]:
     here, there = (job.cluster.stage_cloud(s, replica) for s in (stage, stage + 1))
     if here == there:
         return
@@ -77,17 +77,17 @@ def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Leaving]
     if boundary.start:
         parts = ", ".join(f"{[*s.shape]} {s.dtype}".replace("torch.", "") for s in boundary.start)
         num_bytes = sum(spec.num_bytes for spec in boundary.start)
-        yield Leaving(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
+        yield Outbound(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
     num = -(-job.num_pieces // job.cluster.num_replicas)  # they share the micro-batches
     often = f"{num} a step"
     what, num_bytes = _coded(job, stage=stage, fields=boundary.fields, direction="forward")
-    yield Leaving(here, there, "activation", what, often, max_bytes=num_bytes, num_per_step=num)
+    yield Outbound(here, there, "activation", what, often, max_bytes=num_bytes, num_per_step=num)
     words = "the same tensors of texts that are scored"
-    yield Leaving(here, there, "evaluation", words, "one for each micro-batch of an evaluation")
+    yield Outbound(here, there, "evaluation", words, "one for each micro-batch of an evaluation")
     if boundary.gradient_fields:
         fields = boundary.gradient_fields
         what, num_bytes = _coded(job, stage=stage, fields=fields, direction="backward")
-        yield Leaving(there, here, "gradient", what, often, max_bytes=num_bytes, num_per_step=num)
+        yield Outbound(there, here, "gradient", what, often, max_bytes=num_bytes, num_per_step=num)
 
 
 def _coded(

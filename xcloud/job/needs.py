@@ -1,4 +1,4 @@
-"""What the features of a job need of it, and how a job that lacks it is refused.
+"""What the features of a job need of it, and how a job that does not meet it is refused.
 
 A need is a function of the job that names the setting that stands against it, or finds none. Those
 that several features have stand here, and what defences need; a feature's own stand in its folder,
@@ -22,7 +22,7 @@ from xcloud.line.mailbox import Mailbox
 from xcloud.security.defences import LABEL
 
 
-class Lack(NamedTuple):
+class Conflict(NamedTuple):
     """A setting that stands against a need.
 
     setting: the name of the setting and its value, as a phrase.
@@ -33,11 +33,11 @@ class Lack(NamedTuple):
     remedy: str
 
 
-Need = Callable[[PipelineJob], Lack | None]
+Requirement = Callable[[PipelineJob], Conflict | None]
 
 
 @dataclass(frozen=True)
-class Use:
+class FeatureUse:
     """A way in which the settings of a job ask for a feature, and what it needs then.
 
     setting: the setting as it is written, with {} in place of what `asked` returns.
@@ -49,7 +49,7 @@ class Use:
 
     setting: str
     asked: Callable[[PipelineJob], object]
-    why: Mapping[Need, str]
+    why: Mapping[Requirement, str]
     without: str
     reads_model: bool = False
 
@@ -58,18 +58,18 @@ class Use:
         if not (asked := self.asked(job)):
             return
         for need, why in self.why.items():
-            if (lack := need(job)) is not None:
-                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
+            if (conflict := need(job)) is not None:
+                remedies = ", or ".join(filter(None, (conflict.remedy, self.without)))
                 setting = self.setting.format(asked)
-                raise ConfigError(f"{setting} {why}, but {lack.setting}: {remedies}")
+                raise ConfigError(f"{setting} {why}, but {conflict.setting}: {remedies}")
 
 
-def plain(is_lacking: Callable[[PipelineJob], bool], setting: str, remedy: str) -> Need:
+def plain(is_lacking: Callable[[PipelineJob], bool], setting: str, remedy: str) -> Requirement:
     """Make a need of one condition.
 
     setting: {job} in it is the job.
     """
-    return lambda job: Lack(setting.format(job=job), remedy) if is_lacking(job) else None
+    return lambda job: Conflict(setting.format(job=job), remedy) if is_lacking(job) else None
 
 
 def ties_ends(job: PipelineJob) -> bool:
@@ -130,7 +130,7 @@ noise_without_labels = plain(
 )
 
 
-def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
+def labels_where_gradients_leave(job: PipelineJob) -> Conflict | None:
     layout = job.cluster
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
@@ -140,38 +140,38 @@ def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
             for rank in layout.ranks_of(stage + 1, replica=replica):
                 if LABEL not in job.fields_of(rank):
                     cloud = layout.placement(rank).cloud
-                    return Lack(
+                    return Conflict(
                         f"there are none in rank {rank} of cloud {cloud!r}",
                         "let its ranks hold the last stage too (one_stage_per_rank: false)",
                     )
     return None
 
 
-def no_noise(job: PipelineJob) -> Lack | None:
-    """Return the lack that a feature is which noises what leaves a rank."""
+def no_noise(job: PipelineJob) -> Conflict | None:
+    """Return the conflict with a feature that adds noise to what leaves a rank."""
     return next((feature.noises for feature in job.features if feature.noises), None)
 
 
-def known_last_step(job: PipelineJob) -> Lack | None:
-    """Return the lack that a feature is which may end the run before training.max_steps."""
+def known_last_step(job: PipelineJob) -> Conflict | None:
+    """Return the conflict with a feature that may end the run before training.max_steps."""
     return next((feature.ends_early for feature in job.features if feature.ends_early), None)
 
 
-def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:
-    """Return a lack where the same row would not cross the boundary after `stage` as the same
+def compression_changes_rows(job: PipelineJob, stage: int) -> Conflict | None:
+    """Return a conflict where the same row would not cross the boundary after `stage` as the same
     values in every message."""
     compression = job.compression.at_boundary(stage)
     if not isinstance(compression, Compression):
         what = f"compression changes during the run ({compression.label})"
-        return Lack(setting=what, remedy="take one compression for all of it")
+        return Conflict(setting=what, remedy="take one compression for all of it")
     if not isinstance(compression.forward_memory, NoMemory):
         memory = compression.forward_memory.label
         what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
-        return Lack(setting=what, remedy="leave it out")
+        return Conflict(setting=what, remedy="leave it out")
     for field in job.boundaries[stage].fields:
         width = math.prod(field.features)
         if field.is_compressed and not decodes_rows_alone(compression.forward, num_features=width):
-            return Lack(
+            return Conflict(
                 setting=f"compression.forward={compression.forward.label} changes the same row "
                 "differently in each message (it draws, remembers, or looks at several rows at "
                 "once)",
@@ -180,13 +180,13 @@ def compression_changes_rows(job: PipelineJob, stage: int) -> Lack | None:
     return None
 
 
-def nothing_exact_crosses(job: PipelineJob) -> Lack | None:
-    """Return a lack where a defended boundary has a field that is worth nothing when changed."""
+def nothing_exact_crosses(job: PipelineJob) -> Conflict | None:
+    """Return a conflict if noise would make a field of a defended boundary useless."""
     for stage, boundary in job.boundaries.items():
         exact = [field.name for field in boundary.fields if field.is_exact]
         acts = any(job.defences_at(stage, replica) for replica in range(job.cluster.num_replicas))
         if exact and acts:
-            return Lack(
+            return Conflict(
                 f"{exact[0]}, of which the loss of the routers is made, must cross as it is",
                 "set model.router_loss=0",
             )
@@ -225,47 +225,47 @@ def check_text_is_read(job: PipelineJob) -> None:
                     )
 
 
-def nobody_waits_in_a_step(job: PipelineJob) -> Lack | None:
-    """Return a lack where a rank waits for another cloud within a step."""
+def nobody_waits_in_a_step(job: PipelineJob) -> Conflict | None:
+    """Return a conflict where a rank waits for another cloud within a step."""
     layout = job.cluster
     remedy = "choose strategy=local_updates, streaming or fedavg"
     if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
-        return Lack(
+        return Conflict(
             f"strategy={job.strategy.name} passes activations from cloud to cloud in every step",
             f"{remedy}, with all stages of a replica in one cloud",
         )
     if not job.strategy.traits.trains_locally:
-        return Lack(f"strategy={job.strategy.name} averages gradients in every update", remedy)
+        return Conflict(f"strategy={job.strategy.name} averages gradients in every update", remedy)
     return None
 
 
-MAILBOX = Use(
+MAILBOX = FeatureUse(
     setting="cluster/wan=mailbox",
     asked=lambda job: isinstance(job.cluster.wan, Mailbox),
     why={nobody_waits_in_a_step: "takes seconds for a message"},
     without="choose cluster/wan=sealed",
 )
-SEALED = Use(
+SEALED = FeatureUse(
     setting="cluster/wan=sealed or mailbox",
     asked=lambda job: job.cluster.between_owners,
     why={all_clouds_stay: "joins clouds that stay to the end"},
     without="choose cluster/wan=real",
 )
 DEFENCES = (
-    Use(
+    FeatureUse(
         setting="security.defences.backward={.label}",
         asked=lambda job: job.security.defences.get("backward"),
         why={labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
         without="choose security/defences/backward=max_norm or gaussian_noise",
     ),
-    Use(
+    FeatureUse(
         setting="security.defences.forward={.label}",
         asked=lambda job: job.security.defences.get("forward"),
         why={noise_without_labels: "acts at evaluation too"},
         without="choose security/defences/forward=max_norm or gaussian_noise",
     ),
 )
-EXACT_FIELDS = Use(
+EXACT_FIELDS = FeatureUse(
     "security.defences",
     asked=lambda job: any(job.security.defences.values()),
     why={nothing_exact_crosses: "changes what leaves a cloud"},

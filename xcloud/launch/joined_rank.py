@@ -147,7 +147,7 @@ class JoinedProcess(RankProcess):
         if self.is_first_here and self.rank:
             if verdict.from_step:
                 say(f"resumes from step {verdict.from_step}")
-            self.state.listener = OwnProgress.of(settings.job, self.rank, say=say).hear
+            self.state.listener = OwnProgress.of(settings.job, self.rank, say=say).on_event
         return super().play(settings, rendezvous, verdict)
 
     @contextmanager

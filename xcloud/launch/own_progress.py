@@ -50,7 +50,7 @@ class OwnProgress:
         cloud = job.cluster.cloud_of(rank)
         return cls(job.max_steps, say, cloud=cloud, next_merge=job.next_merge)
 
-    def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Take a step, and say how it goes if it is time to; say how far it came where steps
         end."""
         if event == "step" and "step_s" in fields:

@@ -260,7 +260,7 @@ class LocalRanks:
             rank=LAUNCHER, num_ranks=self.ranks.stop, liveness=self._liveness
         )
         for peer in detector.peers.values():
-            peer.hear()
+            peer.mark_alive()
         return detector
 
     def _end_suspended(self, watched: Collection[int]) -> None:
@@ -268,7 +268,7 @@ class LocalRanks:
         waiting where no link looks for heartbeats: while they join, and in a collective."""
         for rank, process in zip(self.ranks, self.processes, strict=False):
             if not _is_suspended(process):
-                self._detector.peers[rank].hear()
+                self._detector.peers[rank].mark_alive()
         for rank in {*self._detector.silent()}.intersection(watched):
             self._suspended.add(rank)
             self.processes[self.ranks.index(rank)].kill()

@@ -112,7 +112,7 @@ class TorchrunProcess(RankProcess):
         if verdict.from_step:
             self._say(f"resumes from step {verdict.from_step}")
         if self.is_first_here and self.rank:
-            self.state.listener = OwnProgress.of(job, self.rank, say=self._say).hear
+            self.state.listener = OwnProgress.of(job, self.rank, say=self._say).on_event
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, rendezvous, verdict)

@@ -159,7 +159,7 @@ class Course:
 
     def met(self) -> None:
         """Note that a connection was made and its peer has greeted."""
-        self._peer.hear()
+        self._peer.mark_alive()
         with self._lock:
             if not self._has_met:
                 self._has_met = True
@@ -225,5 +225,5 @@ class Course:
                 f"the line to {who} has been down for {self._reconnect_s:g} s "
                 f"(cluster.reconnect_s): {reason}"
             )
-        self._peer.hear()  # it is waited for
+        self._peer.mark_alive()  # it is waited for
         return False

@@ -219,7 +219,7 @@ class StreamOutLink(SendingEnd):
             self._settings.note_moving()
         if found.num_bytes or (found.num_answers and self._is_done):
             self._connections.course.carries(number)
-        self._settings.peer.hear()
+        self._settings.peer.mark_alive()
         if not self._is_needed(number):
             self._wake_one()  # there may be room now, which this connection does not use
         state = self._state

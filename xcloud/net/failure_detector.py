@@ -135,7 +135,7 @@ class FailureDetector:
         with self._lock:
             self._outs[peer] = out
 
-    def hear(self, peer: int, frame: Frame) -> None:
+    def receive(self, peer: int, frame: Frame) -> None:
         """Receive a heartbeat, in a link's thread. The link has noted that its peer is alive. Rank
         0 also sends when it last heard the others. Raises FrameError for any other frame."""
         if not frame.parts:
@@ -150,7 +150,7 @@ class FailureDetector:
                 f"{frame.key} of {self._name_of(peer)} must say for how many seconds no message "
                 f"has moved, got {moved.dtype} {tuple(moved.shape)}"
             )
-        self.progress.hear(moved.item())
+        self.progress.mark_moved(moved.item())
         if peer != 0:
             return
         (ages, *others) = ages_of_others or (torch.empty(0),)
@@ -166,7 +166,7 @@ class FailureDetector:
             if age_s == _ENDED:
                 self._lose(Loss.ENDED, rank=rank)
             elif 0 <= age_s < float("inf"):
-                self.peers[rank].hear(age_s)
+                self.peers[rank].mark_alive(age_s)
                 if age_s > self.liveness.lost_after_s:
                     self._lose(Loss.SILENT, rank=rank)
                 else:
@@ -299,7 +299,7 @@ class FailureDetector:
                     own.check(["is there"])
                 except RuntimeError:
                     return  # the main thread gets it too
-                self._store.hear()
+                self._store.mark_alive()
 
         with self._lock:
             if not self._runs:
@@ -355,7 +355,7 @@ class FailureDetector:
             peer_name=self._name_of(peer),
             capacity_bytes=_CAPACITY_BYTES,
             peer=self.peers[peer],
-            handlers={Kind.ALIVE: lambda frame: self.hear(peer, frame=frame)},
+            handlers={Kind.ALIVE: lambda frame: self.receive(peer, frame=frame)},
             on_arrival=lambda frame, at_s: self._note_come(watch),
             on_end=lambda reason: self._note_end(watch, reason=reason),
         )

@@ -292,7 +292,7 @@ class Progress:
             if moved_at_s > self._read():
                 self._state[:] = _MOMENT.pack(moved_at_s)
 
-    def hear(self, age_s: float) -> None:
+    def mark_moved(self, age_s: float) -> None:
         """Note that a message moved at another rank, that many seconds ago."""
         moved_at_s = time.monotonic() - age_s
         with self._lock:

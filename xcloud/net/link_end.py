@@ -163,7 +163,7 @@ class EndSettings:
 
     def note_moving(self) -> None:
         """Note that a part of a long message has moved: no message of that size is a heartbeat."""
-        self.peer.hear()
+        self.peer.mark_alive()
         if self.progress is not None:
             self.progress.note()
 
@@ -379,7 +379,7 @@ class ReceivingEnd:
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
         settings.on_arrival(frame, now_s)
         arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
-        settings.peer.hear(time.monotonic() - arrives_at_s)
+        settings.peer.mark_alive(time.monotonic() - arrives_at_s)
         settings.note_progress(frame.key.kind, at_s=arrives_at_s)
         if frame.sequence != self._expected:
             raise FrameError(

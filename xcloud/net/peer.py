@@ -38,7 +38,7 @@ class Peer:
         self._awaited: tuple[object, float] | None = None  # message, since when
         self._waited_at_s = float("-inf")
 
-    def hear(self, age_s: float = 0.0) -> None:
+    def mark_alive(self, age_s: float = 0.0) -> None:
         """Note that something came from the peer.
 
         age_s: seconds since it came; below 0 for a message that an emulated line delivers later.

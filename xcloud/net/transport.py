@@ -88,13 +88,13 @@ class Rendezvous:
 
     def write(self, name: str, text: str) -> None:
         """Send a text to rank 0 by this name, once. Rank 0 sends its own to all that ask."""
-        self.words.tell(name, text=text)
+        self.words.send_text(name, text=text)
 
     def read(self, name: str, rank: int) -> str:
         """Return the text that rank 0 sends by this name or, in rank 0, the text of `rank`. Raises
         LinkTimeout naming a rank that has not come, LinkClosed for one that is gone, FrameError
         for one that sends anything but such texts."""
-        return self.words.hear(name, rank)
+        return self.words.receive_text(name, rank)
 
     def wait_for_leaving(self) -> None:
         """Let the other ranks receive from rank 0 why all end (Words.wait_for_leaving)."""

@@ -41,10 +41,10 @@ _GREET_WITHIN_S = 60.0  # a rank that begins joins its line at once
 class Words(Protocol):
     """The texts that one rank and rank 0 send each other."""
 
-    def tell(self, name: str, text: str) -> None:
+    def send_text(self, name: str, text: str) -> None:
         """Send a text to rank 0. Rank 0 sends it to all."""
 
-    def hear(self, name: str, rank: int) -> str:
+    def receive_text(self, name: str, rank: int) -> str:
         """Wait for a text and return it. Rank 0 gets the one that `rank` sends, and other ranks
         get the one that rank 0 or they themselves send."""
 
@@ -190,13 +190,13 @@ class WordsToFirst:
         self._line: WordLine | None = None
         self._own: dict[str, str] = {}
 
-    def tell(self, name: str, text: str) -> None:
+    def send_text(self, name: str, text: str) -> None:
         self._own[name] = text
         self._carried(
             lambda line: line.send(ControlMessage(WordKind.TELL, name, text=text)), name=name
         )
 
-    def hear(self, name: str, rank: int) -> str:
+    def receive_text(self, name: str, rank: int) -> str:
         if rank == self._rank:
             return self._own[name]
         assert rank == 0, "ranks receive texts of each other from rank 0"
@@ -246,12 +246,12 @@ class WordsOfFirst:
         for rank in self._greeted:
             self._start(rank, 1, within_s)
 
-    def tell(self, name: str, text: str) -> None:
+    def send_text(self, name: str, text: str) -> None:
         with self._changed:
             self._told[0, name] = text
             self._changed.notify_all()
 
-    def hear(self, name: str, rank: int) -> str:
+    def receive_text(self, name: str, rank: int) -> str:
         key = (rank, name)
         with self._changed:
             is_there = self._changed.wait_for(
@@ -354,11 +354,11 @@ class WordsInOneProcess:
         self._rank = rank
         self._within_s = within_s
 
-    def tell(self, name: str, text: str) -> None:
+    def send_text(self, name: str, text: str) -> None:
         encode(ControlMessage(WordKind.TELL, name, text=text))  # as bounded as over a line
         self._store.set(f"word {self._rank} {name}", text)
 
-    def hear(self, name: str, rank: int) -> str:
+    def receive_text(self, name: str, rank: int) -> str:
         key = f"word {rank} {name}"
         try:
             self._store.wait([key], timedelta(seconds=self._within_s))

@@ -221,7 +221,7 @@ class Control:
         thread. Call it before the first step: nobody sends any until then."""
         self._listener = take
 
-    def hear(self, peer: int, frame: Frame) -> None:
+    def receive(self, peer: int, frame: Frame) -> None:
         if self._listener is None:
             raise FrameError(f"{frame.key} of rank {peer} came before the first step")
         self._listener(peer, frame)

@@ -210,8 +210,8 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
 def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
     """Make the control links to one peer, also again to one that has come back."""
     handlers = {
-        Kind.ALIVE: partial(ends.detector.hear, peer),
-        Kind.CHECKPOINT: partial(control.hear, peer),
+        Kind.ALIVE: partial(ends.detector.receive, peer),
+        Kind.CHECKPOINT: partial(control.receive, peer),
     }
     if ends.rank == 0:
         handlers[Kind.REPORT] = partial(on_report, peer)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.job import PipelineJob
-from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use
+from xcloud.job.leaving import Outbound
+from xcloud.job.needs import Conflict, FeatureUse
 from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.pipeline import BoundaryPorts, Pipeline
@@ -45,9 +45,9 @@ class Feature:
         these where the feature is not among what it measures.
     """
 
-    uses: Sequence[Use] = ()
-    noises: Lack | None = None
-    ends_early: Lack | None = None
+    uses: Sequence[FeatureUse] = ()
+    noises: Conflict | None = None
+    ends_early: Conflict | None = None
     left_out_of_trials: Mapping[str, Any] = MappingProxyType({})
 
     def is_used(self, job: PipelineJob) -> bool:
@@ -74,7 +74,7 @@ class Feature:
         """Return what the headline of the job says of the feature, which it uses."""
         return ""
 
-    def leaving(self, job: PipelineJob) -> Iterable[Leaving]:
+    def leaving(self, job: PipelineJob) -> Iterable[Outbound]:
         """Return what the feature sends from cloud to cloud, as far as settings tell."""
         return ()
 

@@ -216,7 +216,7 @@ class RankState:
         if self.says:
             say(f"rank {self._rank}: {phase}")
 
-    def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         self.listener(event, fields)
         if event == "phase":
             self.enter(str(fields["name"]))
@@ -291,7 +291,7 @@ class Reporter:
         }
         self.contents.setdefault(event, set()).update(head, fields)
         if self.state is not None:
-            self.state.hear(event, fields=fields)
+            self.state.on_event(event, fields=fields)
         if self._is_abroad:
             fields = {name: _without_paths(value) for name, value in fields.items()}
         self._pending.append(

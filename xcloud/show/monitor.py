@@ -171,22 +171,22 @@ class Monitor:
         kind = event["event"]
         if kind == "skipped_update" and not self._has_told_of_divergence:
             self._has_told_of_divergence = True
-            self._notices.tell("diverged", step=event["step"])
+            self._notices.send("diverged", step=event["step"])
         elif kind == "absence" and event["what"] == "left":
-            self._notices.tell("cloud_lost", cloud=event["absent"], step=event["step"])
+            self._notices.send("cloud_lost", cloud=event["absent"], step=event["step"])
         elif kind == "producer" and event["state"] == "dead":
-            self._notices.tell("cloud_lost", cloud=event["producer"], step=event["step"])
+            self._notices.send("cloud_lost", cloud=event["producer"], step=event["step"])
         elif names := NOTIFIED.get(kind):
-            self._notices.tell(kind, **{name: event[name] for name in names})
+            self._notices.send(kind, **{name: event[name] for name in names})
         elif kind == "resume":
             self._has_told_of_divergence = False
-            self._notices.tell("resumed", step=event["step"])
+            self._notices.send("resumed", step=event["step"])
 
     def _tell_end(self, status: str, cause: str | None) -> None:
         failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
         if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
-            self._notices.tell("diverged", step=self._statistics.num_steps, cause=cause)
-        self._notices.tell("ended", status=status, step=self._statistics.num_steps, cause=cause)
+            self._notices.send("diverged", step=self._statistics.num_steps, cause=cause)
+        self._notices.send("ended", status=status, step=self._statistics.num_steps, cause=cause)
         self._notices.close()
 
     def _with_more(self, event: Event) -> Event:

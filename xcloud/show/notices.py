@@ -40,7 +40,7 @@ class Notices:
         self._thread: threading.Thread | None = None
         self._is_closed = threading.Event()
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def send(self, event: str, **facts: Any) -> None:
         """Have the command called with this event. Return at once."""
         if self._command is None:
             return

@@ -449,8 +449,8 @@ class CausalTokenizer:
     def continued(self, prompt: str, answer: str) -> Document:
         """Return a plain text of which the answer and the end token are to be guessed. The prompt
         is split into tokens as it is when a model continues it."""
-        veiled = [self._reader.veil(text) for text in (prompt, answer)]
-        asked, answered = self._reader.encode_written(veiled)
+        escaped = [self._reader.escape(text) for text in (prompt, answer)]
+        asked, answered = self._reader.encode_written(escaped)
         given = [*self._first, *asked]
         guessed = [*answered, self.token_ids.eos]
         return Document(
@@ -526,9 +526,9 @@ class CausalTokenizer:
         ask: true to write up to where the assistant is to answer.
         given: the input of the template beside the messages: tools, documents.
         """
-        plain = [self._reader.veil(dict(message)) for message in messages]
+        plain = [self._reader.escape(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
-        how |= self._reader.veil(dict(given))
+        how |= self._reader.escape(dict(given))
         try:
             template = self._pretrained.get_chat_template()
             text, dated = template_process().render(

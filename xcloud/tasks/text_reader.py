@@ -101,25 +101,25 @@ class TextReader:
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def veil(self, value: Any) -> Any:
+    def escape(self, value: Any) -> Any:
         """Return the content of a message such that a template that writes it writes no special
         token: each special piece in it is replaced, until `encode_written` puts it back."""
 
-        def veiled(match: re.Match[str]) -> str:
+        def escaped(match: re.Match[str]) -> str:
             return f"{self._veil}{self._literals.index(match[0])}\ufdd1"
 
         if isinstance(value, str):
-            return self._literal.sub(veiled, value)
+            return self._literal.sub(escaped, value)
         if isinstance(value, list):
-            return [self.veil(one) for one in value]
+            return [self.escape(one) for one in value]
         if isinstance(value, dict):
-            return {self.veil(key): self.veil(one) for key, one in value.items()}
+            return {self.escape(key): self.escape(one) for key, one in value.items()}
         return value
 
     def encode_written(self, segments: Sequence[str]) -> list[list[int]]:
         """Return the ids of each segment of what a template has written: prompts and answers in
         turn, of which the first begins the chat. Special pieces in them are special tokens, but
-        for veiled ones.
+        for escaped ones.
 
         Each prompt is cut as it is when a model is asked: whole, from the beginning of the chat.
         Only where a token would reach over the border of two segments both are cut apart there.

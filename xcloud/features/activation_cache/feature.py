@@ -15,8 +15,8 @@ from xcloud.features.activation_cache.cache import (
 from xcloud.features.activation_cache.price import over_epochs
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
-    Lack,
-    Use,
+    Conflict,
+    FeatureUse,
     all_clouds_stay,
     compression_changes_rows,
     one_update_at_a_time,
@@ -39,7 +39,7 @@ rows_may_be_kept = plain(
 )
 
 
-def constant_boundary(job: PipelineJob) -> Lack | None:
+def constant_boundary(job: PipelineJob) -> Conflict | None:
     if job.cached_boundaries:
         return None
     trained = {True: "something before it is trained", False: "dropout is active before it"}
@@ -52,12 +52,12 @@ def constant_boundary(job: PipelineJob) -> Lack | None:
     setting = f"no boundary between clouds has those ({reasons or none_leaves})"
     if not hasattr(job.model, "split"):
         more = ", and no setting of this model freezes all that lies before one"
-        return Lack(setting=setting + more, remedy="")
+        return Conflict(setting=setting + more, remedy="")
     remedy = "freeze what lies before one (model.split.layer and model.split.freeze_bottom)"
-    return Lack(setting=setting, remedy=remedy)
+    return Conflict(setting=setting, remedy=remedy)
 
 
-def kept_stages_whole(job: PipelineJob) -> Lack | None:
+def kept_stages_whole(job: PipelineJob) -> Conflict | None:
     """Return a lack where a stage is sharded whose rows are kept.
 
     The ranks of a sharded stage must compute in step, whatever each of them has kept.
@@ -66,17 +66,17 @@ def kept_stages_whole(job: PipelineJob) -> Lack | None:
     for name in sharding_clouds(job):
         if min(job.cluster.clouds[name].stages or ()) <= last:
             what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
-            return Lack(setting=what, remedy="leave shard out")
+            return Conflict(setting=what, remedy="leave shard out")
     return None
 
 
-def rows_arrive_alike(job: PipelineJob) -> Lack | None:
+def rows_arrive_alike(job: PipelineJob) -> Conflict | None:
     """Return a lack where the same row would not arrive as the same values in every epoch."""
     for stage in job.cached_boundaries:
         for replica in range(job.cluster.num_replicas):
             if (defence := job.defences_at(stage, replica=replica).get("forward")) is not None:
                 what = f"security.defences.forward={defence.label} adds new noise in every epoch"
-                return Lack(
+                return Conflict(
                     setting=f"{what}, which would no longer protect", remedy="leave it out"
                 )
         if (lack := compression_changes_rows(job, stage)) is not None:
@@ -88,7 +88,7 @@ class ActivationCaching(Feature):
     """A store of rows in the cloud that received them."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="training.activation_cache_mb={}",
             asked=lambda job: job.training.activation_cache_mb,
             why={

@@ -13,7 +13,7 @@ from xcloud.comm.compression_plans import Selectable
 from xcloud.features.autopilot.pilot import RunPilot, pilot_of
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, no_plan, one_pipeline, one_update_at_a_time
+from xcloud.job.needs import Conflict, FeatureUse, no_plan, one_pipeline, one_update_at_a_time
 from xcloud.pipeline.one_forward_one_backward import max_kept
 from xcloud.pipeline.schedule import Action, Schedule
 from xcloud.pipeline.trainer import Trainer
@@ -22,7 +22,7 @@ from xcloud.rank.role import RankContext
 from xcloud.rank.switching import check_choices
 
 
-def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
+def one_rank_at_metered_ends(job: PipelineJob) -> Conflict | None:
     layout = job.cluster
     for stage in range(layout.num_stages - 1):
         ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
@@ -30,7 +30,7 @@ def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
         most = max(map(len, ends))
         if wan is not None and wan.is_metered and most > 1:
             what = f"after stage {stage} {most} ranks share it (cluster/wan=real)"
-            return Lack(setting=what, remedy="give the clouds on both sides one rank each")
+            return Conflict(setting=what, remedy="give the clouds on both sides one rank each")
     return None
 
 
@@ -100,7 +100,7 @@ class AutopilotFeature(Feature):
     """A choice, again and again, between compressions and schedules."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="autopilot",
             asked=lambda job: job.autopilot,
             why={

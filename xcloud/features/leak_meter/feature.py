@@ -9,7 +9,7 @@ from typing import Any
 
 from xcloud.features.leak_meter.observers import LeakObservers, leak_observers, meter_of, observed
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Use, known_last_step, one_update_at_a_time
+from xcloud.job.needs import FeatureUse, known_last_step, one_update_at_a_time
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -20,7 +20,7 @@ class LeakMeasurement(Feature):
     """An observation of the last updates, and attacks on what was observed."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="security.meter",
             asked=lambda job: job.security.meter is not None,
             why={

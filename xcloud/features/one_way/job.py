@@ -27,7 +27,7 @@ from xcloud.features.one_way.feed import Feed
 from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.job.job import Job, Labels, Roster
-from xcloud.job.leaving import REPORTS, Leaving
+from xcloud.job.leaving import REPORTS, Outbound
 from xcloud.pipeline.settings import Checkpoints, OnDivergence
 from xcloud.pretrained import check_checkpoints
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
@@ -125,23 +125,23 @@ class OneWayExperiment(Job):
             },
         )
 
-    def leaving(self) -> Iterable[Leaving]:
+    def leaving(self) -> Iterable[Outbound]:
         consumer = self.cluster.consumer
         often = f"{self.training.batches_per_step} in a step of all producers together"
         most = self.model.max_payload_bytes
         for cloud in self.cluster.producers:
             text = "token ids and labels, packed: text that anyone with the tokenizer can read"
-            yield Leaving(
+            yield Outbound(
                 sender=cloud, to=consumer, kind="batch", what=text, how_often=often, max_bytes=most
             )
-            yield Leaving(
+            yield Outbound(
                 sender=cloud,
                 to=consumer,
                 kind="report",
                 what=REPORTS,
                 how_often="in every step and between steps",
             )
-            yield Leaving(
+            yield Outbound(
                 sender=consumer,
                 to=cloud,
                 kind="order",

@@ -14,7 +14,7 @@ from typing import cast
 from xcloud.contracts.model import BuildContext, DataSplit
 from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, compression_changes_rows, one_pipeline, plain
+from xcloud.job.needs import Conflict, FeatureUse, compression_changes_rows, one_pipeline, plain
 from xcloud.models.causal import CausalLM
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.pipeline import Pipeline
@@ -35,14 +35,14 @@ no_plan = plain(
 )
 
 
-def rows_cross_alike(job: PipelineJob) -> Lack | None:
+def rows_cross_alike(job: PipelineJob) -> Conflict | None:
     """Return a lack where a row would cross in training as other values than it did when the model
     of the start was asked."""
     for stage in job.boundaries:
         if not job.cluster.leaves_cloud(stage):
             continue
         if (defence := job.defences_at(stage, replica=0).get("forward")) is not None:
-            return Lack(
+            return Conflict(
                 setting=f"security.defences.forward={defence.label} adds other noise to every "
                 "message",
                 remedy="leave it out",
@@ -56,7 +56,7 @@ class PreferenceTuning(Feature):
     """A loss over pairs of answers, against the model of the start."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="task=preferences",
             asked=lambda job: isinstance(job.task, Preferences),
             why={
@@ -66,7 +66,7 @@ class PreferenceTuning(Feature):
             },
             without="",
         ),
-        Use(
+        FeatureUse(
             setting="task=preferences",
             asked=lambda job: isinstance(job.task, Preferences),
             why={rows_cross_alike: "asks the model of the start once, before the first step"},

@@ -10,7 +10,7 @@ from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.privacy.noise import private_contribution
 from xcloud.features.privacy.settings import Privacy
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, all_clouds_stay, plain, whole_stages
+from xcloud.job.needs import Conflict, FeatureUse, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import split_backwards
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard
@@ -40,7 +40,7 @@ one_sample_each = plain(
 )
 
 
-def whole_backward(job: PipelineJob) -> Lack | None:
+def whole_backward(job: PipelineJob) -> Conflict | None:
     num_stages = job.cluster.num_stages
     if not any(
         split_backwards(job.schedule.actions(stage, num_stages=num_stages))
@@ -48,7 +48,7 @@ def whole_backward(job: PipelineJob) -> Lack | None:
     ):
         return None
     remedy = "choose schedule=one_forward_one_backward or gpipe"
-    return Lack(setting=f"{job.schedule.label} puts off those of weights", remedy=remedy)
+    return Conflict(setting=f"{job.schedule.label} puts off those of weights", remedy=remedy)
 
 
 def _protects(job: PipelineJob, unit: str) -> bool:
@@ -60,7 +60,7 @@ class DifferentialPrivacy(Feature):
     """A bound on what the others learn of a sample, or of all that a cloud holds."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="security/privacy=cloud",
             asked=lambda job: _protects(job, unit="cloud"),
             why={
@@ -69,7 +69,7 @@ class DifferentialPrivacy(Feature):
             },
             without="choose security/privacy=sample",
         ),
-        Use(
+        FeatureUse(
             setting="security/privacy=sample",
             asked=lambda job: _protects(job, unit="sample"),
             why={
@@ -82,7 +82,7 @@ class DifferentialPrivacy(Feature):
         ),
     )
 
-    noises = Lack(
+    noises = Conflict(
         "security.privacy adds noise to each of them and bounds gradients of full stages",
         "set security/privacy=none",
     )

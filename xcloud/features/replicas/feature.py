@@ -12,8 +12,8 @@ from xcloud.features.replicas.averaging import ReplicaLinks
 from xcloud.features.replicas.links import replica_links
 from xcloud.features.replicas.outer_optimizer import Replicas
 from xcloud.job.job import PipelineJob
-from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use
+from xcloud.job.leaving import Outbound
+from xcloud.job.needs import Conflict, FeatureUse
 from xcloud.pipeline.batch_plan import cut, samples_of_replica
 from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard, Watch
@@ -26,7 +26,7 @@ def _averages_without_feedback(job: PipelineJob) -> bool:
     return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
 
 
-def self_correcting_compressor(job: PipelineJob) -> Lack | None:
+def self_correcting_compressor(job: PipelineJob) -> Conflict | None:
     """Return a lack where replicas average with a compressor that needs feedback.
 
     It is asked before any rank has tensors to choose for; compressors chosen by a tensor's name
@@ -35,7 +35,7 @@ def self_correcting_compressor(job: PipelineJob) -> Lack | None:
     for shape in ((2,), (2, 2)):
         chosen = job.compression.for_tensor("", shape=shape)
         if chosen.feedback == "needed":
-            return Lack(
+            return Conflict(
                 setting=f"compression averages with {chosen.label}, which loses the same part "
                 "of every average",
                 remedy="choose a compressor that needs no feedback "
@@ -48,7 +48,7 @@ class ReplicaAveraging(Feature):
     """An average of gradients or parameters over replicas of the pipeline."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="strategy.averaging.feedback=false",
             asked=_averages_without_feedback,
             why={self_correcting_compressor: "does not add what a message lost to the next one"},
@@ -59,7 +59,7 @@ class ReplicaAveraging(Feature):
     def is_used(self, job: PipelineJob) -> bool:
         return job.cluster.num_replicas > 1
 
-    def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
+    def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
         for stage in range(job.cluster.num_stages):
             yield from _averaged_stage(job, stage=stage)
 
@@ -67,7 +67,7 @@ class ReplicaAveraging(Feature):
         return AveragingAtRank()
 
 
-def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
+def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Outbound]:
     """Yield the messages by which replicas in different clouds share what they have learned."""
     layout = job.cluster
     traits = job.strategy.traits
@@ -81,12 +81,12 @@ def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Leaving]:
     first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
     if not traits.is_elastic:
         for here, there in permutations([first, *others], 2):
-            yield Leaving(sender=here, to=there, kind="averaging", what=what, how_often=often)
+            yield Outbound(sender=here, to=there, kind="averaging", what=what, how_often=often)
         return
     for cloud in others:  # the first cloud merges for all
-        yield Leaving(sender=cloud, to=first, kind="averaging", what=what, how_often=often)
+        yield Outbound(sender=cloud, to=first, kind="averaging", what=what, how_often=often)
         merged = f"merged {what}; to a cloud that comes later the weights themselves"
-        yield Leaving(sender=first, to=cloud, kind="averaging", what=merged, how_often=often)
+        yield Outbound(sender=first, to=cloud, kind="averaging", what=merged, how_often=often)
 
 
 class AveragingAtRank(FeatureAtRank):

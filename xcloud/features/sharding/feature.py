@@ -10,8 +10,8 @@ from xcloud.contracts.model import BuildContext
 from xcloud.features.sharding.sharder import Sharder, prepare_memory
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
-    Lack,
-    Use,
+    Conflict,
+    FeatureUse,
     every_update_together,
     no_noise,
     plain,
@@ -27,7 +27,7 @@ from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
 
 
-def equal_shards_in_step(job: PipelineJob) -> Lack | None:
+def equal_shards_in_step(job: PipelineJob) -> Conflict | None:
     """Return a lack where clouds shard the same stage differently, or a stage over one rank.
 
     Ranks that gather parameters together compute in step; raises ConfigError itself where the
@@ -43,10 +43,12 @@ def equal_shards_in_step(job: PipelineJob) -> Lack | None:
             }
             if len(set(held.values())) > 1:
                 what = f"stage {stage} is held as (shard, ranks) {held}"
-                return Lack(setting=what, remedy="give these clouds the same num_ranks and shard")
+                return Conflict(
+                    setting=what, remedy="give these clouds the same num_ranks and shard"
+                )
             if held[name][1] < 2:
                 what = f"stage {stage} is held by one rank"
-                return Lack(
+                return Conflict(
                     setting=what, remedy=f"give the cloud more (cluster.clouds.{name}.num_ranks)"
                 )
             turns = [
@@ -102,7 +104,7 @@ class Sharding(Feature):
     """A stage of which each rank keeps a part of every parameter."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="cluster.clouds.{0[0]}.shard",
             asked=sharding_clouds,
             why={

@@ -10,8 +10,8 @@ import torch
 
 from xcloud.features.tied.gradients import Join, TiedGradients, tied_gradients
 from xcloud.job.job import PipelineJob
-from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use, every_update_together, no_noise, ties_ends
+from xcloud.job.leaving import Outbound
+from xcloud.job.needs import Conflict, FeatureUse, every_update_together, no_noise, ties_ends
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
@@ -20,7 +20,7 @@ from xcloud.rank.role import RankContext
 from xcloud.security.defences import LABEL
 
 
-def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
+def words_may_be_at_both_ends(job: PipelineJob) -> Conflict | None:
     """Return a lack where gradients would show words in a cloud where these may not be.
 
     The gradient of the embeddings shows which words are in a batch, and that of the head which are
@@ -32,7 +32,7 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
         for name, cloud in (("text", last), (LABEL, first)):
             holders = job.security.holders.get(name)
             if first != last and holders is not None and cloud not in holders:
-                return Lack(
+                return Conflict(
                     setting=f"cloud {cloud!r} would get gradients that show which words are in "
                     f"{name!r}, and security.holders.{name} keeps these in {', '.join(holders)}",
                     remedy="put both ends of the model into one cloud (cluster=u_shape)",
@@ -55,7 +55,7 @@ class TiedEnds(Feature):
         self._join_ends = join_ends
 
     uses = (
-        Use(
+        FeatureUse(
             setting="model.embeddings=tie",
             asked=ties_ends,
             why={
@@ -67,13 +67,13 @@ class TiedEnds(Feature):
         ),
     )
 
-    def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
+    def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
         layout = job.cluster
         ends = [layout.stage_cloud(stage) for stage in (0, layout.num_stages - 1)]
         for here, there in permutations(ends, 2):
             if here != there:
                 words = "gradient of the embeddings that both ends train"
-                yield Leaving(
+                yield Outbound(
                     sender=here, to=there, kind="averaging", what=words, how_often="once a step"
                 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from xcloud.features.two_buffered.schedule import TwoBuffered
 from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Use, no_noise, one_pipeline, plain, untied_ends, whole_stages
+from xcloud.job.needs import FeatureUse, no_noise, one_pipeline, plain, untied_ends, whole_stages
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import Feature, FeatureAtRank
@@ -29,7 +29,7 @@ class OverlappedUpdates(Feature):
     """Updates of which the next begins before the one in front of it has ended."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="schedule=two_buffered",
             asked=lambda job: isinstance(job.schedule, TwoBuffered),
             why={

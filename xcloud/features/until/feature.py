@@ -4,7 +4,7 @@ what it needs of a job. The evaluator (rank/task_data.py) compares and all ranks
 from __future__ import annotations
 
 from xcloud.job.job import PipelineJob
-from xcloud.job.needs import Lack, Use, every_update_together, plain
+from xcloud.job.needs import Conflict, FeatureUse, every_update_together, plain
 from xcloud.rank.feature import Feature
 
 no_plan = plain(
@@ -18,7 +18,7 @@ class RunUntil(Feature):
     """An end of the run that its own evaluations decide."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="training.until",
             asked=lambda job: job.training.until is not None,
             why={
@@ -29,7 +29,7 @@ class RunUntil(Feature):
         ),
     )
 
-    ends_early = Lack("training.until ends it at any evaluation", "leave training.until out")
+    ends_early = Conflict("training.until ends it at any evaluation", "leave training.until out")
 
     def describe(self, job: PipelineJob) -> str:
         assert job.training.until is not None

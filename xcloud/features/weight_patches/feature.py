@@ -10,8 +10,15 @@ from xcloud.features.weight_patches.store import PatchStore, Protect, plain, sea
 from xcloud.features.weight_patches.writer import PatchWriter, WriteTiming, WrittenStage
 from xcloud.job.config import this_clouds_keys
 from xcloud.job.job import PipelineJob
-from xcloud.job.leaving import Leaving
-from xcloud.job.needs import Lack, Use, known_last_step, no_noise, one_pipeline, whole_stages
+from xcloud.job.leaving import Outbound
+from xcloud.job.needs import (
+    Conflict,
+    FeatureUse,
+    known_last_step,
+    no_noise,
+    one_pipeline,
+    whole_stages,
+)
 from xcloud.job.needs import plain as need
 from xcloud.line.mailbox import ObjectStore
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
@@ -22,13 +29,13 @@ from xcloud.rank.role import RankContext
 URL = "training.patches.url"
 
 
-def joined_by_transformers(job: PipelineJob) -> Lack | None:
+def joined_by_transformers(job: PipelineJob) -> Conflict | None:
     model = job.model
     if not hasattr(model, "join"):
-        return Lack(f"{model.describe()} is no causal language model", remedy="")
+        return Conflict(f"{model.describe()} is no causal language model", remedy="")
     split = getattr(model, "split", None)
     if split is not None and split.rank is not None:
-        return Lack(
+        return Conflict(
             "transformers has no place for the projections of model.split.rank",
             remedy="leave model.split out",
         )
@@ -51,7 +58,7 @@ class WeightPatches(Feature):
     """Weights that a run writes for workers elsewhere."""
 
     uses = (
-        Use(
+        FeatureUse(
             setting="training.patches.every={}",
             asked=lambda job: job.training.patches.every,
             why={
@@ -74,11 +81,11 @@ class WeightPatches(Feature):
         updates = "update" if every == 1 else f"{every} updates"
         return f"writes weights for followers after every {updates}"
 
-    def leaving(self, job: PipelineJob) -> Iterator[Leaving]:
+    def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
         patches = job.training.patches
         layout = job.cluster
         for stage in range(layout.num_stages):
-            yield Leaving(
+            yield Outbound(
                 layout.stage_cloud(stage),
                 followers(job),
                 "weights",
