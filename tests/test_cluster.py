@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from hydra_plugins.xcloud_launcher import SweepLauncher
+from omegaconf import OmegaConf
 
 from tests import slurm
 from tests.runs import ROOT, wait_for
@@ -28,7 +30,7 @@ from xcloud.study.cluster import (
     runner_of,
 )
 from xcloud.study.points import Point, SweepState, name_points
-from xcloud.study.runner import LauncherSettings
+from xcloud.study.runner import REFUSED, LauncherSettings
 
 MOUNTS = """21 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 22 21 0:30 / /shared rw,relatime - nfs4 server:/x rw,vers=4.2,local_lock=none
@@ -73,6 +75,18 @@ def test_a_machine_without_slurm_is_said_and_settings_of_jobs_need_jobs(
         runner_of(LauncherSettings(on="slurm"), folder=tmp_path)
     with pytest.raises(ConfigError, match=r"hydra\.launcher\.job is for hydra\.launcher\.on"):
         LauncherSettings(job={"timeout_min": 3})
+
+
+def test_hydra_s_launcher_ends_where_its_jobs_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launcher = SweepLauncher(on="slurm")
+    launcher.config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    launcher.settings = LauncherSettings(on="slurm")
+    with pytest.raises(SystemExit) as ended:
+        launcher.run_points([("seed=1",)], drops_invalid=True)
+    assert ended.value.code == REFUSED and "no sbatch here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_averaging_costs_bytes_over_bandwidth_and_rarely_where_rarely_done() -> 
         every=Strategy("data_parallel", None, GradientAveraging()),
         hidden=Strategy("data_parallel", None, GradientAveraging(delay=1)),
         rarely=Strategy("local_updates", None, LocalUpdates(every=100)),
+        quarters=Strategy("local_updates", None, LocalUpdates(every=100, fragments=4)),
     )  # fmt: skip
     plan = Plan("every", (8,), GPipe(4), NO_COMPRESSION)
     alone_s = 2 * 8 * (0.04 + 0.08) + 8 * 0.001  # two micro-batches of 4 samples
@@ -188,6 +189,10 @@ def test_averaging_costs_bytes_over_bandwidth_and_rarely_where_rarely_done() -> 
     rarely = priced.price(plan._replace(strategy="rarely"))
     assert rarely.step_s == pytest.approx(alone_s + (0.5 + wire_s) / 100)
     assert rarely.bytes_per_step == pytest.approx(2 * 10**6 / 100)
+    quarters = priced.price(plan._replace(strategy="quarters"))
+    quarter_s = slow.wan.line_s(10**6 // 4) + 0.1  # type: ignore[union-attr]
+    assert quarters.step_s == pytest.approx(alone_s + (0.5 + 4 * quarter_s) / 100)
+    assert quarters.bytes_per_step == pytest.approx(2 * 10**6 / 100)
     assert priced.price(plan).bound == "averaging over link a-b"
 
 

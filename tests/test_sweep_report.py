@@ -209,6 +209,20 @@ def test_figures_of_a_run_that_failed_are_in_no_mean(tmp_path: Path) -> None:
     assert (row.finished, row.runs) == (2, 3)
 
 
+def test_rows_of_one_name_in_two_sweeps_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sweep, step_s, bleu in (("a", 0.2, 30.0), ("b", 0.3, 28.75)):
+        config = compose(["compression=int8"])
+        write_run(tmp_path / sweep / "1", config, step_s=step_s, bleu=bleu)
+    runs = [*from_folder(tmp_path / "a"), *from_folder(tmp_path / "b")]
+    report._compare(Results(runs))
+    assert capsys.readouterr().out.splitlines() == [
+        "a | b: no common setting differs",
+        "int8+int8: b against a: -1.25, step time x1.50",
+    ]
+
+
 def test_settings_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name, steps in (("a", 8), ("b", 9)):
         write_run(tmp_path / name, compose([f"training.max_steps={steps}"]))

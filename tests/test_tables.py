@@ -240,6 +240,15 @@ def test_every_row_and_metric_is_shown_to_the_letter() -> None:
     assert record.metrics == METRICS
 
 
+def test_marks_are_of_the_events_of_features_that_have_some() -> None:
+    events = [
+        {"event": "autopilot", "step": 4, "choice": "int4"},
+        {"event": "departure", "step": 5},
+        {"event": "step", "step": 6},
+    ]
+    assert RunRecord({}, FIGURES, events=events).marks == [(4, "int4")]
+
+
 def test_the_table_says_how_a_run_ended_and_has_times_of_each_cloud() -> None:
     text = " ".join(printed(SUMMARY, {}).split())
     for piece in [
