@@ -321,6 +321,82 @@ def test_a_clock_is_told_whichever_way_it_is_off(ahead_s: float, state: str) -> 
     assert found.state == state and ("behind" in found.fact) is (ahead_s <= 0)
 
 
+NTP = "set both clocks by NTP (timedatectl set-ntp true)"
+SAME = "install the same release of xcloud, unchanged, in both clouds"
+REPEAT = "install the same versions in both clouds if results are to repeat bit for bit"
+ASK = (
+    "ask the owner of b to run `python -m xcloud doctor shared.yaml --cloud b{}` at the same time"
+)
+OPEN = ", and see that {} is open to the one who dials"
+MET = [
+    ("ok", "line to b", "this cloud dials h:9", ""),
+    ("red", "release of b", "xcloud 0.2.0, whose files differ from here", SAME),
+    ("warn", "packages of b", "torch 2 and Python 3 there, torch 2 and Python 4 here", REPEAT),
+    ("ok", "file of b", "the same as here", ""),
+    ("ok", "round trip to b", "100 ms", ""),
+    ("warn", "clock of b", "3.00 s behind this one", NTP),
+    ("ok", "bandwidth to b", "one connection sends 32 Mbit/s and receives 64 Mbit/s", ""),
+    (
+        "warn", "connections to b",
+        "each carries at most 57.2 Mbit/s (1.00 MB of tcp_wmem over the round trip); the run "
+        "opens 5 a direction, and 18 would fill 1 Gbit/s",
+        'if the line is that fast, sysctl -w net.ipv4.tcp_wmem="4096 16384 3600000"',
+    ),
+    (
+        "warn", "congestion control to b", "cubic, as this kernel has no bbr loaded or allowed",
+        "modprobe tcp_bbr, which keeps its rate where packets are lost",
+    ),
+    (
+        "ok", "step over the line to b",
+        "at most 6.00 MB out and 8.00 MB back: 2.50 s of each step on one connection, beside "
+        "round trips",
+        "",
+    ),
+]  # fmt: skip
+UNMET = "no doctor of b was met: no answer"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "given", "findings"),
+    [
+        (["h:9"], {"is_met": True}, MET),
+        (
+            ["h:9", "h:8"], {"refused": ["x", "y"]},
+            [("red", "line to b at h:8",
+              f"this cloud dials h:8; {UNMET}; last refused here: y",
+              ASK.format(" --nnodes 2 --node-rank 1") + OPEN.format("h:8"))],
+        ),
+        (["h:9"], {"dials": False},
+         [("red", "line to b", f"b dials h:9; {UNMET}", ASK.format("") + OPEN.format("h:9"))]),
+        ([], {},
+         [("red", "line to b", f"both clouds dial the relay h:1; {UNMET}",
+           ASK.format("") + OPEN.format("the relay h:1"))]),
+    ],
+    ids=["met", "one of two machines", "the other dials", "relay"],
+)  # fmt: skip
+def test_what_a_line_is_like_is_told_to_the_letter(
+    addresses: list[str], given: dict[str, Any], findings: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """6 MB out at 4 MB/s and 8 MB back at 8 MB/s; a buffer that carries 7.15 MB/s."""
+    found = LineFigures(
+        peer=FACTS, round_trip_s=0.1, clock_ahead_s=-3.0, sent_bytes_per_s=4e6,
+        received_bytes_per_s=8e6,
+    )  # fmt: skip
+    monkeypatch.setattr(lines, "own_facts", lambda digest: FACTS._replace(code="d", python="4"))
+    monkeypatch.setattr(lines, "bytes_per_step", lambda case, peer: (6_000_000, 8_000_000))
+    monkeypatch.setattr(lines, "_max_send_buffer", lambda: 1_000_000)
+    clouds = {name: SimpleNamespace(addresses=addresses) for name in "ab"}
+    layout = SimpleNamespace(clouds=clouds, relay="h:1")
+    case: Any = SimpleNamespace(layout=layout, cloud="a", digest="f", file=Path("shared.yaml"))
+    trial: Any = SimpleNamespace(
+        peer="b", dials=given.get("dials", True), machine=1, reason="no answer",
+        measured=found if given.get("is_met") else None, congestion_control="cubic",
+    )  # fmt: skip
+    told = lines._of_trial(case, trial, refused=given.get("refused", ()))
+    assert [(one.state, one.name, one.fact, one.advice) for one in told] == findings
+
+
 def test_a_step_takes_each_way_at_the_rate_of_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """6 MB out at 1 MB/s and 8 MB back at 4 MB/s. More connections help only where each way fills
     one: where it carries what its buffer allows in a round trip."""

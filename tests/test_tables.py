@@ -240,6 +240,67 @@ def test_every_row_and_metric_is_shown_to_the_letter() -> None:
     assert record.metrics == METRICS
 
 
+EVENTS: list[dict[str, Any]] = [
+    {"event": "autopilot", "step": 4, "choice": "int4", "before": "int8", "reason": "slow line"},
+    *({"event": "merge", "step": step} for step in (1, 2, 3)),
+    *({"event": "partial_merge", "step": step} for step in (4, 5)),
+    *({"event": "absence", "what": what} for what in ("late", "left", "late", "back", "back")),
+    {"event": "privacy", "rank": 0, "cloud": "a", "t": 1.0, "epsilon": 1.0},
+    {"event": "privacy", "rank": 0, "cloud": "a", "t": 2.0, "epsilon": 3.5},
+    {"event": "departure", "step": 7, "sender": 1, "peer": "b", "stream": "forward 0",
+     "statistic": "mean", "value": 2.34567, "usual": 0.1, "deviation": 0.056},
+    *({"event": "weights_written", "is_whole": is_whole, "num_bytes": num_bytes, "pause_s": 0.5,
+       "num_values": 1000, "write_s": 0.25}
+      for is_whole, num_bytes in ((1, 2000), (0, 300), (0, 100))),
+    {"event": "target", "target": "bleu >= 40", "step": 1500.0},
+    {"event": "line", "to": "b", "round_trip_s": 0.1, "bandwidth_bits_per_s": 1e8, "num_cuts": 1,
+     "num_outages": 1, "outage_s": 5.0, "sent_again_bytes": 10},
+    {"event": "line", "to": "c", "num_cuts": 0},
+    {"event": "line", "to": "b", "round_trip_s": 0.2, "num_cuts": 2, "outage_s": 1.5},
+    {"event": "refused_reports", "sender": 3, "num": 4.0},
+]  # fmt: skip
+SUMMED = {
+    "merges": {
+        "whole": 3, "partial": 2, "clouds_late": 2, "clouds_lost": 1, "clouds_back": 2
+    },
+    "autopilot": [{"step": 4, "choice": "int4", "before": "int8"}],
+    "privacy": {"epsilon": 3.5},
+    "departures": [
+        {"step": 7, "sender": 1, "peer": "b", "stream": "forward 0", "statistic": "mean",
+         "value": 2.34567, "usual": 0.1, "deviation": 0.056}
+    ],
+    "weight_patches": {
+        "num_patches": 2, "patch_bytes": 400, "num_snapshots": 1, "snapshot_bytes": 2000,
+        "share_of_whole": 0.1, "pause_s": 1.5, "write_s": 0.75,
+    },
+    "lines": [
+        {"to": "b", "round_trip_s": 0.2, "bandwidth_bits_per_s": 1e8, "num_cuts": 3,
+         "num_outages": 1, "outage_s": 6.5, "sent_again_bytes": 10},
+        {"to": "c", "round_trip_s": None, "bandwidth_bits_per_s": None, "num_cuts": 0},
+    ],
+    "refused_reports": {"3": 4},
+    "target": "bleu >= 40",
+    "steps_to_target": 1500,
+}  # fmt: skip
+NOTICES = [
+    "after step 4 int4; slow line",
+    "step 7: what rank 1 (b) sends, forward 0, has changed suddenly: mean 2.35, "
+    "usual is 0.1 ± 0.056",
+]
+
+
+def test_every_feature_sums_its_own_events_and_says_what_a_user_is_to_see_at_once() -> None:
+    summed = dict[str, Any]()
+    notices = []
+    for figure in FIGURES:
+        own = [event for event in EVENTS if event["event"] in figure.kinds]
+        summed |= figure.in_summary(own) if own else {}
+        if figure.notice is not None:
+            notices += map(figure.notice, own)
+    assert summed == SUMMED
+    assert notices == NOTICES
+
+
 def test_marks_are_of_the_events_of_features_that_have_some() -> None:
     events = [
         {"event": "autopilot", "step": 4, "choice": "int4"},
