@@ -253,9 +253,7 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     start = 0
     for width, shift in _planes(bits):
         is_whole = bits == width
-        plane = codes_N
-        if not is_whole:
-            plane = (codes_N >> shift).bitwise_and_((1 << width) - 1)
+        plane = (codes_N >> shift).bitwise_and_((1 << width) - 1) if not is_whole else codes_N
         plane = plane.to(torch.uint8)
         size = _plane_bytes(num_codes, width=width)
         target = packed[start : start + size]

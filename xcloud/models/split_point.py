@@ -413,9 +413,6 @@ class _Moments:
         basis_HK = vectors.flip(1)[:, :rank]
         basis_HK = basis_HK * largest_entry_sign(basis_HK)
         share = float(kept.sum() / values.clamp_min(0).sum())
-        if whiten:
-            scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt()))
-        else:
-            scale = kept * 0 + 1
+        scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
         encode = (basis_HK / scale).T.float().contiguous()
         return encode, (basis_HK * scale).float().contiguous(), share

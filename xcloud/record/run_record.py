@@ -159,9 +159,7 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         remark = f"times and rates leave out {first}"
     yield "step time, median", human_seconds(median_s), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
-        remark = ""
-        if median_s:
-            remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
+        remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
         if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
             remark = f"on average: {epochs_text(epochs)}"
         yield "step time, predicted", human_seconds(predicted_s), remark

@@ -311,10 +311,7 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
         at = {"pid": process_of[lane.cloud], "tid": lane.rank}
         name(f"rank {lane.rank}", **at)
         for box in lane.boxes:
-            if box.direction:
-                place = {"stage": box.stage, "micro_batch": box.micro_batch}
-            else:
-                place = {}
+            place = {"stage": box.stage, "micro_batch": box.micro_batch} if box.direction else {}
             add(box, box.what, place, **at)
     links = len(process_of) + 1
     if timeline.flights:

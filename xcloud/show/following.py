@@ -117,9 +117,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     if 0 in lost:  # and after it why it ends
         _await(error_file(run_dir, rank=0), parent=parent)
     ranks = range(monitor.experiment.cluster.num_ranks)
-    cause = None
-    if lost:
-        cause = first_failure(run_dir, ranks, lost=lost[0])
+    cause = first_failure(run_dir, ranks, lost=lost[0]) if lost else None
     if attempt.is_stopped and cause is None:
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:

@@ -48,10 +48,7 @@ class RankStatus:
         self.step = state.get("step")
         self.has_ended = state["ended"]
         self.silent_s = now - state["written"]
-        if self.has_ended:
-            self.process = "gone"
-        else:
-            self.process = _process(state["pid"], host=state["host"])
+        self.process = "gone" if self.has_ended else _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
         self.lines_down: list[str] = []

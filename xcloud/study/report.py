@@ -407,9 +407,7 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
     first = [column for column in _FIRST_OF_A_RUN if column in points]
     points = points[[*first, *points.columns.difference(first, sort=False)]]
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
-    command = ""
-    if made:
-        command = shlex.join(["python", "run.py", *made["overrides"]])
+    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
     tables = [Table(title="What differs", cells=what)] * bool(own) + [
         Table(title="Runs", cells=points)
     ]

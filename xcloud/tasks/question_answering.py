@@ -324,14 +324,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
         self._windows = windows if fields else {}
-        if "label" in fields:
-            self.head = Head(kind="span", num_outputs=2)
-        else:
-            self.head = None
-        if self._windows:
-            remarks = [f"windows of the questions {counted(corpus.counts)}"]
-        else:
-            remarks = []
+        self.head = Head(kind="span", num_outputs=2) if "label" in fields else None
+        remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:

@@ -240,10 +240,7 @@ class HubText(TextSource):
     def identity(self, part: str, cache_dir: Path) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
         folder = local_folder(name or "")
-        if folder:
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
-        else:
-            files = []
+        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
         return f"hub {self!r} {part} {named_digests(files, cache_dir)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:

@@ -43,9 +43,7 @@ _CHOSEN = ("the autopilot's choice uint8",)
 
 def pilot_of(context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring) -> RunPilot:
     """Return what changes the rank's compression and schedule while it trains."""
-    forecast = None
-    if context.rank == 0:
-        forecast = forecast_of(context.job, device=context.device)
+    forecast = forecast_of(context.job, device=context.device) if context.rank == 0 else None
     return RunPilot(context.job, wiring, trainer, reporter=context.reporter, forecast=forecast)
 
 
