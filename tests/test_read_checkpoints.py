@@ -141,6 +141,9 @@ def test_two_sets_of_weights_and_a_shard_that_is_missing_are_named(tmp_path: Pat
         model_of(tmp_path).check_files(2, max_length=16)
     save_file(weights, tmp_path / shard, {"format": "pt"})
     model_of(tmp_path).check_files(2, max_length=16)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(DataError, match="holds an adapter beside its weights"):
+        model_of(tmp_path).check_files(2, max_length=16)
 
 
 @pytest.mark.parametrize(

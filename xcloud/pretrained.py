@@ -34,6 +34,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when its library 
 TIMEOUT_S = 5.0
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 FLOATS = ("F64", "F32", "BF16", "F16")  # of safetensors
 WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "a wrapper for several GPUs"}
 # Names of tensors that scale, pack or add to other ones.
@@ -89,6 +90,12 @@ class WeightFiles:
         self._shards: dict[str, str]
         folder = Path(name_or_path).expanduser()
         self._folder = folder if folder.is_dir() else None
+        if (folder / ADAPTER).exists():
+            raise DataError(
+                f"{folder} holds an adapter beside its weights ({ADAPTER}), which transformers "
+                "applies where peft is installed, and which is not read here: merge it into the "
+                "weights (merge_and_unload of peft), or remove it"
+            )
         try:
             index = self._file(INDEX)
         except DataError:  # one file then
