@@ -38,6 +38,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import project_root
 from xcloud.record.checkpoint_files import CheckpointFolder
+from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
 from xcloud.study.points import Point
 
 ROWS: list[dict[str, Any]] = [
@@ -181,6 +182,19 @@ def test_every_row_of_a_record_is_what_its_run_came_to(name: str) -> None:
     record = Record.read(folder)
     assert record is not None
     assert mismatches(name, record.rows, record.note, folder) == []
+
+
+def test_every_archived_summary_is_written_again_byte_for_byte(tmp_path: Path) -> None:
+    file = tmp_path / SUMMARY_FILE
+    num = 0
+    for record in RECORDS:
+        for files in RunArchive(record.parent).read().values():
+            if kept := files.get(SUMMARY_FILE):
+                file.write_text(kept, encoding="utf-8")
+                write_summary(file, read_summary(tmp_path))
+                assert file.read_text(encoding="utf-8") == kept
+                num += 1
+    assert num > 500
 
 
 def test_a_row_that_its_run_does_not_bear_out_is_named(tmp_path: Path) -> None:
