@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
+from xcloud.features.activation_cache import feature
 from xcloud.features.activation_cache.cache import (
     CachingChannel,
     describe,
@@ -234,6 +236,20 @@ def test_what_would_be_wrong_is_refused(overrides: list[str], said: str) -> None
         found.check()
 
     assert "training.activation_cache_mb=10 keeps" in str(raised.value)
+
+
+def test_the_room_of_the_setting_is_what_later_epochs_are_priced_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced: list[dict[str, Any]] = []
+    monkeypatch.setattr(feature, "over_epochs", lambda pricer, **given: priced.append(given))
+    job: Any = SimpleNamespace(training=SimpleNamespace(activation_cache_mb=10, max_steps=7))
+    for num_samples in (0, 200):
+        pricer: Any = SimpleNamespace(profile=SimpleNamespace(train_samples=num_samples))
+        feature.ActivationCaching().over_epochs(job, pricer=pricer, plan=cast(Any, "plan"))
+    assert priced == [
+        {"plan": "plan", "max_bytes": 10_000_000, "num_samples": 200, "num_steps": 7}
+    ]
 
 
 def test_a_model_without_a_bottom_to_freeze_is_not_told_to_freeze_it() -> None:

@@ -122,6 +122,9 @@ def test_options_of_the_harness_are_refused_beside_texts(
     words = [str(tmp_path), "--texts", "mine.txt"]
     with pytest.raises(ConfigError, match="--limit, --plain: only with --tasks"):
         evaluate([*words, "--limit", "3", "--plain"])
+    for option, value in (("--limit", "0"), ("--num-fewshot", "-1")):
+        with pytest.raises(ConfigError, match=f"{option} must be .*{value}"):
+            evaluate([str(tmp_path), "--tasks", "arc", option, value])
     with pytest.raises(SystemExit):
         evaluate([str(tmp_path)])
     assert "one of the arguments --texts --tasks is required" in capsys.readouterr().err

@@ -142,6 +142,7 @@ def test_an_owner_who_has_nothing_gets_a_key_and_a_policy_for_this_file_alone(
     said = capsys.readouterr().out
     own = invitation._own_certificate("cloud_b")
     assert f"dials     {RELAY} (relay)" in said and own.fingerprint[:4] in said
+    assert "the first policy of this cloud:" in said and "cloud_a.pem" in said
     assert not (owner / "policy.yaml").exists(), "what nobody approved leaves no policy"
 
     assert agree(file) == 0

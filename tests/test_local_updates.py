@@ -577,4 +577,5 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
         "strategy.averaging.late.restart_s=2",
     )  # fmt: skip
     roster = kept.roster
+    assert roster.may_report == {"loss": frozenset({0, 1}), "quality": frozenset({0})}
     assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
