@@ -423,6 +423,9 @@ def test_rows_of_longrope_depend_on_no_longer_document_beside_them(tmp_path: Pat
             "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}  # fmt: skip
     network = saved("llama", tmp_path, rope_parameters=rope)
     assert causal_network.positions_of(network.config) == 8
+    for described, positions in ((100, 100), (10**6, 2**15 - 1)):  # places cross as int16
+        plain = SimpleNamespace(max_position_embeddings=described)
+        assert causal_network.positions_of(plain) == positions
     trained(tmp_path).boundary(0, 2, 8)
     with pytest.raises(ConfigError, match=r"max_length is 9, .* has 8 positions for short texts"):
         trained(tmp_path).boundary(0, 2, 9)
