@@ -235,6 +235,17 @@ def test_a_connection_that_is_reset_before_tls_begins_is_closed() -> None:
             tls.dial(plain, cloud="cloud_a")
 
 
+def test_a_refusal_is_said_but_for_one_that_passes_and_most_of_a_crowd() -> None:
+    said: list[str] = []
+    sealed = SealedLines.__new__(SealedLines)
+    sealed._num_crowded = 0
+    sealed._say_refused = said.append  # type: ignore[assignment]
+    for reason in ("b: not_yet", "b: other_run", *[doors.CROWDED] * 2000, "c: other_run"):
+        sealed._note_refused(reason)
+    crowded = [f"refused: {doors.CROWDED}"] * 2
+    assert said == ["refused: b: other_run", *crowded, "refused: c: other_run"]
+
+
 @pytest.mark.parametrize(
     ("num_connections", "out_listens"), [(1, True), pytest.param(3, False, marks=NIGHTLY)]
 )
