@@ -189,7 +189,7 @@ class Transform(Compressor):
             return _narrowed(seen + mean_H.to(seen), spec)
         if kind == _WITH_BASIS and self._may_have_basis(num_features):
             basis, rest = _unpacked(rest, number, num_components, num_features)
-            self._basis = basis
+            self._basis = basis  # later messages name it by its number alone
         elif kind != _IN_BASIS:
             raise FrameError(f"a message of kind {kind}")
         known = self._basis
@@ -240,11 +240,13 @@ class Transform(Compressor):
         is_first = self._basis is None
         basis = self._measured() if self._basis is None else self._basis
         own = float((matrix_RH - basis.mean_H.to(matrix_RH)).square().mean())
+        # The step follows the usual size of messages, so that one odd batch hardly moves it.
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
         self._mean_square = usual + _FADE * (own - usual)
         delta = self.step * math.sqrt(self._mean_square)
         used, coded = _coded_in(basis, matrix_RH, delta=delta, spec=spec)
         has_new = is_first
+        # A basis costs bytes: look ever more seldom, and send one only if it would have paid.
         if not is_first and self.since >= self.look_at:
             self.look_at = 2 * self.since
             other = self._measured()

@@ -81,6 +81,7 @@ class JoinedProcess(RankProcess):
             on_lost=self._end_alone,
         )
         self._detector = detector
+        # Ranks of one cloud trust each other: they share a store, on one machine through a file.
         store: Store
         if len(mates) == 1:
             store = HashStore()

@@ -448,6 +448,7 @@ def load_weights(
             head.to(DTYPES[kind_at_end(f"{HEAD}.weight")])
 
     with torch.no_grad():
+        # Block by block, as a block that is not filled yet takes no memory; the ends come last.
         for prefix, module in (*blocks_of(network), ("", network)):
             if weights != "float32":
                 keep(prefix, module)
@@ -455,7 +456,7 @@ def load_weights(
             tie(network)
             for name, parameter in module.named_parameters(prefix):
                 if name in filled or ".lora_" in name or name.endswith(".scales"):
-                    continue
+                    continue  # filled with its block, or made here: no checkpoint has it
                 filled.add(name)
                 place = place_of(_of_base(name))
                 tensor = files.tensor(place)

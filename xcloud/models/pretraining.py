@@ -257,6 +257,7 @@ def pretrain(
     texts = [torch.tensor([ids.bos, *text[:longest], ids.eos]) for text in sentences if len(text)]
     if len(texts) < 2:
         raise DataError(f"pretraining a backbone needs 2 sentences or more, got {len(texts)}")
+    # Drawn before all else, so that a resumed pretraining holds out the same texts.
     order = torch.randperm(len(texts), generator=draw).tolist()
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
     train = [texts[i] for i in order[num_held_out:]]
@@ -277,6 +278,7 @@ def pretrain(
         _guesses(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
         for texts in several
     )
+    # A bound by epochs is for small corpora, which are soon learned by heart: keep the best then.
     best = _Best(encoder) if settings.max_epochs is not None else None
     with seeded_on(device, seed=seed_of(settings.seed, "dropout")):
         steps = settings.descend(

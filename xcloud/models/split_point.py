@@ -302,6 +302,7 @@ def measured_basis(
     else:
         whose = "the owner's"
         batch = dict(context.samples(split.calibration_texts))
+        # Padding is no text: it must not count in the moments.
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
     measured = replace(split, freeze_bottom=False, head_rank=None)
     described = {

@@ -272,6 +272,8 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         key = MessageKey(Kind(kind), step, micro_batch=micro_batch)
     except (struct.error, IndexError, ValueError) as error:
         raise FrameError(f"the header of a frame from {sender} is damaged: {error}") from error
+    # The checksum is of the frame with its own field zeroed, and comes last: what was checked
+    # before bounds the bytes that it reads.
     struct.pack_into("<I", view, _CRC_OFFSET, 0)
     found = zlib.crc32(view[:end])
     if found != crc:

@@ -191,6 +191,7 @@ class Planner:
         splits = dict[str, list[tuple[int, ...]]]()
         blocks = self._model_blocks
         own = job.strategy.name
+        # Parts of known blocks join to any number of stages; others to one, or as measured.
         is_free = bool(blocks) and all(piece.blocks for piece in pieces)
         for name, arranged in list(self.arranged.items()):
             fits = is_free or arranged.num_stages in (1, len(pieces))
@@ -215,6 +216,7 @@ class Planner:
                     f"{wanted}; take a profile of this model"
                 )
             ends = tuple(cuts[n] for n in wanted)
+            # The job's own split is priced, too, even if the search would not come to it.
             splits[own] = sorted({*splits[own], ends})
         plan = Plan(
             strategy=own, ends=ends, schedule=job.schedule, compression=self.own_compression

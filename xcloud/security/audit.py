@@ -255,6 +255,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
     reports: dict[str, set[str]] = {}
     missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     for rank in ranks:
+        # What a rank sent is in its own record. For a rank without one, its receivers' stand in.
         of_missing = [message for message in rank["received"] if message["sender"] in missing]
         for message in [*({**m, "from": rank["cloud"]} for m in rank["messages"]), *of_missing]:
             boundary = message["boundary"]
@@ -266,6 +267,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
                 "direction": _DIRECTION.get(message["kind"], ""),
                 "kind": message["kind"],
             }
+            # Messages that differ in sizes alone are one entry: their shapes become ranges.
             make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
             new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
             entry = joined.setdefault(json.dumps([head, make_up]), new)

@@ -149,7 +149,7 @@ class Prediction:
         flights = defaultdict[Route, list[Flight]](list)
         for number in self._parcels():
             route = self._route(number)
-            index = number % len(self.step.transfers)
+            index = number % len(self.step.transfers)  # steps repeat the same transfers
             if route.here == route.there:
                 continue
             sent = self.step.transfers[index]

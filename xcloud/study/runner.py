@@ -342,6 +342,7 @@ class Sweep:
     def _run(self, points: list[Point], state: SweepState) -> int:
         from xcloud.study.report import close_sweep, page_in_mlflow
 
+        # Points of other commands with this name keep their rows and their names.
         earlier = [
             tuple(entry["overrides"])
             for entry in state.points.values()
@@ -358,6 +359,7 @@ class Sweep:
             self._folders[decision.point.overrides] = self.folder / decision.folder
         self._announce(decisions, todo=runner.todo, num_others=len(earlier))
         tracker = self.tracker = points[0].experiment.tracker
+        # Beside the first point: MLflow's import and page take seconds.
         page = self.name, tracker, [point.settings for point in points]
         Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
         try:

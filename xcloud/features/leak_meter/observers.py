@@ -250,6 +250,7 @@ def leak_observers(
         replica=place.replica,
     )
     texts = vocabularies.keys() & job.model.fields(0, num_stages=layout.num_stages)
+    # Only averages of the stage that reads one text can be attacked for its words.
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
         return LeakObservers(observer=observer, averaged=None, reporter=reporter, run_dir=run_dir)
     (text,) = texts

@@ -125,6 +125,7 @@ def tied_gradients(
     averager = None
     if first != last and pipeline.rank in (first, last):
         ((stage, parameter),) = held.items()
+        # Lines inside a cloud are fast: compressing would only cost time and error.
         if layout.cloud_of(first) == layout.cloud_of(last):
             choose = _no_compressor
         codec = TensorCodec(
