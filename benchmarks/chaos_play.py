@@ -181,7 +181,7 @@ class Disturbed:
         if fault is None:
             raise Defect("unexplained", f"exit code {code} before any fault")
         last = causes(new)[-1:] or [""]
-        if "no checkpoint that every rank can go on from" in last[0]:
+        if "no checkpoint is one that every rank can resume from" in last[0]:
             fault.verdict, fault.detail = "refused", last[0]
             self.run.begin_anew()
             self._base_step = 0

@@ -286,7 +286,7 @@ def test_a_cut_that_a_decoder_cannot_have_is_refused(
         CausalLM(
             checkpoint=str(tmp_path), split=Split(**({"layer": 1, "method": "pca"} | settings))
         ).boundary(0, 2, 16)
-    with pytest.raises(ConfigError, match=r"leave out model\.blocks_per_stage"):
+    with pytest.raises(ConfigError, match=r"remove model\.blocks_per_stage"):
         CausalLM(checkpoint="x", split=Split(1, 4, "pca"), blocks_per_stage=[2])
     with pytest.raises(ConfigError, match="this cluster has one"):
         cut(tmp_path).build_stage(0, 1, at(tmp_path))

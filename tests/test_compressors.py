@@ -376,7 +376,7 @@ def test_exactly_representable_input_survives_the_whole_chain() -> None:
     [
         (
             {"fp16": Cast("float16"), "svd": Svd(0.5)},
-            r"svd\(0.5\) cannot come after fp16: members stand in the order low_rank, ",
+            r"svd\(0.5\) cannot come after fp16: members have the order low_rank, ",
         ),
         (
             {"int8": BlockInt(8), "topk": TopK(0.1)},

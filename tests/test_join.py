@@ -55,7 +55,7 @@ def layout(wan: Any = "sealed", **more: Any) -> ClusterLayout:
     [
         ({}, r"'a' and 'b', so one .*\.a\.address=HOST:PORT; or both .* cluster\.relay=H"),
         ({"relay": A, "wan": "real"}, r"cluster\.relay is for sealed lines: set cluster/wan=seal"),
-        ({"relay": A, "b": A}, r"every line here has a cloud with one: leave cluster\.relay out"),
+        ({"relay": A, "b": A}, r"every line here has a cloud with one: remove cluster\.relay"),
         ({"relay": "host"}, r"cluster\.relay is 'host', but must be HOST:PORT"),
         ({"a": A, "wan": "real"}, r"address is for sealed lines: set cluster/wan=sealed"),
         ({"a": "host"}, r"a\.address is 'host', but must be HOST:PORT"),

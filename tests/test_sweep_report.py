@@ -403,7 +403,7 @@ def test_a_run_whose_score_is_not_finite_is_named(tmp_path: Path) -> None:
     for seed, quality in ((1, 30.0), (2, None)):
         write_run(tmp_path / f"{seed}", compose([f"seed={seed}"]), quality={"bleu": quality})
     remarks = report.remarks_of(Results(from_folder(tmp_path)))
-    assert "Means leave out runs whose score is not finite: none s2." in remarks
+    assert "Means exclude runs whose score is not finite: none s2." in remarks
 
 
 @pytest.mark.slow

@@ -281,7 +281,7 @@ def test_other_settings_are_noticed_all_the_same() -> None:
 def test_sizes_that_are_none_are_refused() -> None:
     first, second = meetings()
     first.write("data", json.dumps({f"samples of {split}": "-1" for split in SPLITS}))
-    with pytest.raises(FrameError, match=r"rank 0 told .*-1"):
+    with pytest.raises(FrameError, match=r"rank 0 sent .*-1"):
         load(experiment("sst2"), second)
 
 

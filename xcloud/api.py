@@ -96,10 +96,10 @@ def run(experiment: str, *settings: str, folder: str | Path | None = None) -> Re
     """
     asked = Settings.of(composed([f"+exp={experiment}", *settings], conf_dir()))
     run_dir = Path(folder) if folder else Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
-    chosen = with_plan(asked, run_dir=run_dir)
+    chosen = with_plan(asked, run_dir)
     if chosen is None:
         raise ConfigError("plan=show starts no run; give plan=best, or leave it out")
-    carry_out(chosen, run_dir=run_dir)
+    carry_out(chosen, run_dir)
     return load(run_dir)
 
 
@@ -175,7 +175,7 @@ def compressions() -> list[str]:
 def compression(name: str) -> CompressionPlan:
     """Return the compression of that name: what acts on activations, on their gradients and on
     what replicas average. Raises ConfigError if there is none."""
-    plan = option("compression", name=name, conf_dir=conf_dir())
+    plan = option("compression", name, conf_dir=conf_dir())
     assert isinstance(plan, CompressionPlan)
     return plan
 
@@ -203,6 +203,6 @@ def compress_ddp(model: nn.Module, name: str, *, feedback: bool = True) -> Compr
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"compress_ddp takes a DistributedDataParallel, got {type(model)}")
     chosen = compression(name).averaged.averaging_choice
-    state = CompressedAveraging(model=model, compressor=chosen, feedback=feedback)
+    state = CompressedAveraging(model, compressor=chosen, feedback=feedback)
     model.register_comm_hook(state, compressed_averaging)
     return state

@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> None:
             raise
         from xcloud.job.given import explained
 
-        for line in explained(error, overrides=overrides, is_sweep=bool(flags)):
+        for line in explained(error, overrides, is_sweep=bool(flags)):
             say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
@@ -145,9 +145,9 @@ def run_composed(config: DictConfig) -> float | None:
         summary = run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
         return main_score(summary)
     with exit_codes():
-        chosen = with_plan(Settings.of(config), run_dir=run_dir)
+        chosen = with_plan(Settings.of(config), run_dir)
         if chosen is not None:  # else it was only to be shown
-            carry_out(chosen, run_dir=run_dir)
+            carry_out(chosen, run_dir)
     return None
 
 
@@ -158,7 +158,7 @@ def with_plan(settings: Settings, run_dir: Path) -> Settings | None:
         return settings
     from xcloud.planner.planning import planned
 
-    return planned(settings, run_dir=run_dir)
+    return planned(settings, run_dir)
 
 
 def resume(words: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ def resume(words: Sequence[str]) -> None:
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
     run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
-    settings, has_more = resumed(run_dir, overrides=overrides, conf_dir=conf_dir())
+    settings, has_more = resumed(run_dir, overrides, conf_dir=conf_dir())
     carry_out(
         settings, run_dir, resumes=partial(check_can_go_on, anew=ANEW in words), has_more=has_more
     )

@@ -165,12 +165,12 @@ class Layout(ABC):
         there = self.cloud_of(peer)
         if here == there or not self.crosses_clouds:
             return None
-        return self.wan_of(here, there=there)
+        return self.wan_of(here, there)
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """Return how long `rank` waits for `num_bytes` from `peer` before calling it silent."""
         overdue_after_s = self.liveness.overdue_after_s
-        wan = self.wan_between(rank, peer=peer)
+        wan = self.wan_between(rank, peer)
         if wan is None:
             return overdue_after_s
         return overdue_after_s + wan.allowance_s(num_bytes)
@@ -366,7 +366,7 @@ class ClusterLayout(Layout):
                 raise ConfigError(f"{where} is for sealed lines: set cluster/wan=sealed")
             check_machines(self.clouds[name].num_ranks, num_machines=len(addresses), where=where)
             for address in addresses:
-                port = _checked_address(where, address=address)
+                port = _checked_address(where, address)
                 last = port + self.clouds[name].num_ranks // len(addresses) - 1
                 if last > _MAX_PORT:
                     raise ConfigError(
@@ -427,14 +427,12 @@ class ClusterLayout(Layout):
         found = [(first, other) for other in others]
         stages = range(self.num_stages)
         for replica in range(self.num_replicas):
-            in_turn = [self.stage_cloud(stage, replica=replica) for stage in stages]
+            in_turn = [self.stage_cloud(stage, replica) for stage in stages]
             leader = self.cloud_of(self.leaders(replica)[0])
             found += [*pairwise(in_turn), (in_turn[0], in_turn[-1])]
             found += [(leader, other) for other in in_turn]
         for stage in stages:
-            holders = [
-                self.stage_cloud(stage, replica=replica) for replica in range(self.num_replicas)
-            ]
+            holders = [self.stage_cloud(stage, replica) for replica in range(self.num_replicas)]
             found += combinations(holders, 2)
         return [(here, there) for here, there in found if here != there]
 
@@ -459,7 +457,7 @@ class ClusterLayout(Layout):
         if cloud.one_stage_per_rank:
             per_stage = cloud.num_ranks // len(stages)
             stages = (stages[(rank - ranks[0]) // per_stage],)
-        return Placement(rank=rank, cloud=name, stages=stages, replica=cloud.replica)
+        return Placement(rank, cloud=name, stages=stages, replica=cloud.replica)
 
     def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
         """Return the ranks that hold this stage in one replica, in order."""
@@ -497,8 +495,7 @@ class ClusterLayout(Layout):
     def leaves_cloud(self, stage: int) -> bool:
         """Return whether the boundary after `stage` joins two clouds in any replica."""
         return any(
-            self.stage_cloud(stage, replica=replica)
-            != self.stage_cloud(stage + 1, replica=replica)
+            self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
             for replica in range(self.num_replicas)
         )
 

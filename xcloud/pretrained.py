@@ -153,7 +153,7 @@ class WeightFiles:
         }
         for name in sorted({*self._shards.values()}):
             if (path := self._here(name)) is not None:
-                found[name] = kept_digest(path, cache_dir=cache_dir)
+                found[name] = kept_digest(path, cache_dir)
         return found
 
     def _here(self, name: str) -> Path | None:
@@ -390,7 +390,7 @@ def kept_digest(path: Path, cache_dir: Path) -> str:
         with open(real, "rb") as file:
             part.write_text(hashlib.file_digest(file, "sha256").hexdigest())
 
-    make_once(kept, make=make)
+    make_once(kept, make)
     return kept.read_text()
 
 
@@ -398,7 +398,7 @@ def contents_of(place: Path, cache_dir: Path) -> str | None:
     """Return a digest of a file, or of the names and contents of all files below a folder, the
     cache aside if it lies there; None where nothing is there."""
     if place.is_file():
-        return kept_digest(place, cache_dir=cache_dir)
+        return kept_digest(place, cache_dir)
     if not place.is_dir():
         return None
     cache = cache_dir.resolve()
@@ -407,7 +407,7 @@ def contents_of(place: Path, cache_dir: Path) -> str | None:
         for path in place.rglob("[!.]*")
         if path.is_file() and not path.resolve().is_relative_to(cache)
     )
-    named = ((str(f.relative_to(place)), kept_digest(f, cache_dir=cache_dir)) for f in files)
+    named = ((str(f.relative_to(place)), kept_digest(f, cache_dir)) for f in files)
     return key_of({"files": list(named)})
 
 

@@ -135,7 +135,7 @@ class TrainedRun:
                 boundary = job.model.boundary(
                     stage, num_stages=layout.num_stages, max_length=self.longest
                 )
-                learned = read_learned(self.folder, stage=stage)
+                learned = read_learned(self.folder, stage)
                 try:
                     found[stage] = Crossing(
                         job, stage, boundary, last_step=job.training.max_steps, learned=learned
@@ -362,7 +362,7 @@ def generate(words: Sequence[str]) -> None:
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
         raise ConfigError("--chats has full chats: remove --system and --plain")
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
-    prompts = _prompts(generator, arguments=arguments)
+    prompts = _prompts(generator, arguments)
     _ = generator.stages  # what is said while they are read stands before the text
     weights = getattr(generator.experiment.model, "weights", None)
     if weights in PACKED:

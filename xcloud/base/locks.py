@@ -30,7 +30,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[int]:
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        _acquire(file, path=path, wait_s=wait_s)
+        _acquire(file, path, wait_s)
         yield file
     finally:
         os.close(file)
@@ -47,7 +47,7 @@ def _acquire(file: int, path: Path, wait_s: float | None) -> None:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            raise no_locks(path, error=error) from None
+            raise no_locks(path, error) from None
         time.sleep(POLL_S)
 
 

@@ -77,7 +77,7 @@ def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str
         found = read(word)
         if found is None or found.is_delete():
             written.append(word)
-        elif sets_value(found, is_group=is_group):
+        elif sets_value(found, is_group):
             value = found.value()
             if isinstance(value, dict) and "_target_" in value:
                 key = found.key_or_group
@@ -115,7 +115,7 @@ def unreadable(words: Sequence[str], is_sweep: bool = False) -> list[str]:
 
     is_sweep: several values, separated by commas, are meant as such.
     """
-    return [line for word in words if (line := _trouble(word, is_sweep=is_sweep))]
+    return [line for word in words if (line := _trouble(word, is_sweep))]
 
 
 def _trouble(word: str, is_sweep: bool) -> str:
@@ -127,7 +127,7 @@ def _trouble(word: str, is_sweep: bool) -> str:
     if found is None:
         if _read(f"{key}=0") is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
-        wrong = _first_wrong(key, value=value)
+        wrong = _first_wrong(key, value)
     elif found.is_sweep_override() and not is_sweep:
         several = "several values make a sweep: add -m"
         if _SWEEPS.match(value) or "," not in value:

@@ -53,7 +53,7 @@ def check_is_data(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not head:
         raise DataError(f"{path} is empty (0 bytes); {AGAIN}, or remove it")
-    _check_is_no_placeholder(path, head=head)
+    _check_is_no_placeholder(path, head)
     start = head.lstrip()[:500]
     if start.startswith(b"<?xml") and b"<Error>" in start:
         raise DataError(f"{path} is a server's error message, not the file itself; {AGAIN}")
@@ -82,7 +82,7 @@ def check_is_text(path: Path) -> None:
             ) from error
         if not head:
             raise DataError(f"{path} is empty once it is unpacked; {AGAIN}, or remove it")
-        _check_is_no_placeholder(path, head=head)
+        _check_is_no_placeholder(path, head)
     for start, what, remedy in NO_TEXT:
         if head.startswith(start):
             raise DataError(f"{path} is {what}; {remedy}")

@@ -118,8 +118,8 @@ def settings(
                 raise worded(error, cls=type(self), path=path) from None
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
-                _check_width(value, path=path, name=field.name)
-                _check_time(value, path=path, name=field.name)
+                _check_width(value, path, name=field.name)
+                _check_time(value, path, name=field.name)
 
         made.__init__ = init
         if dropped:

@@ -109,7 +109,7 @@ def score_with_error(name: str, value: float | None, error: float | None) -> str
     """41.92 ± 0.81."""
     if value is None:
         return UNKNOWN
-    text = score_text(name, value=value)
+    text = score_text(name, value)
     return text if error is None else f"{text} ± {score_text(name, value=error)}"
 
 

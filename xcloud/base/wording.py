@@ -204,7 +204,7 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
     if name in WISHED:
         return f"unknown setting {where!r}: {WISHED[name]}"
     there = ", ".join(known)
-    said = meant(name, known=known)
+    said = meant(name, known)
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
     if there:

@@ -33,7 +33,7 @@ class _PlainLoader(_Loader):  # type: ignore[misc]
                     key.start_mark,
                 )
             names.add(key.value)
-        return super().construct_mapping(node, deep=deep)
+        return super().construct_mapping(node, deep)
 
 
 class _PlainDumper(_Dumper):  # type: ignore[misc]

@@ -169,10 +169,10 @@ class Codec(StatefulTree):
         if isinstance(self.memory, NoMemory):
             return self.compressor.compress(tensor)
         rows = rows_of()
-        meant = self.memory.before_send(tensor, rows=rows)
+        meant = self.memory.before_send(tensor, rows)
         parts = self.compressor.compress(meant)
         seen = self.compressor.decompress(parts, spec=TensorSpec.of(tensor))
-        self.memory.after_send(meant, seen=seen, rows=rows)
+        self.memory.after_send(meant, seen, rows)
         return parts
 
     def compress_apart(self, tensor: Tensor, stream: int) -> Tensors:
@@ -306,12 +306,12 @@ class SendChannel(_Channel):
             carries: list[str] = []
             for field in self.fields:
                 tensor = message[field.name].detach()
-                spec = field.spec(field.num_rows(samples, counts=counts))
+                spec = field.spec(field.num_rows(samples, counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
                 encoded: Tensors = (tensor,)
                 if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
-                    encoded = self._encoded(key, field=field, tensor=tensor, rows=rows)
+                    encoded = self._encoded(key, field, tensor, rows=rows)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
@@ -323,8 +323,8 @@ class SendChannel(_Channel):
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
-            meant = codec.memory.before_evaluation(tensor, rows=rows)
-            return codec.compress_apart(meant, stream=stream)
+            meant = codec.memory.before_evaluation(tensor, rows)
+            return codec.compress_apart(meant, stream)
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows_of=rows)
 
@@ -356,7 +356,7 @@ class ReceiveChannel(_Channel):
             message = dict(known)
             for field in self.fields:
                 counts = message.get("counts")
-                spec = field.spec(field.num_rows(samples, counts=counts))
+                spec = field.spec(field.num_rows(samples, counts))
                 codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
                 wire = codec.compressor.wire_specs(spec)
                 taken = parts[: len(wire)]
@@ -375,10 +375,10 @@ class ReceiveChannel(_Channel):
                 compressor = codec.compressor
                 if key.kind is Kind.EVALUATION:  # leaves no trace, as at the sender
                     compressor = copy.deepcopy(compressor)
-                value = compressor.decompress(on_device, spec=spec)
+                value = compressor.decompress(on_device, spec)
                 rows = partial(field.sample_rows, samples, counts)
                 if key.kind is Kind.EVALUATION:
-                    value = codec.memory.after_evaluation(value, rows=rows)
+                    value = codec.memory.after_evaluation(value, rows)
                 elif not isinstance(codec.memory, NoMemory):
                     value = codec.memory.after_receive(value, rows=rows())
                 message[field.name] = value

@@ -71,7 +71,7 @@ class CompressionPlan(ABC):
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         """The compressor of a tensor that is averaged. Raises ConfigError as `averaged`."""
-        return self.averaged.averaging_choice.for_tensor(name, shape=shape)
+        return self.averaged.averaging_choice.for_tensor(name, shape)
 
     def at_boundary(self, stage: int) -> CompressionPlan:
         """Return the compression of the boundary after `stage`."""

@@ -159,9 +159,7 @@ class IdPacking:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")
 
         if id_coding == RANKED:
-            ids_R = torch.from_numpy(
-                decode_ids(rest, num_tokens=num_tokens, vocab_size=self.vocab_size)
-            )
+            ids_R = torch.from_numpy(decode_ids(rest, num_tokens, vocab_size=self.vocab_size))
         else:
             ids_R = rest.codes(self.bits, count=num_tokens).long()
             if num_tokens and int(ids_R.max()) >= self.vocab_size:
@@ -176,7 +174,7 @@ class IdPacking:
                 raise FrameError(f"{int(replaced_R.sum())} flags set, expected {num_replaced}")
         if len(rest.data):
             raise FrameError(f"{len(rest.data)} unexpected bytes after the token ids")
-        return CorruptedTexts(ids_R=ids_R, counts_B=counts_B, replaced_R=replaced_R)
+        return CorruptedTexts(ids_R, counts_B, replaced_R)
 
 
 @dataclass
@@ -196,7 +194,7 @@ class Reader:
 
     def codes(self, bits: int, count: int) -> Tensor:
         """See `unpack`."""
-        return unpack(self.take(packed_bytes(count, bits=bits)), bits=bits, num_codes=count)
+        return unpack(self.take(packed_bytes(count, bits)), bits=bits, num_codes=count)
 
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
@@ -240,7 +238,7 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     size, num_bytes = np.frombuffer(data.take(RANKED_HEADER).numpy().tobytes(), "<u4").tolist()
     if size > min(num_tokens // MIN_COUNT, vocab_size):
         raise FrameError(f"a dictionary of {size} ids for {num_tokens} tokens")
-    symbol_T = _inflate(data.take(num_bytes), num_tokens=num_tokens)
+    symbol_T = _inflate(data.take(num_bytes), num_tokens)
     ids_D = np.empty(size, dtype=np.int64)
     for first, stop in _class_ranges(size):
         ids_D[first:stop] = decode_ascending(data, count=stop - first, below=vocab_size)
@@ -281,7 +279,7 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
     if not len(numbers_N):
         return torch.empty(0, dtype=torch.uint8)
     gaps = np.diff(numbers_N, prepend=-1) - 1
-    k = _best_k(gaps, below=below)
+    k = _best_k(gaps, below)
     ends = np.cumsum((gaps >> k) + 1) - 1
     bits = np.zeros(int(ends[-1]) + 1, dtype=np.uint8)
     bits[ends] = 1

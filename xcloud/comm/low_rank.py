@@ -44,7 +44,7 @@ class WarmFactors(Compressor):
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
-        rank = self._rank(num_rows, num_features=num_features)
+        rank = self._rank(num_rows, num_features)
         sizes = ((num_rows, rank), (rank, num_features))
         return tuple(TensorSpec(shape=size, dtype=spec.dtype) for size in sizes)
 
@@ -53,7 +53,7 @@ class WarmFactors(Compressor):
         cast."""
         refuse_integers(tensor)
         num_rows, num_features = matrix_shape(tuple(tensor.shape))
-        rank = self._rank(num_rows, num_features=num_features)
+        rank = self._rank(num_rows, num_features)
         matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
         if rank == 0:
             return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
@@ -76,7 +76,7 @@ class WarmFactors(Compressor):
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
-        return self._product(left_Rr, right_rD=right_rD).to(spec.dtype).view(spec.shape)
+        return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
 
     own_names = ("basis",)
 
@@ -148,7 +148,7 @@ class Svd(WarmFactors):
             basis_Dr = torch.linalg.eigh(matrix_RD.T @ matrix_RD).eigenvectors[:, -rank:]
             products_Rr = matrix_RD @ basis_Dr
         else:
-            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns=num_columns, rank=rank)
+            products_Rr, basis_Dr = self._iterate(matrix_RD, num_columns, rank)
         values_r = torch.linalg.vector_norm(products_Rr, dim=0)
         safe_r = torch.where(values_r > 0, values_r, 1)
         return products_Rr.div_(safe_r), (basis_Dr * safe_r).T
@@ -214,7 +214,7 @@ class PowerSgd(WarmFactors):
         return min(self.rank, num_rows, num_features)
 
     def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
-        return outer_sum(left_Rr, right_rD=right_rD)
+        return outer_sum(left_Rr, right_rD)
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]

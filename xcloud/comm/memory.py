@@ -109,7 +109,7 @@ class _PerSample(Memory):
         return None
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
-        found = self._get(sample, like=like)
+        found = self._get(sample, like)
         self._note(sample)
         self._tensors.pop(sample, None)
         return found
@@ -180,7 +180,7 @@ class ErrorFeedback(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return self._plus(tensor, rows=rows, factor=self.decay, pop=True)
+        return self._plus(tensor, rows, factor=self.decay, pop=True)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
@@ -212,13 +212,13 @@ class DeltaCache(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return self._plus(tensor, rows=rows, factor=-1)
+        return self._plus(tensor, rows, factor=-1)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        self.after_receive(seen, rows=rows)
+        self.after_receive(seen, rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        value = self._plus(seen, rows=rows, factor=1)
+        value = self._plus(seen, rows, factor=1)
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
             self._put(sample, value[span])
         return value
@@ -254,13 +254,13 @@ class TokenMeans(Memory):
         self._before: _Means | None = None  # since the last `settle`
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return tensor - self._anchors(tensor, rows=rows)
+        return tensor - self._anchors(tensor, rows)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        self.after_receive(seen, rows=rows)
+        self.after_receive(seen, rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        value = seen + self._anchors(seen, rows=rows)
+        value = seen + self._anchors(seen, rows)
         if self._before is None:
             self._before = self._means
         self._means = self._means.with_rows(self._keys(rows), value.float().cpu())

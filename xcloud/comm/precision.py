@@ -189,7 +189,7 @@ class BlockInt(Draws):
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
         generator = torch.Generator(device).manual_seed(self._next_seed())
-        return lambda blocks_MK: self._stochastic(blocks_MK, generator=generator)
+        return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
         half = self._offset
@@ -238,7 +238,7 @@ def _inverse(scales_M: Tensor) -> Tensor:
 
 def packed_bytes(num_codes: int, bits: int) -> int:
     """Bytes of `num_codes` codes: bits/8 each, every plane rounded up to a whole byte."""
-    return sum(_plane_bytes(num_codes, width=width) for width, _ in _planes(bits))
+    return sum(_plane_bytes(num_codes, width) for width, _ in _planes(bits))
 
 
 def pack(codes_N: Tensor, bits: int) -> Tensor:
@@ -247,15 +247,13 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     uint8 codes must fit into `bits` bits: they are not masked where that would cost a pass.
     """
     num_codes = codes_N.numel()
-    packed = torch.empty(
-        packed_bytes(num_codes, bits=bits), dtype=torch.uint8, device=codes_N.device
-    )
+    packed = torch.empty(packed_bytes(num_codes, bits), dtype=torch.uint8, device=codes_N.device)
     start = 0
     for width, shift in _planes(bits):
         is_whole = bits == width
         plane = (codes_N >> shift).bitwise_and_((1 << width) - 1) if not is_whole else codes_N
         plane = plane.to(torch.uint8)
-        size = _plane_bytes(num_codes, width=width)
+        size = _plane_bytes(num_codes, width)
         target = packed[start : start + size]
         target.copy_(plane[:size])
         for offset, first in _rows(width, size=size):
@@ -271,8 +269,8 @@ def unpack(packed: Tensor, bits: int, num_codes: int) -> Tensor:
     codes_N = torch.zeros(num_codes, dtype=dtype, device=packed.device)
     start = 0
     for width, shift in _planes(bits):
-        size = _plane_bytes(num_codes, width=width)
-        plane = _unpack_plane(packed[start : start + size], width=width, num_codes=num_codes)
+        size = _plane_bytes(num_codes, width)
+        plane = _unpack_plane(packed[start : start + size], width, num_codes)
         if bits == width:
             return plane
         codes_N.bitwise_or_(plane.to(dtype) << shift)

@@ -54,7 +54,7 @@ class _Sparse(Compressor):
         num_seen, num_kept = self._numbers(num_items)
         specs = [TensorSpec(shape=(num_kept, *item), dtype=spec.dtype)]
         if self._sends_largest:
-            num_bytes = _SortedPositions(num_kept=num_kept, numel=num_seen).num_bytes
+            num_bytes = _SortedPositions(num_kept, numel=num_seen).num_bytes
             specs.append(TensorSpec(shape=(num_bytes,), dtype=torch.uint8))
         if isinstance(self, Draws):
             specs.append(TensorSpec(shape=(1,), dtype=torch.int64))
@@ -73,9 +73,9 @@ class _Sparse(Compressor):
             )
             parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
         if self._sends_largest:
-            positions = _largest(self._magnitudes(sent), num_kept=num_kept)
+            positions = _largest(self._magnitudes(sent), num_kept)
             sent = sent.index_select(0, positions)
-            parts.insert(0, _SortedPositions(num_kept=num_kept, numel=num_seen).encode(positions))
+            parts.insert(0, _SortedPositions(num_kept, numel=num_seen).encode(positions))
         if isinstance(self, Draws) and num_kept:
             if not bool(torch.stack(torch.aminmax(items)).isfinite().all()):
                 sent[0] = torch.nan
@@ -86,7 +86,7 @@ class _Sparse(Compressor):
         shape = self._shape(spec)
         num_seen, num_kept = self._numbers(shape[0])
         if self._sends_largest:
-            positions = _SortedPositions(num_kept=num_kept, numel=num_seen).decode(places[0])
+            positions = _SortedPositions(num_kept, numel=num_seen).decode(places[0])
         if isinstance(self, Draws):
             drawn = _drawn(num_seen, numel=shape[0], seed=int(places[-1])).to(values.device)
             positions = drawn.index_select(0, positions) if self._sends_largest else drawn

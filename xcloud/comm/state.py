@@ -80,7 +80,7 @@ class StatefulTree:
         """Restore what `own` returned, before the children are restored. It is called for a state
         without such values, too. Raises ValueError for values that do not fit."""
         for name in self.own_names:
-            setattr(self, name, whole_number(own, name=name))
+            setattr(self, name, whole_number(own, name))
 
     def state_dict(self) -> State:
         return self.own() | states_of(self.children())

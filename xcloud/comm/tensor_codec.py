@@ -85,7 +85,7 @@ class _Coded(StatefulTree):
         narrow = _narrowed(meant, dtype=self.spec.dtype)
         parts = tuple(_apart(part, source=meant) for part in self.compressor.compress(narrow))
         seen = _apart(self.compressor.decompress(parts, spec=self.spec), source=meant)
-        self._sent.append(_Sent(before=before, after=meant.sub_(seen)))
+        self._sent.append(_Sent(before, after=meant.sub_(seen)))
         return parts, seen.view(self.shape)
 
     def settle(self, was_used: bool) -> None:
@@ -175,9 +175,9 @@ class TensorCodec(StatefulTree):
             is_kept = compressor.feedback in ("useful", "needed")
             self._coded.append(
                 _Coded(
-                    name=name,
-                    shape=shape,
-                    spec=spec,
+                    name,
+                    shape,
+                    spec,
                     compressor=compressor,
                     feedback=float(feedback) if is_kept else 0.0,
                     device=self.device,

@@ -244,13 +244,13 @@ class Transform(Compressor):
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
         self._mean_square = usual + _FADE * (own - usual)
         delta = self.step * math.sqrt(self._mean_square)
-        used, coded = _coded_in(basis, matrix_RH, delta=delta, spec=spec)
+        used, coded = _coded_in(basis, matrix_RH, delta, spec=spec)
         has_new = is_first
         # A basis costs bytes: look ever more seldom, and send one only if it would have paid.
         if not is_first and self.since >= self.look_at:
             self.look_at = 2 * self.since
             other = self._measured()
-            other_used, other_coded = _coded_in(other, matrix_RH, delta=delta, spec=spec)
+            other_used, other_coded = _coded_in(other, matrix_RH, delta, spec=spec)
             would_save = self.since * (1 - len(other_coded) / len(coded))
             if would_save > other.packed().nbytes:
                 has_new, basis, used, coded = True, other, other_used, other_coded
@@ -433,7 +433,7 @@ def _unpacked(rest: Bytes, number: int, num_rows: int, num_features: int) -> tup
         raise FrameError("a basis with a component of length 0, or a mean that is not finite")
     if (classes_K.diff() < 0).any() or int(classes_K[-1]) >= _NUM_CLASSES:
         raise FrameError("components of a basis are not in the order of their classes")
-    return _Basis(number, mean_H=mean_H, codes_KH=codes_KH, classes_K=classes_K), rest[sizes[-1] :]
+    return _Basis(number, mean_H, codes_KH, classes_K=classes_K), rest[sizes[-1] :]
 
 
 def _classes(sd_C: npt.NDArray[Any]) -> Bytes:

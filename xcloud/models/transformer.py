@@ -175,9 +175,7 @@ class EncoderDecoder:
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         if num_stages < 2:
-            raise ConfigError(
-                f"{type(self).__name__} (encoder | decoder) needs 2+ stages, got {num_stages}"
-            )
+            raise ConfigError(f"{type(self).__name__} needs 2 stages or more, got {num_stages}")
         if stage == 0:
             return frozenset({SOURCE})
         if stage == num_stages - 1:

@@ -108,12 +108,10 @@ class FailureDetector:
         self._looked_at_s = clock_s()
         self._stood_still_s = 0.0
         self.peers = {
-            peer: Peer(liveness=liveness, now_s=self._now_s)
-            for peer in range(num_ranks)
-            if peer != rank
+            peer: Peer(liveness, now_s=self._now_s) for peer in range(num_ranks) if peer != rank
         }
         self.progress = Progress()
-        self._store = Peer(liveness=liveness, now_s=self._now_s)
+        self._store = Peer(liveness, now_s=self._now_s)
         self._outs: dict[int, SendingEnd] = {}
         self._watches: dict[int, _Watch] = {}  # one of each peer counts
         self._greeted: dict[int, _Watch] = {}  # the newest of each peer
@@ -219,7 +217,7 @@ class FailureDetector:
             outs += self._outs.values()
         for out in outs:
             with contextlib.suppress(LinkError):  # whoever needs that rank finds out itself
-                out.say_alive(tuple(parts), carries=carries)
+                out.say_alive(tuple(parts), carries)
 
     def _age_s(self, rank: int) -> float:
         """Return the age of a rank as rank 0 sends it: the seconds since something came from it.
@@ -273,7 +271,7 @@ class FailureDetector:
         at_once: True to replace an earlier link to that rank at once. False: only once something
             has come from the peer over it, because only a number in the store announced it.
         """
-        watch = _Watch(peer=peer, restarted=restarted)
+        watch = _Watch(peer, restarted)
         with self._lock:
             if at_once or peer not in self._watches:
                 self._watches[peer] = watch
@@ -357,7 +355,7 @@ class FailureDetector:
             peer=self.peers[peer],
             handlers={Kind.ALIVE: lambda frame: self.receive(peer, frame=frame)},
             on_arrival=lambda frame, at_s: self._note_come(watch),
-            on_end=lambda reason: self._note_end(watch, reason=reason),
+            on_end=lambda reason: self._note_end(watch, reason),
         )
         with self._lock:  # until both ends are there to be closed
             watch.out, watch.incoming = connect(out, incoming)

@@ -227,7 +227,7 @@ def bytes_of_frame(start: Tensor, sender: str) -> int:
     """
     view = _bytes_of(start)
     if len(view) < _HEADER.size or view[:5] != MAGIC + bytes([VERSION]):
-        return decode_frame(start, sender=sender).num_bytes  # which says what is wrong
+        return decode_frame(start, sender).num_bytes  # which says what is wrong
     num_parts = view[6]
     payload = struct.unpack_from("<Q", view, _PAYLOAD_OFFSET)[0]
     offset = _HEADER.size
@@ -262,14 +262,14 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         for _ in range(num_parts):
             code, axes = struct.unpack_from("<BB", view, offset)
             shape = struct.unpack_from(f"<{axes}I", view, offset + 2)
-            specs.append(TensorSpec(shape=shape, dtype=_DTYPES[code]))
+            specs.append(TensorSpec(shape, dtype=_DTYPES[code]))
             offset += 2 + 4 * axes
         end = offset + payload
         if end > len(view) or payload != sum(spec.num_bytes for spec in specs):
             raise FrameError(f"a frame from {sender} promises {payload} bytes and holds others")
         if not math.isfinite(deliver_at):
             raise ValueError(f"its time is {deliver_at}")
-        key = MessageKey(Kind(kind), step, micro_batch=micro_batch)
+        key = MessageKey(Kind(kind), step, micro_batch)
     except (struct.error, IndexError, ValueError) as error:
         raise FrameError(f"the header of a frame from {sender} is damaged: {error}") from error
     # The checksum is of the frame with its own field zeroed, and comes last: what was checked

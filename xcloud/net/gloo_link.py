@@ -74,7 +74,7 @@ class GlooOutLink(SendingEnd):
         return not self._thread.is_alive()
 
     def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item=item)
+        self._put_into(self._queue, item)
 
     def _run(self) -> None:
         settings = self._settings
@@ -206,13 +206,13 @@ def heartbeat_link(
     within_s: seconds that the other side may take to join it.
     """
     pair = GlooPair(
-        store=store,
+        store,
         line="life",
         ranks="heartbeats",
         place=int(rank != 0),
         join_within=timedelta(seconds=within_s),
     )
-    return GlooOutLink(pair=pair, settings=out), GlooInLink(pair=pair, settings=incoming)
+    return GlooOutLink(pair, settings=out), GlooInLink(pair, settings=incoming)
 
 
 class GlooTransport(Transport):
@@ -249,7 +249,7 @@ class GlooTransport(Transport):
         places = [self._world.index(rank) for rank in ranks]  # torch counts within the world
         group = dist.new_group(places, timeout=FOREVER)
         if self.rank in ranks:
-            return GlooCollectives(group=group, ranks=ranks, device=device)
+            return GlooCollectives(group, ranks, device)
         return None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
@@ -260,5 +260,5 @@ class GlooTransport(Transport):
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
         return GlooPair.claimed(
-            self.rendezvous.store, line=line, ranks=ranks, place=int(self.rank == receiver)
+            self.rendezvous.store, line, ranks, place=int(self.rank == receiver)
         )

@@ -345,7 +345,7 @@ class LinkClock:
                 now = time.monotonic() if now_s is None else now_s
                 origin, free_at, last_arrival, messages = _STATE.unpack(self._state[:])
                 start = max(now, free_at)
-                sent_s = self.profile.sent_at(start - origin, num_bytes=num_bytes)
+                sent_s = self.profile.sent_at(start - origin, num_bytes)
                 sent = origin + sent_s
                 jitter = jitter_share(messages)
                 arrival = sent + self.profile.latency_at(sent_s) + jitter * self.profile.jitter_s

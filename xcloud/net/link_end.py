@@ -298,7 +298,7 @@ class SendingEnd(ABC):
             )
         queued_at_s = time.monotonic()
         self.record.note(key.kind, parts, carries, frame.numel())
-        self._put(Outgoing(key, self._sequence, frame=frame, queued_at_s=queued_at_s))
+        self._put(Outgoing(key, self._sequence, frame, queued_at_s=queued_at_s))
         self._sequence += 1
 
     def _send_closes(self, num: int) -> None:

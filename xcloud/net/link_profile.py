@@ -160,7 +160,7 @@ class LinkProfile(Wan, UnsteadyLine):
         start)."""
         bits = 8.0 * line_bytes(num_bytes)
         if self._is_unsteady:
-            return self.last_bit_at(start_s, bits=bits)
+            return self.last_bit_at(start_s, bits)
         return start_s + bits / self.bandwidth_bits_per_s
 
     def latency_at(self, now_s: float) -> float:

@@ -62,7 +62,7 @@ class MemoryTransport(Transport):
     """The transport of a rank that shares its process with all others."""
 
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        super().__init__(Rendezvous(rank=rank, num_ranks=world.num_ranks, store=world.store))
+        super().__init__(Rendezvous(rank, num_ranks=world.num_ranks, store=world.store))
         self._world = world
         self.computing = world.computing
         self._num_groups = 0

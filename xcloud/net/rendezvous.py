@@ -95,7 +95,7 @@ def value_of(store: KeyValueStore, name: str) -> str:
 
 def count_of(store: KeyValueStore, name: str) -> int:
     """Return a counter's value without a write; 0 if it is not there, or is no number."""
-    text = value_of(store, name=name)
+    text = value_of(store, name)
     return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 

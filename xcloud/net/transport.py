@@ -88,7 +88,7 @@ class Rendezvous:
 
     def write(self, name: str, text: str) -> None:
         """Send a text to rank 0 by this name, once. Rank 0 sends its own to all that ask."""
-        self.words.send_text(name, text=text)
+        self.words.send_text(name, text)
 
     def read(self, name: str, rank: int) -> str:
         """Return the text that rank 0 sends by this name or, in rank 0, the text of `rank`. Raises

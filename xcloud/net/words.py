@@ -83,7 +83,7 @@ def words_of(
     """
     if join is None:
         if isinstance(store, HashStore):
-            return WordsInOneProcess(store=store, rank=rank, within_s=within_s)
+            return WordsInOneProcess(store, rank, within_s)
         join = partial(joined_over_gloo, store, rank == 0)
     if rank != 0:
         own = partial(join, rank, beginning or 1, within_s)
@@ -96,7 +96,7 @@ def joined_over_gloo(
 ) -> WordLine:
     """Join the line of a rank's control messages over gloo. is_first: True for rank 0's end."""
     pair = line_of(store, rank=rank, beginning=beginning, is_first=is_first, within_s=within_s)
-    return _JoinedLine(pair=pair, peer=rank if is_first else 0)
+    return _JoinedLine(pair, peer=rank if is_first else 0)
 
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> GlooPair:
@@ -160,7 +160,7 @@ def decode(buffer: torch.Tensor, sender: str) -> ControlMessage:
         raise FrameError(f"{sender} sent a control message that is no UTF-8") from None
     if not name.isprintable():
         raise FrameError(f"{sender} sent a control message whose name cannot be printed")
-    return ControlMessage(WordKind(kind), name, text=text)
+    return ControlMessage(WordKind(kind), name, text)
 
 
 class _JoinedLine:
@@ -192,9 +192,7 @@ class WordsToFirst:
 
     def send_text(self, name: str, text: str) -> None:
         self._own[name] = text
-        self._carried(
-            lambda line: line.send(ControlMessage(WordKind.TELL, name, text=text)), name=name
-        )
+        self._carried(lambda line: line.send(ControlMessage(WordKind.TELL, name, text)), name=name)
 
     def receive_text(self, name: str, rank: int) -> str:
         if rank == self._rank:
@@ -355,7 +353,7 @@ class WordsInOneProcess:
         self._within_s = within_s
 
     def send_text(self, name: str, text: str) -> None:
-        encode(ControlMessage(WordKind.TELL, name, text=text))  # as bounded as over a line
+        encode(ControlMessage(WordKind.TELL, name, text))  # as bounded as over a line
         self._store.set(f"word {self._rank} {name}", text)
 
     def receive_text(self, name: str, rank: int) -> str:

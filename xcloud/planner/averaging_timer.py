@@ -33,7 +33,7 @@ def time_averaging(
     shapes = {name: p.shape for name, p in trained.items()}
     try:
         codec = TensorCodec(
-            shapes=shapes,
+            shapes,
             choose=compression.for_tensor,
             identity=0,
             feedback=True,
@@ -99,4 +99,4 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
         outer.move(merged)
         outer.take()
 
-    return median_s(gradients, device=device), median_s(changes, device=device)
+    return median_s(gradients, device), median_s(changes, device)

@@ -206,7 +206,7 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     figures = [Column("bubble", spare=3), Column("bytes", spare=2), Column("memory", spare=1)]
     columns = [*NAMES, Column("step", spare=-1), *figures, *last]
     print_table(console, columns, rows=[_cells(name, row=row) for name, row in rows.items()])
-    for line in _notes(report, rows=rows):
+    for line in _notes(report, rows):
         say(console, text=line)
 
 

@@ -43,7 +43,7 @@ def planned(settings: Settings, run_dir: Path) -> Settings | None:
     planner = Planner(settings)
     planner.job.check()
     with owned(run_dir):
-        return _planned(planner, run_dir=run_dir)
+        return _planned(planner, run_dir)
 
 
 def _planned(planner: Planner, run_dir: Path) -> Settings | None:
@@ -51,9 +51,9 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
     report = planner.report(*planner.profile())
     print_plans(report)
     chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
-    write_plan(run_dir, report=report, chosen=chosen)
+    write_plan(run_dir, report, chosen)
     say(run_dir / PLAN_FILE)
-    is_drawn = write_plan_picture(run_dir / PICTURE, report=report)
+    is_drawn = write_plan_picture(run_dir / PICTURE, report)
     say(run_dir / PICTURE if is_drawn else run_dir)
     if chosen is None:
         return None
@@ -65,7 +65,7 @@ def _planned(planner: Planner, run_dir: Path) -> Settings | None:
         write_predicted(
             run_dir, timeline=last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy
         )
-    return planner.applied(chosen, report=report)
+    return planner.applied(chosen, report)
 
 
 class Planner:
@@ -135,7 +135,7 @@ class Planner:
         started_s = time.perf_counter()
         training = self.job.training
         pricer = Pricer(
-            profile=profile,
+            profile,
             arranged=self.arranged,
             batch_size=training.batch_size,
             passes=training.accumulate_steps,
@@ -156,9 +156,9 @@ class Planner:
         took_s = time.perf_counter() - started_s
         epochs = self._over_epochs(pricer, plans=[ranked.best[0].plan, space.own])
         return Report(
-            pricer=pricer,
-            space=space,
-            ranked=ranked,
+            pricer,
+            space,
+            ranked,
             search_s=took_s,
             stale=why,
             not_planned=self.not_planned,
@@ -300,7 +300,7 @@ class Planner:
                     "each of two clouds has texts that the other has not, and would need these"
                 )
             else:
-                found[name] = Arranged(strategy=strategy, layout=layout)
+                found[name] = Arranged(strategy, layout)
         return found or {own.name: Arranged(strategy=own, layout=self.job.cluster)}
 
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:

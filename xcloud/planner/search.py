@@ -139,7 +139,7 @@ def splits_of(
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
     if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
-    even = _even_split(pieces, cuts=cuts, slowness=slowness or [1.0] * num_stages)
+    even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
     splits = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
@@ -255,7 +255,7 @@ def fastest(
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """Return the fastest plans, and the job's own among them."""
-    result = fastest(pricer, space=space, keep=keep)
+    result = fastest(pricer, space, keep)
     near = [
         plan
         for plan in space.groups(pricer.arranged)
@@ -379,7 +379,7 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
 
 def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
     for step_s, other in others:
-        changed = _changes(mine.plan, other=other)
+        changed = _changes(mine.plan, other)
         if len(changed) == 1 and step_s < WORTH * mine.step_s:
             return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
     remedies = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))

@@ -42,9 +42,9 @@ def variants_of(
     """Return the variants of a schedule with so many micro-batches, itself if it offers none."""
     same = with_micro_batches(schedule, number=num_micro_batches)
     variants: dict[object, Schedule] = {}
-    for one in same.variants(num_stages, num_lanes=num_lanes):  # some differ in name only
-        fitted = one.for_lanes(num_stages, num_lanes=num_lanes)
-        ends = (fitted.actions(stage, num_stages=num_stages) for stage in {0, num_stages - 1})
+    for one in same.variants(num_stages, num_lanes):  # some differ in name only
+        fitted = one.for_lanes(num_stages, num_lanes)
+        ends = (fitted.actions(stage, num_stages) for stage in {0, num_stages - 1})
         variants.setdefault(tuple(map(tuple, ends)), one)
     return list(variants.values())
 

@@ -305,7 +305,7 @@ class TrialRun:
         names = list(self.candidates)
         tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
         tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
-        choices = {n: _last_phase(tables[n], made=made) for n, made in self.candidates.items()}
+        choices = {n: _last_phase(tables[n], made) for n, made in self.candidates.items()}
         clouds = {name: as_settings(cloud) for name, cloud in self.layout.clouds.items()}
         legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
         changes = {
@@ -391,14 +391,14 @@ class TrialRun:
         compressors = {}
         for name, compression in self.candidates.items():
             boundaries = [_codec(trial, name, *kind) for kind in crossed]
-            averaging = time_averaging(trained, compression=compression)
+            averaging = time_averaging(trained, compression)
             compressors[name] = CompressorCosts(
                 label=compression.label, boundaries=boundaries, averaging=averaging
             )
         pieces, stage_forward_s, stage_backward_s = trial.pieces(range(len(crossed)), *others)
         return Profile(
-            pieces=pieces,
-            compressors=compressors,
+            pieces,
+            compressors,
             of=self.of,
             measured_at_s=time.time(),
             fetch_s=trial.fetch_s(),

@@ -86,7 +86,7 @@ def rendezvous_here(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     num_ranks = job.cluster.num_processes
     within_s = job.cluster.liveness.join_within_s
     store = rendezvous_store(run_dir) if num_ranks > 1 else HashStore()
-    return Rendezvous(rank=rank, num_ranks=num_ranks, store=store, within_s=within_s)
+    return Rendezvous(rank, num_ranks, store, within_s=within_s)
 
 
 def agree(
@@ -114,7 +114,7 @@ def agree(
         found = replace(found, text=_printable(found.text), attempt=time.time_ns())
         rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:
-        own = _Comparison(job=job, rendezvous=rendezvous, mine=mine, peers={0}).judge()
+        own = _Comparison(job, rendezvous, mine, peers={0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
     verdict = decode_verdict(rendezvous.read("verdict", 0))
@@ -153,10 +153,10 @@ def agree_on(
     theirs = facts
     others = range(0 if rendezvous.is_open else rendezvous.num_ranks)
     for peer in others[1:] if rendezvous.rank == 0 else [0]:
-        theirs = decode_facts(rendezvous.read(what, peer), peer=peer)
+        theirs = decode_facts(rendezvous.read(what, peer), peer)
         unneeded = left_out.get(max(peer, rendezvous.rank), ())
         with _heard_by_others(rendezvous):
-            compare_facts(facts, theirs=theirs, peer=peer, left_out=unneeded)
+            compare_facts(facts, theirs, peer, left_out=unneeded)
     return facts if rendezvous.rank == 0 else theirs
 
 
@@ -176,14 +176,14 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
     first = dict(facts)
     odd = dict[int, dict[str, str]]()
     for peer in range(1, rendezvous.num_ranks):
-        theirs = decode_facts(rendezvous.read("shared", peer), peer=peer)
+        theirs = decode_facts(rendezvous.read("shared", peer), peer)
         if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
             odd[peer] = theirs
         first = {**theirs, **first}
     rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
         with _heard_by_others(rendezvous):
-            _compare_shared(first, theirs=theirs, whose=f"rank {peer}")
+            _compare_shared(first, theirs, whose=f"rank {peer}")
 
 
 def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:

@@ -57,11 +57,11 @@ class TypicalStep(Hook):
         if not steps or messages is None:  # the last step was made before the run was resumed
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
-        typical = steps[nearest_to_median([step.step for step in steps], step_s=step_s)].step
+        typical = steps[nearest_to_median([step.step for step in steps], step_s)].step
         number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
-                for part in timeline_events(step, messages=messages, owner=self.owner):
+                for part in timeline_events(step, messages, owner=self.owner):
                     self.reporter.event("timeline", **part)
         self.reporter.flush()
 
@@ -105,7 +105,7 @@ def timeline_events(
         "received": [
             [m.link.boundary, m.link.sender, m.sequence, us(m.received_at_s)]
             for m in list(messages.received)
-            if m.key.step == step.step or _is_near(m.received_at_s, step=step)
+            if m.key.step == step.step or _is_near(m.received_at_s, step)
         ],
     }  # fmt: skip
     head = {
@@ -127,7 +127,7 @@ def _is_sent(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
     one of the next step. Reports belong to no step but occupy the line: those from just before the
     step are included."""
     if key.kind is Kind.REPORT:
-        return _is_near(at_s, step=step)
+        return _is_near(at_s, step)
     return step.started_at_s <= at_s <= step.ended_at_s
 
 
@@ -282,7 +282,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         storage = tensor.untyped_storage()
         kept = _KeptTensor(
-            tensor=tensor, owner=self, address=storage.data_ptr(), num_bytes=storage.nbytes()
+            tensor, owner=self, address=storage.data_ptr(), num_bytes=storage.nbytes()
         )
         self._add(kept.address, count=1, num_bytes=kept.num_bytes)
         return kept

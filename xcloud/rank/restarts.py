@@ -75,10 +75,10 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     if host is None:
         store = rendezvous_store(run_dir)
     else:
-        store = server_store(rank, host=host, port=port, within_s=within_s)
+        store = server_store(rank, host, port, within_s=within_s)
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return Rendezvous(
-        rank=rank,
+        rank,
         num_ranks=job.cluster.num_processes,
         store=store,
         within_s=within_s,
@@ -93,7 +93,7 @@ def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_
     Later waits last as long as both ranks are alive; a server that ends is noticed at once. Raises
     ConfigError for a port that is taken.
     """
-    return store_at(host, port=port, serves=rank == 0, within_s=within_s)
+    return store_at(host, port, serves=rank == 0, within_s=within_s)
 
 
 def rendezvous_under_torchrun(
@@ -107,7 +107,7 @@ def rendezvous_under_torchrun(
     port = int(os.environ["MASTER_PORT"])
     if job.roster.is_elastic:
         choose_interface(host)
-        rendezvous = rendezvous_at_any_time(job, rank=rank, run_dir=run_dir)
+        rendezvous = rendezvous_at_any_time(job, rank, run_dir)
         watch(rendezvous, detector=detector, layout=job.cluster)
         return replace(rendezvous, detector=detector)
     num_ranks = int(os.environ["WORLD_SIZE"])
@@ -115,8 +115,8 @@ def rendezvous_under_torchrun(
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent serves
     store = store_of_machines(
         host,
-        port=port,
-        rank=rank,
+        port,
+        rank,
         num_ranks=num_ranks,
         serves=rank == 0 and not by_torchrun,
         detector=detector,
@@ -148,18 +148,16 @@ def store_of_machines(
     address = choose_interface(host)
 
     def connect(timeout_s: float) -> Store:
-        store = store_at(host, port=port, serves=serves, within_s=timeout_s)
+        store = store_at(host, port, serves, within_s=timeout_s)
         detector.why_not = Doorbell(store, rank, address, place=f"{host}:{port}").why_not
         detector.ask(store)
         return store
 
     return attempt_of(
         connect,
-        rank=rank,
-        num_ranks=num_ranks,
-        watch=lambda peer, part: detector.watch(
-            peer, over_gloo(part, rank=rank, detector=detector)
-        ),
+        rank,
+        num_ranks,
+        watch=lambda peer, part: detector.watch(peer, over_gloo(part, rank, detector)),
         within_s=within_s,
         name_of=name_of,
         say=say,
@@ -248,7 +246,7 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
                 beginning = count_of(store, name=f"beginnings.{rank}")
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
-                    part = heartbeats_of(store.clone(), rank=rank, beginning=beginning)
+                    part = heartbeats_of(store.clone(), rank, beginning)
                     cloud = layout.ranks_in(layout.cloud_of(rank))
                     connect = over_gloo(part, rank=rendezvous.rank, detector=detector)
                     detector.watch(rank, connect, restarted=cloud, at_once=False)
@@ -281,7 +279,7 @@ def attempt_of(
         try:
             return of_this_attempt(
                 connect(left_s),
-                rank=rank,
+                rank,
                 ranks=range(num_ranks),
                 within_s=left_s,
                 watch=watch,

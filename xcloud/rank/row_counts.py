@@ -34,11 +34,11 @@ def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None =
         return load(
             job,
             rendezvous,
-            more=lambda data: {UNREAD: _unread(job, data=data).fingerprint()},
+            more=lambda data: {UNREAD: _unread(job, data).fingerprint()},
             left_out=left_out,
             task=own,
         )
-    theirs = agree_on("data", rendezvous=rendezvous, facts={}, left_out=left_out)
+    theirs = agree_on("data", rendezvous, facts={}, left_out=left_out)
     data = _with_sizes(task, sizes=_sizes_in(theirs)).load(frozenset(), job.seed)
     compare_facts(
         {UNREAD: data.fingerprint()}, theirs={UNREAD: theirs.get(UNREAD, "nothing")}, peer=0
@@ -49,7 +49,7 @@ def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None =
 def _unread(job: PipelineJob, data: TaskData) -> TaskData:
     """Return what a rank that reads nothing has of the same data."""
     sizes = {split: data.num_samples(split) for split in SPLITS}
-    return _with_sizes(job.task, sizes=sizes).load(frozenset(), job.seed)
+    return _with_sizes(job.task, sizes).load(frozenset(), job.seed)
 
 
 def _with_sizes(task: Task, sizes: Mapping[DataSplit, int]) -> Task:

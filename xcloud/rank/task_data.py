@@ -67,7 +67,7 @@ def load(
     """
     fields = experiment.fields_of(rendezvous.rank)
     data = (task or experiment.task).load(fields, experiment.seed)
-    _check_fields(data, fields=fields)
+    _check_fields(data, fields)
     for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
             defence.check_labels(data.head.kind, num_outputs=data.head.num_outputs)
@@ -76,7 +76,7 @@ def load(
     # Sizes are compared first: they say more than a digest.
     facts = {SAMPLES[split]: str(data.num_samples(split)) for split in SPLITS}
     facts = {**facts, DATA: data.fingerprint(), **more(data)}
-    agree_on("data", rendezvous=rendezvous, facts=facts, left_out=left_out)
+    agree_on("data", rendezvous, facts, left_out=left_out)
     return data
 
 
@@ -92,7 +92,7 @@ def note_data(context: RankContext[PipelineJob], data: TaskData) -> None:
         return
     reporter.note(data.describe())
     rows = {split: data.num_samples(split) for split in SPLITS}
-    digest = shown_digest(job, data=data)
+    digest = shown_digest(job, data)
     reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
     report_cuts(reporter, num_cut=data.num_cut)
 
@@ -233,12 +233,12 @@ class Evaluator(Hook):
         last = pipeline.num_stages - 1
         if last not in pipeline.stages or not self.groups[last].leads:
             return False
-        scores = data.score(split, predictions=predictions)
-        self._write_samples(split, step=step, scores=scores)
+        scores = data.score(split, predictions)
+        self._write_samples(split, step, scores)
         report_scores(
             self.context.reporter,
-            split=split,
-            step=step,
+            split,
+            step,
             scores=scores,
             signature=data.signature(),
             started_s=started,
@@ -258,12 +258,12 @@ class Evaluator(Hook):
             if split == "test" and step and self._is_whole_writer:
                 samples = self.data.sample_outputs(split, scores, count=5, follow=self._follow)
             else:
-                samples = self.data.sample_outputs(split, scores=scores, count=5)
+                samples = self.data.sample_outputs(split, scores, count=5)
             (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
         if split == "test" and step:
             with reporter.may_lose(SCORES_FILE):
                 note_trackable(run_dir, **{SCORES_FILE: may_show or held})
-                write_scores(run_dir / SCORES_FILE, scores=scores, shows_text=not held)
+                write_scores(run_dir / SCORES_FILE, scores, shows_text=not held)
 
     @property
     def _is_whole_writer(self) -> bool:

@@ -108,7 +108,7 @@ def write_rank_audit(
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
-    path = audit_file(run_dir, rank=rank)
+    path = audit_file(run_dir, rank)
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
     audit = {
@@ -125,7 +125,7 @@ def write_rank_audit(
         "unframed": UNFRAMED,
         "reports": _sorted(report_contents) if crosses else {},
         "attempts": [
-            *_earlier_attempts(path, attempt=attempt),
+            *_earlier_attempts(path, attempt),
             {
                 "attempt": attempt,
                 "is_finished": is_finished,
@@ -136,7 +136,7 @@ def write_rank_audit(
     }
     text = json.dumps(audit, indent=1)
     try:
-        replace_text(path, text=text)  # a partial file would break the joined audit
+        replace_text(path, text)  # a partial file would break the joined audit
         if sign is not None:
             signature = sign(text.encode())
             replace_text(signature_file(path), text=json.dumps(signature, indent=1))

@@ -51,7 +51,7 @@ class Defence(ABC):
             counts = torch.ones(len(tensor))
         wide = counts.to(tensor.device, torch.int64)
         has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
-        return self._protect(tensor, has_row=has_row, labels=labels, chance=chance)
+        return self._protect(tensor, has_row, labels, chance=chance)
 
     @abstractmethod
     def _protect(
@@ -102,7 +102,7 @@ class GaussianNoise(Defence):
         clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
         scale = torch.where(norms > clip, clip / norms, 1.0)
-        noise = self.sigma * clip * normal(tensor, chance=chance)
+        noise = self.sigma * clip * normal(tensor, chance)
         return tensor * scale.view(-1, *[1] * (tensor.dim() - 1)) + noise
 
 
@@ -135,9 +135,9 @@ class MaxNorm(Defence):
             squares = squares_of(tensor)
             longest = squares.max()
             spread = (longest / squares.clamp(min=_TINY * float(longest) + 1e-45) - 1).clamp(min=0)
-            factor = 1 + spread.sqrt() * normal(spread, chance=chance)
+            factor = 1 + spread.sqrt() * normal(spread, chance)
             factor = torch.where(squares > 0, factor, torch.ones_like(factor))
-            noise = normal(tensor, chance=chance) * of_rows(squares == 0)
+            noise = normal(tensor, chance) * of_rows(squares == 0)
             noise_scale = (longest / squares_of(noise).clamp(min=_TINY)).sqrt()
         scaled: Tensor = tensor * of_rows(factor).to(tensor.dtype)
         return scaled + (noise * of_rows(noise_scale)).to(tensor.dtype)
@@ -209,7 +209,7 @@ class Marvell(Defence):
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
-            isotropic: Tensor = normal(flat, chance=chance) * variance**0.5
+            isotropic: Tensor = normal(flat, chance) * variance**0.5
             return isotropic
         mean_0 = flat[~is_1].mean(0)
         mean_1 = flat[is_1].mean(0)
@@ -224,9 +224,9 @@ class Marvell(Defence):
         )  # fmt: skip
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
-        one = normal(flat[:, 0], chance=chance) * (along - across).clamp(min=0).sqrt()
+        one = normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
         noise: Tensor = one[:, None] * difference / gap**0.5
-        return noise + across.sqrt()[:, None] * normal(flat, chance=chance)
+        return noise + across.sqrt()[:, None] * normal(flat, chance)
 
 
 def noise_shape(
@@ -272,7 +272,7 @@ def noise_shape(
     across_0 = _lowest(lambda a: divergence(a, best_along(a)), low=0.0, high=max_across)
     along_0 = best_along(across_0)
     along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
-    return NoiseShape(along_0=along_0, across_0=across_0, along_1=along_1, across_1=0.0)
+    return NoiseShape(along_0, across_0, along_1, across_1=0.0)
 
 
 def normal(like: Tensor, chance: np.random.Generator) -> Tensor:

@@ -59,7 +59,7 @@ def leads_of(settings: Any, may_import: Callable[[object], bool] = is_named) -> 
             made = _made_by(value["_target_"])
             if callable(made):
                 value.update(with_defaults(made, given=value))
-        mark, is_foreign = mark_of(node, may_import=may_import)
+        mark, is_foreign = mark_of(node, may_import)
         if mark is not None:
             node.is_closed = True
             to: str | None = mark.to

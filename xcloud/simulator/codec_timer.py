@@ -101,10 +101,10 @@ def time_codec(
         rest = iter(parts)
         for codec, spec in zip(receivers, specs, strict=True):
             number = len(codec.compressor.wire_specs(spec))
-            codec.compressor.decompress(tuple(islice(rest, number)), spec=spec)
+            codec.compressor.decompress(tuple(islice(rest, number)), spec)
 
     return Direction(
         num_bytes=len(frame),
-        compress_s=median_s(encode, device=device),
-        decompress_s=median_s(decode, device=device),
+        compress_s=median_s(encode, device),
+        decompress_s=median_s(decode, device),
     )

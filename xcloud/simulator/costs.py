@@ -40,7 +40,7 @@ def line_of(
     if here == there:
         return given.get(f"{here}-{here}", FREE)
     names = (f"{here}-{there}", f"{there}-{here}", "*")
-    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there=there))
+    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there))
     if not wan.has_numbers:
         raise ConfigError(
             f"bandwidth and latency of the real network from {here!r} to {there!r} are unknown; "

@@ -62,7 +62,7 @@ class Program:
         return self.num_routes - 1
 
     def parcel(self, sender: int, receiver: int, route: int, token: int) -> int:
-        self.parcels.append(Parcel(sender=sender, receiver=receiver, route=route, token=token))
+        self.parcels.append(Parcel(sender, receiver, route, token=token))
         return len(self.parcels) - 1
 
     def operation(
@@ -202,9 +202,7 @@ def run(
     num_bytes: the size of each parcel in bytes.
     lines: the line of each route; None = free.
     """
-    return _Run(
-        program, seconds, lines=Lines(program=program, num_bytes=num_bytes, lines=lines)
-    ).carried_out()
+    return _Run(program, seconds, lines=Lines(program, num_bytes, lines)).carried_out()
 
 
 class _Run:
@@ -267,10 +265,10 @@ class _Run:
             self.count(
                 parcel.token,
                 at_s=passage.arrived_s,
-                cause=Cause(rank=rank, operation=index, parcel=number),
+                cause=Cause(rank, operation=index, parcel=number),
             )
         if (token := self.program.signals[rank][index]) >= 0:
-            self.count(token, at_s=now_s, cause=Cause(rank=rank, operation=index, parcel=-1))
+            self.count(token, at_s=now_s, cause=Cause(rank, operation=index, parcel=-1))
         self.awake.append(rank)
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:

@@ -165,7 +165,7 @@ def exchange_of(
         share = sum(shares[stage] for stage in stages) / traits.fragments
         merge = _merge_of(
             averaging,
-            clouds=clouds,
+            clouds,
             num_bytes=costs.num_bytes * share,
             encode_s=costs.encode_s * share / num_ranks,
             decode_s=costs.decode_s * share / num_ranks,
@@ -189,8 +189,8 @@ def exchange_of(
             num_bytes[f"{sender}-{receiver}"] += merge.num_bytes * num_messages
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
             slowest = ExchangeCost(
-                codec_s=codec_s,
-                wire_s=wire_s,
+                codec_s,
+                wire_s,
                 per_step=traits.per_step,
                 hides_steps=traits.hidden_steps,
                 where="-".join(slowest_way),
@@ -270,7 +270,7 @@ def memory_of(
         waiting = work.deferred_bytes
         held = _max_kept(
             schedule,
-            stage=stage,
+            stage,
             num_stages=p,
             num_ranks=num_ranks,
             activations=activations,
@@ -319,9 +319,7 @@ def _max_queued(
     if back is None:
         most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
         return min(most * forward, max(budget, forward))
-    in_flight = max_in_flight(
-        schedule.actions(stage, num_stages=num_stages), link=lambda i: i % num_ranks
-    )
+    in_flight = max_in_flight(schedule.actions(stage, num_stages), link=lambda i: i % num_ranks)
     return max(in_flight.values()) * max(forward, back)
 
 
@@ -331,6 +329,4 @@ def _max_kept(
     waiting: float,
 ) -> float:  # fmt: skip
     """Return the bytes that a rank keeps for backwards to come."""
-    return max_kept(
-        schedule.actions(stage, num_stages=num_stages), num_ranks, activations, waiting
-    )
+    return max_kept(schedule.actions(stage, num_stages), num_ranks, activations, waiting)

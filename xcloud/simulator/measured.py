@@ -110,7 +110,7 @@ def measured_costs(timeline: Timeline) -> Costs:
             )
             shares.append([1e-6 * us / num_held for us in each_us])
         fetch_s, average_s, norm_s, optimizer_s = map(_mean, zip(*shares, strict=True))
-        return Update(fetch_s=fetch_s, average_s=average_s, norm_s=norm_s, optimizer_s=optimizer_s)
+        return Update(fetch_s, average_s, norm_s, optimizer_s=optimizer_s)
 
     stages = range(len(ranks_of))
     late_s = [mean_s("compute", "weights", stage=stage) for stage in stages]
@@ -160,7 +160,7 @@ def _shares(lane: Lane) -> Iterator[_Share]:
         part = "clip" if waits else box.what
         if has_normed or part not in ("fetch", "average", "clip"):
             part = "after"
-        yield _Share(part=part, action=None, us=gap_us if waits else gap_us + own_us)
+        yield _Share(part, action=None, us=gap_us if waits else gap_us + own_us)
         if box.what == "fetch":
             yield _Share(part="fetches", action=None, us=1)
         has_normed = has_normed or box.what == "clip"
@@ -323,7 +323,7 @@ class Trial:
         return sorted(costs_of.items(), key=lambda entry: entry[0])
 
     def _of_stage(self, stage: int) -> _Quantities:
-        whole, split = (self._legs(self.own, splits=splits) for splits in (False, True))
+        whole, split = (self._legs(self.own, splits) for splits in (False, True))
         both = Curve([(b, c.forward_s[stage] + c.backward_s[stage]) for b, c in whole])
         facts = self.stages[stage]._asdict()
         return {
@@ -348,7 +348,7 @@ class Trial:
                 name: {b: sum(one[name][b] for one in each) for b in points}
                 for name, points in each[0].items()
             }
-            yield _BlockPart(holds=holds, of=of)
+            yield _BlockPart(holds, of)
 
 
 def _by_block(

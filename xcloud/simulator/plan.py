@@ -53,13 +53,13 @@ class Plan(NamedTuple):
         Settings named num_in_* count micro-batches of all replicas, which have num_lanes lanes
         together.
         """
-        fitted = self.schedule.for_lanes(len(self.ends), num_lanes=num_lanes)
+        fitted = self.schedule.for_lanes(len(self.ends), num_lanes)
         shared = {
             name: math.ceil(number / num_replicas)
             for name, number in vars(fitted).items()
             if name.startswith("num_in_") and number is not None
         }
-        own = self.micro_batches_of(replica, num_replicas=num_replicas)
+        own = self.micro_batches_of(replica, num_replicas)
         return replace(fitted, **shared, num_micro_batches=own)  # type: ignore[type-var]
 
 

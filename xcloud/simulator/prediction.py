@@ -139,8 +139,8 @@ class Prediction:
             boxes = tuple(box for box in spans if box.until_us > box.from_us)
             lanes.append(
                 Lane(
-                    rank=rank,
-                    cloud=cloud,
+                    rank,
+                    cloud,
                     from_us=us(from_s),
                     until_us=us(from_s + self._span_s(rank)),
                     boxes=boxes,
@@ -202,14 +202,14 @@ class Prediction:
             place = _OUTSIDE if op.action is None else op.action
             if begin_s > at_s:
                 what = "average" if op.what in ("average", "shared") else "wait"
-                yield _Span(what=what, place=place, from_s=at_s, until_s=begin_s)
+                yield _Span(what, place, from_s=at_s, until_s=begin_s)
             at_s = begin_s
-            parts = self.step.parts_s(self.costs, rank=rank, op=op)
+            parts = self.step.parts_s(self.costs, rank, op)
             for what, took_s in zip(("decompress", op.what, "compress"), parts, strict=True):
                 if took_s > 0:
-                    yield _Span(what=what, place=place, from_s=at_s, until_s=at_s + took_s)
+                    yield _Span(what, place, from_s=at_s, until_s=at_s + took_s)
                     at_s += took_s
-            at_s = self._end_s(rank, index=index)
+            at_s = self._end_s(rank, index)
         until_s = self._started_s(rank) + self._span_s(rank)
         if until_s > at_s:
             yield _Span(what="wait", place=_OUTSIDE, from_s=at_s, until_s=until_s)
@@ -231,7 +231,7 @@ class Prediction:
         while index >= 0:
             op = self.step.ops[rank][index % len(self.step.ops[rank])]
             begin_s = moments.begin_s[rank][index]
-            before, own, behind = self.step.parts_s(self.costs, rank=rank, op=op)
+            before, own, behind = self.step.parts_s(self.costs, rank, op)
             middle_s = begin_s + before + own
             if op.action is None:
                 yield "averaging" if op.what == "average" else "update", begin_s, middle_s
@@ -284,7 +284,7 @@ class Simulator(StepProgram):
 
     def run(self, costs: Costs) -> Prediction:
         seconds = [
-            [sum(self.parts_s(costs, rank=rank, op=op)) for op in ops] * self.num_steps
+            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
         sizes = [costs.direction(message).num_bytes for message in self.transfers]

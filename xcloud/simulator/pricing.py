@@ -122,9 +122,9 @@ class Pricer:
         memory = self.memory(plan)
         spent = largest_first(spent)
         return Priced(
-            plan=plan,
-            step_s=step_s,
-            bubble_ratio=bubble_ratio,
+            plan,
+            step_s,
+            bubble_ratio,
             bytes_between=num_bytes,
             memory=memory,
             spent_s=spent,
@@ -194,7 +194,7 @@ class Pricer:
         b = self.samples(plan)
         num_stages = len(plan.ends)
         calls_s = self._calls_s(b)
-        (forward, backward) = self._boundaries(plan, layout=layout)
+        (forward, backward) = self._boundaries(plan, layout)
         forward_s = []
         backward_s = []
         weights_s = []
@@ -213,11 +213,9 @@ class Pricer:
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
             fetch_s /= len(layout.placement(first).stages)  # once for all that a rank holds
             average_s = self._ring_s(
-                layout.stage_cloud(stage), num_ranks=num_ranks, num_bytes=work.trained_bytes
+                layout.stage_cloud(stage), num_ranks, num_bytes=work.trained_bytes
             )
-            updates.append(
-                Update(fetch_s=fetch_s, average_s=average_s, optimizer_s=work.optimizer_s)
-            )
+            updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
         slowdown = {
             rank: cloud.slowdown
             for name, cloud in layout.clouds.items()
@@ -225,9 +223,9 @@ class Pricer:
             for rank in layout.ranks_in(name)
         }
         return Costs(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            forward=forward,
+            forward_s,
+            backward_s,
+            forward,
             backward=backward,
             updates=updates,
             slowdown=slowdown,
@@ -336,7 +334,7 @@ class Pricer:
 
 @lru_cache(maxsize=4096)
 def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
-    return bool(split_backwards(schedule.actions(stage, num_stages=num_stages)))
+    return bool(split_backwards(schedule.actions(stage, num_stages)))
 
 
 def _stages(

@@ -162,7 +162,7 @@ class StepProgram:
                     kind = action.kind
                     stage = action.stage
                     received = self._transfer(stage - (kind == "forward"), action, first)
-                    sent = self._transfer(stage - (kind == "backward"), action=action, first=first)
+                    sent = self._transfer(stage - (kind == "backward"), action, first)
                     need = -1 if received is None else tokens[received]
                     posts = () if sent is None else (self._post(sent, token=tokens[sent]),)
                     needed |= {received} - {None}  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ class StepProgram:
     def _add(
         self, rank: int, op: Op, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
     ) -> None:
-        self._one.operation(rank, need=need, posts=posts, signal=signal)
+        self._one.operation(rank, need, posts, signal=signal)
         self.ops[rank].append(op)
 
     def _post(self, transfer: TransferCost, token: int) -> int:
@@ -246,7 +246,7 @@ class StepProgram:
         shared = (here, there) if here != there else both
         if shared not in self._route_of:
             self._route_of[shared] = self._one.route()
-            self.routes.append(Route(here=here, there=there))
+            self.routes.append(Route(here, there))
         self.transfers.append(transfer)
         return self._one.parcel(*both, self._route_of[shared], token)
 

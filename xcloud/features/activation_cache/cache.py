@@ -135,7 +135,7 @@ class ActivationCaches(dict[tuple[int, int], ActivationCache]):
         kept = self.get((identity.boundary, identity.sender))
         if kept is None:
             return make(identity=identity, **named)
-        return CachingChannel(kept=kept, identity=identity, **named)
+        return CachingChannel(kept, identity=identity, **named)
 
 
 def activation_caches(
@@ -152,7 +152,7 @@ def activation_caches(
     for stage, boundary in boundaries.items():
         if not max_bytes or not boundary.is_constant:
             continue
-        pairs = rank_pairs(layout, stage=stage, replica=replica)
+        pairs = rank_pairs(layout, stage, replica)
         for sender, receiver in pairs:
             if rank not in (sender, receiver) or layout.wan_between(sender, peer=receiver) is None:
                 continue
@@ -188,10 +188,10 @@ class CachingPipeline(Pipeline):
             return super()._forward(action, batch, received, now, weights)
         missing = kept.missing(batch["ids"])
         if not len(missing):
-            return InFlight(batch=batch, received=None, send=None, loss=None, weights=weights)
+            return InFlight(batch, received=None, send=None, loss=None, weights=weights)
         if received is not None:
             fields = self.ports[stage - 1].boundary.fields
-            received = message_at(received, fields=fields, samples=batch, positions=missing)
+            received = message_at(received, fields, samples=batch, positions=missing)
         batch = samples_at(batch, positions=missing)
         work = super()._forward(action, batch, received, now, weights)
         assert work.send is not None
@@ -224,7 +224,7 @@ def by_sample(
     """Return the boundary's fields of each sample, as views."""
     counts = message.get("counts")
     parts = [
-        torch.split(message[field.name], list(field.sample_rows(samples, counts=counts).counts))
+        torch.split(message[field.name], list(field.sample_rows(samples, counts).counts))
         for field in fields
     ]
     names = [field.name for field in fields]
@@ -240,5 +240,5 @@ def message_at(
     message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
 ) -> Message:
     """Return what the message says of the samples at these positions, at least one."""
-    each = by_sample(message, fields=fields, samples=samples)
+    each = by_sample(message, fields, samples)
     return joined([each[n] for n in positions.tolist()])

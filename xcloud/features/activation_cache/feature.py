@@ -54,7 +54,7 @@ def constant_boundary(job: PipelineJob) -> Conflict | None:
         more = ", and no setting of this model freezes all that lies before one"
         return Conflict(setting=setting + more, remedy="")
     remedy = "freeze what lies before one (model.split.layer and model.split.freeze_bottom)"
-    return Conflict(setting=setting, remedy=remedy)
+    return Conflict(setting, remedy)
 
 
 def kept_stages_whole(job: PipelineJob) -> Conflict | None:
@@ -74,7 +74,7 @@ def rows_arrive_alike(job: PipelineJob) -> Conflict | None:
     """Return a lack where the same row would not arrive as the same values in every epoch."""
     for stage in job.cached_boundaries:
         for replica in range(job.cluster.num_replicas):
-            if (defence := job.defences_at(stage, replica=replica).get("forward")) is not None:
+            if (defence := job.defences_at(stage, replica).get("forward")) is not None:
                 what = f"security.defences.forward={defence.label} adds new noise in every epoch"
                 return Conflict(
                     setting=f"{what}, which would no longer protect", remedy="leave it out"
@@ -154,7 +154,7 @@ class CachingAtRank(FeatureAtRank):
         if not self._has_boundary:
             return None
         channels = built.wiring.boundaries.channels.values()
-        return CacheReport(channels=channels, reporter=built.context.reporter)
+        return CacheReport(channels, reporter=built.context.reporter)
 
     def resume(self) -> str:
         if not self._has_boundary:

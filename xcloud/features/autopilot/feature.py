@@ -46,7 +46,7 @@ def around(own: object, autopilot: Autopilot) -> Selectable:
     choices = {own.label: own}
     for choice in autopilot.choices.values():
         choices.setdefault(choice.label, choice)
-    return Selectable(choices=choices, chosen_by="autopilot")
+    return Selectable(choices, chosen_by="autopilot")
 
 
 def schedules_of(
@@ -68,7 +68,7 @@ def schedules_of(
         )
 
     def order(schedule: Schedule, stage: int) -> list[Action]:
-        return schedule.for_lanes(num_stages, num_lanes=num_lanes).actions(stage, num_stages)
+        return schedule.for_lanes(num_stages, num_lanes).actions(stage, num_stages)
 
     def share(schedule: Schedule) -> float:
         """Return the share of a pass's samples whose activations the fullest stage keeps."""
@@ -134,4 +134,4 @@ class AutopilotAtRank(FeatureAtRank):
     """The autopilot of one rank: it switches compression and schedule."""
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> RunPilot:
-        return pilot_of(built.context, trainer=trainer, wiring=built.wiring)
+        return pilot_of(built.context, trainer, wiring=built.wiring)

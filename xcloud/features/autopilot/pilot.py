@@ -97,9 +97,7 @@ class RunPilot(Switching):
         told = {
             leader: sums.incoming[leader].recv(key, overdue_s=sums.overdue_s) for leader in others
         }
-        measured = {
-            leader: like(mine, parts=parts, sender=leader) for leader, parts in told.items()
-        }
+        measured = {leader: like(mine, parts, sender=leader) for leader, parts in told.items()}
         self._next = self.decide(step, measured={first: mine, **measured})
 
     def after_update(self, step: int, report: StepReport) -> None:
@@ -270,7 +268,7 @@ def forecast_of(job: PipelineJob, device: torch.device) -> Forecast:
     codecs = []
     for choice in job.compression.choices.values():
         each = (
-            (n, codec_costs(boundary, choice=choice, num_samples=rows, device=device))
+            (n, codec_costs(boundary, choice, num_samples=rows, device=device))
             for n, boundary in crossed
         )
         codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
@@ -297,4 +295,4 @@ def codec_costs(
         if compressed:
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in compressed)
             specs = [field.spec(min(MAX_ROWS, most)) for field in compressed]
-            yield direction, time_codec(compressor, specs=specs, device=device)
+            yield direction, time_codec(compressor, specs, device)

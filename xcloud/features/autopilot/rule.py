@@ -104,7 +104,7 @@ class Forecast:
         stages = range(program.num_stages)
         ranks = [len(program.layout.ranks_of(stage)) for stage in stages]
         each_s = [
-            self._computing_s(s, now=now, then=then) * ranks[s] / program.num_passes / then / 3
+            self._computing_s(s, now, then) * ranks[s] / program.num_passes / then / 3
             for s in stages
         ]
         ways = {

@@ -265,7 +265,7 @@ class Checkpointer(Hook):
         self.writer.later(lambda: self._report(step, message=CheckpointMessage.FAILED))
 
     def _hear(self, peer: int, frame: Frame) -> None:
-        self._take(peer, frame.key.step, code_of(frame, peer=peer))
+        self._take(peer, frame.key.step, code_of(frame, peer))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """Act on a message. Called in a link's thread, or in the one that writes."""

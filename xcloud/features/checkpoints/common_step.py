@@ -33,7 +33,7 @@ def newest_common(
         table[any(line.split()[1:2] == ["agreed"] for line in lines.values())][step] = lines
     # Agreed ones first: of others, what ranks reported of their steps may not have come to rank 0.
     for step, lines in (table[True] | table[False]).items():
-        wrong = _wrong(lines, name_of=name_of)
+        wrong = _wrong(lines, name_of)
         if not wrong:
             note = f"going on from step {step}, not from the newest checkpoint. "
             return step, note + ". ".join(passed) if passed else ""

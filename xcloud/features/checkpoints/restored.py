@@ -25,10 +25,10 @@ def check_facts(context: RankContext[Any], facts: InputDigests) -> None:
     if step and context.rank in context.job.roster.saving:
         folder = CheckpointFolder(context.run_dir)
         holder = RankCheckpoints(
-            folder=folder, rank=context.rank, places=context.job.places, settings=context.settings
+            folder, rank=context.rank, places=context.job.places, settings=context.settings
         )
         if own := holder.own_step(step):
-            holder.check_facts(own, facts=facts)
+            holder.check_facts(own, facts)
 
 
 def restored(
@@ -51,7 +51,7 @@ def restored(
     folder = CheckpointFolder(context.run_dir)
     if rank not in job.roster.saving:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        writer = CheckpointWriter(folder=folder, rank=rank, about={})
+        writer = CheckpointWriter(folder, rank, about={})
         return Checkpointer(
             timing=Timing(never), writer=writer, control=None, parts={}, reporter=reporter
         )
@@ -63,7 +63,7 @@ def restored(
     forgets = False
     if own:
         state, forgets = holder.restore(own, fresh=states_of(states), facts=facts)
-        load_states(states, state=state, owner=f"rank {rank}")
+        load_states(states, state, owner=f"rank {rank}")
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(states))  # digests are made here, not between updates
     folder.delete_after(step, rank, attempt=context.verdict.attempt, roll_back=context.roll_back)
@@ -77,7 +77,7 @@ def restored(
     )
     return Checkpointer(
         timing=Timing(settings=job.checkpoint, from_step=step, last_step=job.max_steps),
-        writer=CheckpointWriter(folder=folder, rank=rank, about=about),
+        writer=CheckpointWriter(folder, rank, about),
         control=control,
         parts=states,
         reporter=reporter,

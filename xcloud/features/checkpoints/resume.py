@@ -295,7 +295,7 @@ class RankCheckpoints:
         facts: the digests of the data it reads, which must be those it was trained on.
         Raises DataError.
         """
-        self.check_facts(step, facts=facts)
+        self.check_facts(step, facts)
         changed = self.changes(step)
         needed = self._needed(step)
         if not changed.moves:
@@ -311,7 +311,7 @@ class RankCheckpoints:
         for stage in self.places.ranks[self.rank].stages:
             own = (f"trainer.stage {stage}.", *_SHARED)
             held = {key: value for key, value in held.items() if not key.startswith(own)}
-            part = parts[self._holder(step, stage=stage)]
+            part = parts[self._holder(step, stage)]
             held |= {key: value for key, value in part.items() if key.startswith(own)}
         return held, any(map(_remembers, parts.values()))
 
@@ -322,7 +322,7 @@ class RankCheckpoints:
         """
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
-            saved = self.folder.about(step, rank=rank)["facts"].get(kind, {})
+            saved = self.folder.about(step, rank)["facts"].get(kind, {})
             compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
             differing = sorted(name for name in compared if saved.get(name) != now.get(name))
             if differing:
@@ -340,7 +340,7 @@ class RankCheckpoints:
         parts = self.folder.ranks(step)
         if not parts:
             raise DataError("no part of it is complete here")
-        abouts = {rank: self.folder.about(step, rank=rank) for rank in parts}
+        abouts = {rank: self.folder.about(step, rank) for rank in parts}
         for about in abouts.values():
             if about["release"] != __version__:
                 raise DataError(
@@ -380,7 +380,7 @@ class RankCheckpoints:
         if self.rank >= len(self.places.ranks):
             raise DataError(f"this cluster has {len(self.places.ranks)} ranks")
         stages = self.places.ranks[self.rank].stages
-        found = {self._holder(step, stage=stage) for stage in stages}
+        found = {self._holder(step, stage) for stage in stages}
         if changed.needs_merge:  # each rank carries a share of what is kept from merge to merge
             replicas = {before.ranks[rank].replica for rank in found}
             mates = {r for s in stages for one in replicas for r in before.holders(s, one)}

@@ -223,7 +223,7 @@ def _labels(notes: Observations) -> Found:
     for cloud, stream, samples in _hidden(notes, field=LABEL):
         if stream.direction == "forward" and notes.holds[cloud] & texts:
             continue
-        if (aucs := _attack_labels(samples, truth=truth)) is not None:
+        if (aucs := _attack_labels(samples, truth)) is not None:
             results.setdefault(cloud, {})[str(stream)] = aucs
     return results
 
@@ -273,7 +273,7 @@ def _texts(notes: Observations) -> Found:
         for cloud, stream, samples in _hidden(notes, field=text):
             if (stream.direction, stream.how) != ("forward", "received"):
                 continue
-            shares = _invert(samples, truth=truth, special_ids=notes.special_ids.get(text, []))
+            shares = _invert(samples, truth, special_ids=notes.special_ids.get(text, []))
             if shares is not None:
                 results.setdefault(cloud, {})[f"{text} from {stream}"] = shares
     return results
@@ -331,7 +331,7 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
     """Return the AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
-    area = auc(norms_N, is_positive_N=is_positive_N)
+    area = auc(norms_N, is_positive_N)
     return max(area, 1 - area)
 
 
@@ -355,7 +355,7 @@ def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     from sklearn.decomposition import PCA
 
     projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
-    area = auc(torch.from_numpy(projected[:, 0]), is_positive_N=is_positive_N)
+    area = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
     return max(area, 1 - area)
 
 

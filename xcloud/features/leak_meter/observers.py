@@ -209,7 +209,7 @@ def observed(
 
     def of(side: Mapping[int, Any]) -> Any:
         return {
-            peer: ObservedEnd(observer=observer, end=end) if ends.leaves_cloud(peer) else end
+            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
             for peer, end in side.items()
         }
 
@@ -240,7 +240,7 @@ def leak_observers(
     place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
-        rank=rank,
+        rank,
         cloud=place.cloud,
         num_ranks=layout.num_ranks,
         first_step=job.max_steps - meter.last_steps + 1,

@@ -53,7 +53,7 @@ class ConsumerRun(StatefulTree):
         self._clock = StepClock()
         own = rank.place.group_rank
         self._intake = Intake(
-            job=job,
+            job,
             reporter=rank.reporter,
             plan=self.plan,
             inbox=rank.inbox,
@@ -96,17 +96,17 @@ class ConsumerRun(StatefulTree):
         for step in range(self.num_updates + 1, last + 1):
             self.num_updates = step
             self._clock.begin_step(step)
-            signal = self._update(step, checkpoints=checkpoints)
+            signal = self._update(step, checkpoints)
             if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
                 signal = Signal.CHECKPOINT
             with self._clock.paused():
-                if self._save(checkpoints, signal=signal):
+                if self._save(checkpoints, signal):
                     return True
         return False
 
     def _update(self, step: int, checkpoints: Saver) -> Signal:
         """Make one update. Return what all ranks do after it."""
-        while not (agreed := self._attempt(step, checkpoints=checkpoints)).sums[1]:
+        while not (agreed := self._attempt(step, checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
@@ -115,7 +115,7 @@ class ConsumerRun(StatefulTree):
         note = ""
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"
-            note = self._guard.skip_update(step, what=what)
+            note = self._guard.skip_update(step, what)
         with self._rank.computing_in(self._clock, what="optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
         self._intake.end_step(
@@ -139,7 +139,7 @@ class ConsumerRun(StatefulTree):
             with self._clock.during("fetch"):
                 rank.send_orders(orders)
         mine = self.plan.round(len(SUMS))
-        arrived = self._intake.collect(step, mine=mine)
+        arrived = self._intake.collect(step, mine)
         self._buffer.zero()
         if arrived:
             with rank.computing_in(self._clock, what="forward"), rank.memory.first_step():
@@ -215,7 +215,7 @@ class ConsumerRank(OneWayRank):
         super().__init__(context)
         layout = self.job.cluster
         self.inbox = Inbox(
-            layout=layout,
+            layout,
             max_payload_bytes=self.job.model.max_payload_bytes,
             peers=self.peers,
             max_waiting=self.max_waiting,
@@ -248,7 +248,7 @@ class ConsumerRank(OneWayRank):
     def why_gone(self, p: int) -> str:
         """Return why a producer is gone, in its own words where it left them on this machine."""
         ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
-        failures = (failure_of(self.context.run_dir, rank=rank) for rank in ranks)
+        failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
 
@@ -282,7 +282,7 @@ class ConsumerRank(OneWayRank):
         if self.inbox.end_of(self.job.cluster.producer_of[source]):
             return
         try:
-            self._outs[source].send(MessageKey(kind=kind, step=step), parts, CARRIES[kind])
+            self._outs[source].send(MessageKey(kind, step), parts, CARRIES[kind])
         except (LinkClosed, LinkTimeout) as error:
             self.inbox.set_ended(source, reason=error)
 
@@ -304,7 +304,7 @@ class ConsumerRank(OneWayRank):
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()
         self.export(part.export)
-        self.report_memory(part.module, part=part)
+        self.report_memory(part.module, part)
         self._part_from_producers()
         if self.is_stopped:
             self.reporter.event("stop")
@@ -331,7 +331,7 @@ class ConsumerRank(OneWayRank):
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
         feeding = range(layout.num_consumers, layout.num_ranks)
-        unheard = self.ends.part_from(feeding, patience_s=patience_s)
+        unheard = self.ends.part_from(feeding, patience_s)
         if self.rank != 0:
             return
         for p, cloud in enumerate(layout.producers):

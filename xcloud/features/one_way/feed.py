@@ -215,10 +215,10 @@ class ConsumptionPlan(StatefulTree):
         self.ordered[source, consumer] += 1
         self.numbers[source] += 1
         number = int(self.numbers[source])
-        num_planned = self._promise(p, number=number)
+        num_planned = self._promise(p, number)
         if self.numbers[self._sources[p]].min() >= number:
             del self.promised[p, number]
-        return Order(source=source, number=number, consumer=consumer, num_planned=num_planned)
+        return Order(source, number, consumer, num_planned=num_planned)
 
     def _promise(self, p: int, number: int) -> int:
         """Return the batches that each rank of an active producer will have made at the end: what
@@ -244,7 +244,7 @@ class ConsumptionPlan(StatefulTree):
         They average their gradients, and must be level to save or to end.
         """
         return [
-            Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number=number))
+            Order(source, number, consumer=NOBODY, num_planned=self._promise(p, number))
             for p, state in enumerate(self.state)
             if state is not Presence.DEAD
             for source in self._sources[p]
@@ -265,7 +265,7 @@ class ConsumptionPlan(StatefulTree):
                 slots.popleft()
         changes = {}
         for p, before in enumerate(self.state):
-            now = self._next_state(p, agreed=agreed)
+            now = self._next_state(p, agreed)
             if now is not before:
                 self.state[p] = now
                 self.turns[p] = 0.0

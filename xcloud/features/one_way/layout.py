@@ -128,7 +128,7 @@ class OneWayLayout(Layout):
         ranks = self.ranks_in(name)
         producer = None if source < 0 else self.producer_of[source]
         return OneWayPlacement(
-            rank=rank,
+            rank,
             cloud=name,
             producer=producer,
             group_rank=ranks.index(rank),

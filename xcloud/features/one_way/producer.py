@@ -241,7 +241,7 @@ class ProducerRun(StatefulTree):
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-            note = self._guard.skip_update(number, what=what)
+            note = self._guard.skip_update(number, what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
                 self._rank.reporter.note(note)
@@ -319,7 +319,7 @@ class ProducerRank(OneWayRank):
         with self.context.asked.armed(job.checkpoint.are_made):
             self.is_stopped = run.feed(checkpoints)
         checkpoints.settle()
-        self.report_memory(part.parameters_module, part=part)
+        self.report_memory(part.parameters_module, part)
         self.export(part.finish)
         self.reporter.event("stop" if self.is_stopped else "finish")
         self.leave(checkpoints)

@@ -73,7 +73,7 @@ class OneWayEnds(Ends):
         if self._keeps_record and self.leaves_cloud(peer):
             link = LinkName(boundary=CONTROL, sender=peer, receiver=self.rank)
             here = self.layout.placement(self.rank).cloud
-            record = self.received.setdefault(peer, LinkRecord(link=link, to=here))
+            record = self.received.setdefault(peer, LinkRecord(link, to=here))
             taken = handlers or {}
             handlers = {
                 kind: noting(record, carries=CARRIES[kind], handler=t) for kind, t in taken.items()

@@ -43,8 +43,7 @@ one_sample_each = plain(
 def whole_backward(job: PipelineJob) -> Conflict | None:
     num_stages = job.cluster.num_stages
     if not any(
-        split_backwards(job.schedule.actions(stage, num_stages=num_stages))
-        for stage in range(num_stages)
+        split_backwards(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)
     ):
         return None
     remedy = "choose schedule=one_forward_one_backward or gpipe"
@@ -95,7 +94,7 @@ class DifferentialPrivacy(Feature):
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         privacy = context.job.security.privacy
         assert privacy is not None
-        return PrivacyAtRank(privacy=privacy, num_replicas=context.job.cluster.num_replicas)
+        return PrivacyAtRank(privacy, num_replicas=context.job.cluster.num_replicas)
 
 
 def guard_of(privacy: Privacy) -> MakeGuard | None:

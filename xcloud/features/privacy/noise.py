@@ -48,12 +48,12 @@ def private_contribution(
 
     def noised(tensor: Tensor) -> Tensor:
         if deviation:
-            return tensor + deviation * normal(tensor, chance=chance)
+            return tensor + deviation * normal(tensor, chance)
         return tensor
 
     def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = list(zip(tensors, are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit=limit)
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
         return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
 
     return protect

@@ -100,7 +100,7 @@ class ReplicaLinks(ABC):
         carries: a description of each tensor, for the record of what left the cloud.
         raw_bytes: the FP32 bytes of the values that the message stands for; 0 for plain numbers.
         """
-        self.post(replica, key=key, parts=parts, carries=carries, raw_bytes=raw_bytes)
+        self.post(replica, key, parts, carries=carries, raw_bytes=raw_bytes)
         self._expected[replica].append(key)
 
     def recv(self, replica: int, key: MessageKey) -> Tensors:
@@ -288,7 +288,7 @@ class AllToAll(Averager):
         assert step not in self._steps, f"step {step} is under way"
         self.settle(was_used=True)
         sent, own = self._encode(self._terms.protect(tensors))
-        self._steps[step] = _UnderWay(weight=weight, own=own, sent=sent)
+        self._steps[step] = _UnderWay(weight, own, sent)
         self._send(step)
 
     def finish(self, step: int) -> Merged:
@@ -328,7 +328,7 @@ class AllToAll(Averager):
             weight = float(messages.pop("weight")[0])
             sent = defaultdict[str, Tensors](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
-            self._steps[number] = _UnderWay(weight=weight, own=self._own_of(sent), sent=sent)
+            self._steps[number] = _UnderWay(weight, own=self._own_of(sent), sent=sent)
             self._send(number)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
@@ -370,7 +370,7 @@ class AllToAll(Averager):
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)
-        return self._terms.merge([self._contribution(replica, step=step) for replica in replicas])
+        return self._terms.merge([self._contribution(replica, step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
@@ -380,7 +380,7 @@ class AllToAll(Averager):
         weight, parts = self._receive(replica, self._key(step))
         most = self._terms.max_weight(replica)
         return self._terms.contribution(
-            step, replica=replica, weight=float(weight), max_weight=most, codec=codec, parts=parts
+            step, replica, weight=float(weight), max_weight=most, codec=codec, parts=parts
         )
 
     def _end(self, step: int) -> None:
@@ -462,6 +462,6 @@ def averager_for(
     """Return the averager that sends least and lets no replica decide for others what the terms'
     merge would not let it."""
     is_robust = terms.merge not in (weighted_sum, weighted_mean)
-    if everyone_merges(links.num_replicas, is_robust=is_robust):
-        return AllToAll(links=links, codec=new_codec(shapes), terms=terms)
-    return Aggregators(links=links, shapes=shapes, new_codec=new_codec, terms=terms)
+    if everyone_merges(links.num_replicas, is_robust):
+        return AllToAll(links, codec=new_codec(shapes), terms=terms)
+    return Aggregators(links, shapes, new_codec, terms=terms)

@@ -119,7 +119,7 @@ class Member(_End):
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
         key = MessageKey(kind=Kind.AVERAGING, step=self._number, micro_batch=_ASKS)
-        self.links.post(SERVER, key=key, parts=(head, *parts), carries=carries, raw_bytes=raw)
+        self.links.post(SERVER, key, parts=(head, *parts), carries=carries, raw_bytes=raw)
 
     def _answer(self) -> Merged:
         key = MessageKey(kind=Kind.AVERAGING, step=self._number, micro_batch=_ANSWERS)
@@ -195,7 +195,7 @@ class AveragingServer(_End):
         if are_finite(merged):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
-            self._kept.append(_KeptMerge(step=step, before=self.known, parts=parts))
+            self._kept.append(_KeptMerge(step, before=self.known, parts=parts))
             self.known = step
             for replica in self._taken.keys() & self._peers.keys():
                 self._peers[replica].merged_at = step
@@ -246,7 +246,7 @@ class AveragingServer(_End):
             why = f"it did not come in {self.late.wait_s:g} s"
             if peer.state == "present":
                 state: PeerState = "left" if self.late.may_leave else "late"
-                self._set_state(replica, state=state, step=step, why=why)
+                self._set_state(replica, state, step, why=why)
             return None
         except LinkClosed as error:
             peer.number = 0  # what comes next is of a new link

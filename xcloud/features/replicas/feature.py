@@ -33,7 +33,7 @@ def self_correcting_compressor(job: PipelineJob) -> Conflict | None:
     are checked by the ranks.
     """
     for shape in ((2,), (2, 2)):
-        chosen = job.compression.for_tensor("", shape=shape)
+        chosen = job.compression.for_tensor("", shape)
         if chosen.feedback == "needed":
             return Conflict(
                 setting=f"compression averages with {chosen.label}, which loses the same part "
@@ -61,7 +61,7 @@ class ReplicaAveraging(Feature):
 
     def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
         for stage in range(job.cluster.num_stages):
-            yield from _averaged_stage(job, stage=stage)
+            yield from _averaged_stage(job, stage)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
         return AveragingAtRank()
@@ -134,12 +134,12 @@ def replicas_exchange(
 
     def samples(replica: int, step: int) -> Tensor:
         pieces = cut(plan.ids(step), num_pieces)
-        return samples_of_replica(pieces, num_micro_batches, replica=replica, of=num_replicas)
+        return samples_of_replica(pieces, num_micro_batches, replica, of=num_replicas)
 
     replicas = Replicas(
-        links=links,
-        group=group,
-        stages=stages,
+        links,
+        group,
+        stages,
         choose=job.compression.for_tensor,
         seed=job.seed,
         last_step=job.max_steps,

@@ -107,7 +107,7 @@ class AveragedGradients(Exchange):
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
         loss = RowPiece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
-        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares=num_shares)]
+        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
         self._mine: list[RowPiece] = []
         self._averager = Averager()
         if self._alike.group_rank < num_shares:

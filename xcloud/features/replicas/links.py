@@ -62,7 +62,7 @@ class PeerLinks(ReplicaLinks):
         peer = self.peers[replica].rank
         self._out[replica], self._in[replica] = self.ends.both(
             self.line,
-            peer=peer,
+            peer,
             capacity_bytes=self._capacity,
             under_way=self._ahead,
             boundary=self.stage,
@@ -137,9 +137,7 @@ class ServerLinks(PeerLinks):
 def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[ReplicaPeer]:
     """Return these ranks as peers, each with its cloud."""
     clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
-    return [
-        ReplicaPeer(rank=rank, cloud=cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds
-    ]
+    return [ReplicaPeer(rank, cloud, ranks=layout.ranks_in(cloud)) for rank, cloud in clouds]
 
 
 def replica_links(
@@ -211,7 +209,7 @@ def averager_of_ends(
         ends = wiring.ends
         links = links_between(ends, layout, pair, device, line=line, stage=stage)
         wiring.averaging.append(links)
-        averager = AllToAll(links=links, codec=codec)
+        averager = AllToAll(links, codec)
         links.open(averager.max_bytes)
         return averager
 

@@ -244,7 +244,7 @@ class LocalRounds(Exchange):
             )
         runs = contiguous(sizes, count=averaging.fragments) if names else []
         self._fragments = [
-            self._fragment([names[position] for position in run], number=number)
+            self._fragment([names[position] for position in run], number)
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
@@ -301,9 +301,9 @@ class LocalRounds(Exchange):
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
         num_shares = replicas.links.num_shares if not averaging.is_elastic else 1
-        shares = by_tensor(shapes, num_shares=num_shares)
+        shares = by_tensor(shapes, num_shares)
         values = OuterParameters(
-            parameters=parameters, shares=shares, group=replicas.group, optimizer=averaging.outer
+            parameters, shares, group=replicas.group, optimizer=averaging.outer
         )
         nothing = [0.0] * replicas.links.num_replicas
         fragment = _Fragment(
@@ -322,7 +322,7 @@ class LocalRounds(Exchange):
         )
         averager = Averager()
         if averaging.is_elastic and replicas.group.leads:
-            averager = self._elastic_averager(shapes, values=values, terms=terms)
+            averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.group_rank < num_shares:
             own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
             averager = replicas.averager(
@@ -428,7 +428,7 @@ class LocalRounds(Exchange):
         for number, change in enumerate(merged.changes, start=1):
             is_last = merged.newest == last_step and number == len(merged.changes)
             is_cut_short = is_last and ends_within
-            have_moved.append(fragment.values.move(change, is_cut_short=is_cut_short))
+            have_moved.append(fragment.values.move(change, is_cut_short))
         fragment.averager.settle(was_used=all(have_moved))
         # After the last merge nothing can count any more: replicas end equal.
         if is_counted or step >= last_step:

@@ -141,7 +141,7 @@ class NormBound(Robust):
         total = sum(c.weight for c in contributions)
         factors = [_rounded(min(1.0, bound / norm) if norm else 1.0) for norm in norms]
         weights = [c.weight / total * f for c, f in zip(contributions, factors, strict=True)]
-        return _sum(contributions, weights=weights)
+        return _sum(contributions, weights)
 
 
 def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
@@ -203,7 +203,7 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
 def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[RowPiece]]:
     """Deal whole tensors into shares of about equal sum; a share may be empty."""
     whole = [
-        RowPiece(name=name, index=index, first=0, last=shape[0] if shape else 1, shape=shape)
+        RowPiece(name, index, first=0, last=shape[0] if shape else 1, shape=shape)
         for index, (name, shape) in enumerate(shapes.items())
     ]
     shares: list[list[RowPiece]] = [[] for _ in range(num_shares)]

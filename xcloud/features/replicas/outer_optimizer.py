@@ -92,7 +92,7 @@ class Replicas:
         name, *number = stream
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
-            shapes=shapes,
+            shapes,
             choose=lambda name, shape: Chain() if name in plain else self.choose(name, shape),
             identity=identity,
             feedback=feedback,
@@ -114,7 +114,7 @@ class Replicas:
         `guarded`."""
         made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
         guarded = self.guarded(terms, names=shapes, plain=plain, num_fragments=num_fragments)
-        return averager_for(self.links, shapes=shapes, new_codec=made, terms=guarded)
+        return averager_for(self.links, shapes, new_codec=made, terms=guarded)
 
     def guarded(
         self,

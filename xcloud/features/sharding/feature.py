@@ -52,7 +52,7 @@ def equal_shards_in_step(job: PipelineJob) -> Conflict | None:
                     setting=what, remedy=f"give the cloud more (cluster.clouds.{name}.num_ranks)"
                 )
             turns = [
-                {s: layout.turn(s, rank=rank) for s in layout.placement(rank).stages}
+                {s: layout.turn(s, rank) for s in layout.placement(rank).stages}
                 for rank in layout.ranks_in(name)
             ]
             holders = [own for own in turns if stage in own]
@@ -137,7 +137,7 @@ class ShardingAtRank(FeatureAtRank):
         prepare_memory(context.device)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
-        sharder = Sharder(group=group, device=self._device, note=self._note)
+        sharder = Sharder(group, device=self._device, note=self._note)
         self._sharders[stage] = sharder
         return replace(context, deal=sharder.block)
 

@@ -28,7 +28,7 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Conflict | None:
     """
     layout = job.cluster
     for replica in range(layout.num_replicas):
-        first, last = (layout.stage_cloud(s, replica=replica) for s in (0, layout.num_stages - 1))
+        first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
         for name, cloud in (("text", last), (LABEL, first)):
             holders = job.security.holders.get(name)
             if first != last and holders is not None and cloud not in holders:

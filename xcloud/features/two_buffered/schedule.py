@@ -53,7 +53,7 @@ class TwoBuffered(Schedule):
         Micro-batches 0 to m-1 are of this update, m to 2m-1 those of the next one.
         """
         m = self.num_micro_batches
-        ahead = self.num_ahead(stage, num_stages=num_stages)
+        ahead = self.num_ahead(stage, num_stages)
         order = []
         for i in range(m):
             forward = Action("forward", stage, micro_batch=m + i)
@@ -63,7 +63,7 @@ class TwoBuffered(Schedule):
         return order
 
     def begun(self, stage: int, num_stages: int) -> set[Action]:
-        ahead = self.num_ahead(stage, num_stages=num_stages)
+        ahead = self.num_ahead(stage, num_stages)
         forwards = {Action("forward", stage, micro_batch=i) for i in range(self.num_micro_batches)}
         return forwards | {Action("backward", stage, micro_batch=i) for i in range(ahead)}
 

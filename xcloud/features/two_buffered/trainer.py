@@ -136,7 +136,7 @@ class TwoBufferedTrainer(Trainer):
             self.schedule, stages=sorted(stages), num_stages=num_stages, turn_of=turns
         )
         m = self.schedule.num_micro_batches
-        ahead = [self.schedule.num_ahead(stage, num_stages=num_stages) for stage in stages]
+        ahead = [self.schedule.num_ahead(stage, num_stages) for stage in stages]
         self._ends_a_window_early = min(ahead) == m
         self._batches: dict[int, UpdateBatch] = {}
         self._held_signal = Signal.GO_ON
@@ -208,12 +208,12 @@ class TwoBufferedTrainer(Trainer):
             pieces = self.feed.begin(step, self.schedule.num_micro_batches, 1)
             batches = self.feed.batches(pieces)
         under_way = UnderWay(
-            now=Pass(step=step),
+            now=Pass(step),
             batches=batches,
             weight=self.feed.work.weight,
             loss=torch.zeros((), device=self.pipeline.device),
         )
-        self._batches[step] = UpdateBatch(under_way=under_way, work=self.feed.work)
+        self._batches[step] = UpdateBatch(under_way, work=self.feed.work)
 
     def _run(self, actions: list[Action], step: int, hooks: Hook) -> None:
         """Compute the actions of a window: those of its own update, and those of the next."""
