@@ -97,8 +97,10 @@ class Roster:
     restart_s: float | None = None
 
 
-def _no_text(hook: Any) -> Any:
-    if isinstance(hook, str):  # which has a method `join`, too
+def _own_hook(hook: Any) -> Any:
+    """Return a hook, or a feature that is given as one (planner/tour.py)."""
+    is_hook = isinstance(hook, OwnHook) and not isinstance(hook, str)  # text has a `join`, too
+    if not is_hook and not hasattr(hook, "at_rank"):
         raise ConfigError(f"hooks: each must be an OwnHook, got {hook!r}; give it a _target_")
     return hook
 
@@ -279,7 +281,7 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
-    hooks: Mapping[str, Annotated[OwnHook, AfterValidator(_no_text)]] = field(default_factory=dict)
+    hooks: Mapping[str, Annotated[Any, AfterValidator(_own_hook)]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:
