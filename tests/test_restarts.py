@@ -97,7 +97,7 @@ def test_rank_0_serves_the_store_where_torchruns_agent_does_not(
     monkeypatch.setattr(restarts, "choose_interface", lambda host: host)
     monkeypatch.setattr(restarts, "Doorbell", Mock())
     monkeypatch.setattr(restarts, "store_at", lambda *_, serves, **__: served.append(serves))
-    monkeypatch.setattr(restarts, "attempt_of", lambda connect, **_: connect(1.0))
+    monkeypatch.setattr(restarts, "attempt_of", lambda connect, *_, **__: connect(1.0))
     job = Mock()
     job.roster.is_elastic = False
     for rank in (0, 1):
