@@ -154,10 +154,16 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(
     monkeypatch.setattr("tempfile.tempdir", str(spare))
 
     class Data:
-        def save_tokenizers(self, folder: Path) -> None:
-            raise OSError(28, "No space left on device")
+        failure = (28, "No space left on device")
 
-    with pytest.raises(RunFailed, match=r"model could not be written to .*model.*MB free"):
+        def save_tokenizers(self, folder: Path) -> None:
+            raise OSError(*self.failure)
+
+    said = "model could not be written to .*model"
+    with pytest.raises(RunFailed, match=f"{said}.*MB free"):
+        export_stage(tmp_path, 0, StageThatDoesNothing(), {}, {}, Data())  # type: ignore[arg-type]
+    Data.failure = (27, "File too large")
+    with pytest.raises(RunFailed, match=f"{said}.*a limit of this user's"):
         export_stage(tmp_path, 0, StageThatDoesNothing(), {}, {}, Data())  # type: ignore[arg-type]
     (tmp_path / "model" / "stage0.safetensors").mkdir()
     Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]

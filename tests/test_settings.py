@@ -23,6 +23,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import conf_dir
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.job.catalogue import NOT_SHOWN, main, settings_of
+from xcloud.tasks.tokenizer import PretrainedTokenizer
 
 
 @settings("outer.inner")
@@ -76,6 +77,11 @@ def test_a_bad_value_is_refused_with_its_key(changed: dict[str, Any], message: s
         with pytest.raises(ConfigError) as refused:
             kind(**({"steps": 1} | changed))
         assert str(refused.value) == message
+
+
+def test_a_path_of_another_locale_is_told_as_such() -> None:
+    with pytest.raises(ConfigError, match="no UTF-8: set LANG or PYTHONUTF8=1"):
+        PretrainedTokenizer("mod\udcc3")
 
 
 def test_what_several_fields_must_meet_keeps_its_words() -> None:

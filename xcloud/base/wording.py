@@ -68,6 +68,8 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     if path:
         key = f"{path}.{key}"
     words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
+    if first["type"] == "string_unicode":
+        return ConfigError(f"{words}; it has bytes that are no UTF-8: set LANG or PYTHONUTF8=1")
     advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
     if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
         words += f"; {advice or _how_to_choose(key, first['input'])}"

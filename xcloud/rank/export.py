@@ -104,12 +104,14 @@ def exporting(run_dir: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise RunFailed(
             f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}"
-            f"{_room_at(run_dir)}"
+            f"{_room_at(run_dir, error)}"
         ) from error
 
 
-def _room_at(folder: Path) -> str:
+def _room_at(folder: Path, error: Exception) -> str:
     """Say how full the disk of a folder is, or of the nearest one above it that exists."""
+    if any(words in str(error) for words in ("File too large", "quota exceeded")):
+        return "; that is a limit of this user's (ulimit -f, a quota), and not the disk's"
     there = next(at for at in (folder.absolute(), *folder.absolute().parents) if at.exists())
     try:
         free_mb = shutil.disk_usage(there).free / 1e6
