@@ -68,7 +68,12 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
         others = [line for line in printed if not isinstance(line[1].published, Figure)]
         tables[table] = {
             "rows": [shown for *_, shown in others],
-            "claims": ", ".join(dict.fromkeys(_linked(claim) for claim, *_ in others)),
+            "claims": ", ".join(
+                dict.fromkeys(
+                    f"{_linked(claim)}: {_state(claim, record=records.get(claim.name))}"
+                    for claim, *_ in others
+                )
+            ),
             "num_formulas": len(formulas),
             "formulas": ", ".join(dict.fromkeys(map(_linked, formulas))),
         }
