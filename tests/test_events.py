@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import time
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,7 +17,14 @@ from tests.runs import in_threads
 from tests.toy import toy_config
 from tests.toy_text import PAD, ToyTextTask, text_config
 from xcloud.record.elastic_steps import ElasticCollector
-from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector, StepTotals, update_s
+from xcloud.record.events import (
+    EVENTS_FILE,
+    EventReader,
+    StepCollector,
+    StepTotals,
+    now_s,
+    update_s,
+)
 from xcloud.record.files import has_events
 from xcloud.record.summary import RunStatistics, feed_log
 
@@ -313,3 +321,9 @@ def test_of_a_translation_both_sides_are_computed_and_the_target_is_learned(
     learned = sum(step["learned"] for step in steps)
     assert all(by_rank) and 0 < learned <= by_rank[1] < sum(by_rank)
     assert summary["tokens_per_s"] > summary["learned_tokens_per_s"] > 0
+
+
+def test_a_clock_that_is_set_during_a_run_moves_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_s = now_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 <= now_s() - before_s < 60

@@ -68,7 +68,7 @@ def test_rank_and_cloud_are_those_of_the_link_and_not_those_of_the_line(desk: De
 def test_a_clock_that_is_an_hour_off_is_not_believed(
     ahead_s: float, kept: bool, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake.time, "time", lambda: 1e9)
+    monkeypatch.setattr(intake, "now_s", lambda: 1e9)
     desk.take(3, {**STEP, "t": 1e9 + ahead_s})
     (found,) = desk.written()
     assert found["t"] == (1e9 + ahead_s if kept else 1e9)
@@ -83,7 +83,7 @@ def test_durations_of_a_run_are_by_one_clock_however_far_the_others_are_off(
     """Ten steps of a second in two clouds; or eight, a pause of 5 s and the last five, of which
     three are made again."""
     now = [1e9]
-    monkeypatch.setattr(intake.time, "time", lambda: now[0])
+    monkeypatch.setattr(intake, "now_s", lambda: now[0])
     desk = Desk(tmp_path)
 
     def both(event: str, **fields: object) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -297,6 +298,22 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     spans = list(spans)
     last_s = max(ended_s for ended_s, _ in spans)
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
+
+
+def _steady_s() -> float:
+    """Return a clock that nobody sets, and that counts while the machine sleeps where it can."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+_BEGAN_AT_S = time.time() - _steady_s()
+
+
+def now_s() -> float:
+    """Return the time of an event that happens now: what the machine's clock said when this
+    process began, and the seconds since. A clock that is set during a run moves no event."""
+    return _BEGAN_AT_S + _steady_s()
 
 
 def moment(event: Event) -> float:

@@ -27,7 +27,16 @@ from pydantic import (
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame
-from xcloud.record.events import AVERAGING, HEAD, MEMORY, TENSORS, TIMES, TRAFFIC, Event
+from xcloud.record.events import (
+    AVERAGING,
+    HEAD,
+    MEMORY,
+    TENSORS,
+    TIMES,
+    TRAFFIC,
+    Event,
+    now_s,
+)
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.reporter import EventFile
 
@@ -224,7 +233,7 @@ class ReportIntake:
             raise Refused("no event")
         check(event, max_steps=self._max_steps, kinds=self._kinds)
         kind = event["event"]
-        now_s = round(time.time(), 3)
+        arrived_s = round(now_s(), 3)
         at_s = event.get("t")
         has_loss = kind == "step" and (event.get("learned") or event.keys() & {*SCORED})
         for name in (kind, "loss") if has_loss else (kind,):
@@ -232,9 +241,9 @@ class ReportIntake:
                 raise Refused(f"rank {peer} may not report the {name} of this run")
         if kind == "step":
             self._check_names(event)
-        is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S
-        event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else now_s}
-        event["arrived"] = now_s
+        is_near = isinstance(at_s, float) and abs(at_s - arrived_s) < CLOCKS_DIFFER_S
+        event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else arrived_s}
+        event["arrived"] = arrived_s
         return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
     def _check_names(self, step: Event) -> None:
@@ -266,5 +275,5 @@ class ReportIntake:
             self._report("refused_reports", sender=peer, num=num, reason=why)
 
     def _report(self, event: str, **fields: object) -> None:
-        head = {"event": event, "rank": 0, "cloud": self._cloud_of(0), "t": round(time.time(), 3)}
+        head = {"event": event, "rank": 0, "cloud": self._cloud_of(0), "t": round(now_s(), 3)}
         self._events.append_later(json.dumps({**head, **fields}).encode() + b"\n")

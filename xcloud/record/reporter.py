@@ -26,7 +26,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.terminal import say
 from xcloud.net.peer import Peer
 from xcloud.record import files
-from xcloud.record.events import LOST_LINES_FILE
+from xcloud.record.events import LOST_LINES_FILE, now_s
 from xcloud.record.files import replace_text, state_file
 
 FLUSH_EVERY_S = 1.0
@@ -287,7 +287,7 @@ class Reporter:
             "event": event,
             "rank": self._rank,
             "cloud": self._cloud,
-            "t": round(time.time(), 6),
+            "t": round(now_s(), 6),
         }
         self.contents.setdefault(event, set()).update(head, fields)
         if self.state is not None:
