@@ -116,6 +116,14 @@ def test_a_file_of_another_form_or_none_is_named(tmp_path: Path) -> None:
         read_texts(generator, file=tmp_path / "mine.jsonl")
 
 
+def test_keys_of_a_file_that_are_not_used_are_named(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / FOLDER_NAME)
+    generator = generator_of(tmp_path)
+    (tmp_path / "mine.jsonl").write_text('{"text": "Ana came.", "label": 1}\n' * 2)
+    described = read_texts(generator, file=tmp_path / "mine.jsonl").describe()
+    assert "mine.jsonl: not used: 'label' of 2 rows" in described
+
+
 def test_options_of_the_harness_are_refused_beside_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

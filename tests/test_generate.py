@@ -143,7 +143,8 @@ def test_a_text_may_be_as_long_as_the_model_has_positions(tmp_path: Path, kind: 
         (["--max-new-tokens", "0"], "--max-new-tokens must be a whole number >= 1, got 0"),
         (["--temperature", "-1"], r"--temperature must be a number in \[0, inf\), got -1"),
         (["--chats", "FILE"], "either texts to continue or --chats"),
-        (["--top-p", "0"], r"--top-p must be a number in \(0, 1\], got 0"),
+        (["--top-p", "0"], r"--top-p must be a number in \(0, 1\] or null, got 0"),
+        (["--seed", "0"], "--top-p, --seed: only with --temperature above 0"),
     ],
 )
 def test_wrong_options_are_named(words: list[str], said: str) -> None:

@@ -347,8 +347,8 @@ def generate(words: Sequence[str]) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of what share it is drawn from")
-    parser.add_argument("--seed", type=int, default=0, help="of drawing")
+    parser.add_argument("--top-p", type=float, help="of what share it is drawn from (default: 1)")
+    parser.add_argument("--seed", type=int, help="of drawing (default: 0)")
     parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
     parser.add_argument(
         "--uncompressed", action="store_true", help="leave noise and compressors out"
@@ -356,7 +356,12 @@ def generate(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     check("--max-new-tokens", value=arguments.max_new_tokens, annotation=Positive)
     check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)
-    check("--top-p", value=arguments.top_p, annotation=Rate)
+    check("--top-p", value=arguments.top_p, annotation=Rate | None)
+    if not arguments.temperature and (arguments.top_p is not None or arguments.seed is not None):
+        raise ConfigError(
+            "--top-p, --seed: only with --temperature above 0; else the most probable token is "
+            "taken each time"
+        )
     if bool(arguments.text) == (arguments.chats is not None):
         raise ConfigError("generate needs either texts to continue or --chats")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
@@ -374,7 +379,9 @@ def generate(words: Sequence[str]) -> None:
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
         choice = Choice(
-            temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
+            temperature=arguments.temperature,
+            top_p=1.0 if arguments.top_p is None else arguments.top_p,
+            seed=arguments.seed or 0,
         )
         say(shown, end="\n" if is_chat else "")
         cached = not arguments.no_cache

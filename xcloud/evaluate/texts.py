@@ -11,7 +11,7 @@ import torch
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import Scores
 from xcloud.tasks.language_modelling import FOLDER_NAME, LanguageData, LanguageModelling
-from xcloud.tasks.rows import Corpus
+from xcloud.tasks.rows import Corpus, unread_keys
 from xcloud.tasks.sources import Folder
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 from xcloud.use import TextGenerator
@@ -34,7 +34,8 @@ def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
     for table in folder.files(task.form):
         if table.path == file:
             table.check()
-            corpus = Corpus({"test": task.rows_of(table)})
+            rows = task.rows_of(table)
+            corpus = Corpus({"test": rows}, remarks=unread_keys([table], used=task.used_keys))
             return task.view(corpus, fields=frozenset(task.fields))
     raise DataError(f"--texts: {file} must end in .txt or .jsonl, or in one of both and .gz")
 
