@@ -148,7 +148,7 @@ def store_of_machines(
     address = choose_interface(host)
 
     def connect(timeout_s: float) -> Store:
-        store = store_at(host, port, serves, within_s=timeout_s)
+        store = store_at(host, port, serves=serves, within_s=timeout_s)
         detector.why_not = Doorbell(store, rank, address, place=f"{host}:{port}").why_not
         detector.ask(store)
         return store
