@@ -151,7 +151,7 @@ def test_a_state_dict_can_be_saved_by_safetensors(tmp_path: Path) -> None:
 def test_weights_that_lack_something_are_refused() -> None:
     weights = encoder().state_dict()
     del weights["layers.1.up.bias"]
-    with pytest.raises(DataError, match=r"lack layers\.1\.up\.bias"):
+    with pytest.raises(DataError, match=r"no weights for layers\.1\.up\.bias"):
         Encoder(CONFIG).load_part(weights)
 
 

@@ -77,7 +77,7 @@ def test_the_store_listens_on_the_address_it_was_asked_for_alone() -> None:
     assert listening == {"127.0.0.1"} and own_address("127.0.0.1") == "127.0.0.1"
     store_at("127.0.0.1", port, serves=False, within_s=20).set("a", "b")
     assert value_of(server, "a") == "b"
-    with pytest.raises(ConfigError, match=f"port {port} is taken"):
+    with pytest.raises(ConfigError, match=f"port {port}, which is taken"):
         store_at("127.0.0.1", port, serves=True, within_s=20)
     assert why_unreachable("127.0.0.1", port) is None
     assert why_unreachable("127.0.0.1", free_port()) == "connection refused"

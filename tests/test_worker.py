@@ -92,18 +92,6 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
     assert json.loads((tmp_path / "rank0.wire.json").read_text())["rank"] == 0
 
 
-def test_a_rank_that_is_refused_joins_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    role = type("Told", (Noting,), {"called": (called := [])})
-    monkeypatch.setattr(one_rank, "role_of", lambda job, rank: role)
-    refused = Verdict("go", (0,), "seed is 1 here, 2 there")
-
-    with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
-        live(Settings.of(CONFIG).job, tmp_path, refused)
-    assert not called
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the parent's death")
 def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
