@@ -53,7 +53,7 @@ def test_a_path_that_cannot_be_read_is_told_with_its_character_and_what_to_type(
     path: str,
 ) -> None:
     (line,) = unreadable([f"task.data.path={path}"])
-    assert line.startswith(f"task.data.path={path}: {PATHS[path]!r} cannot stand")
+    assert line.startswith(f"task.data.path={path}: {PATHS[path]!r} is not allowed")
     typed = re.search(r"type (task\.data\.path=.*?)(; several values.*)?$", line)
     assert typed is not None
     (word,) = shlex.split(typed[1])  # as a shell passes it on
@@ -81,7 +81,7 @@ def test_wherever_overrides_are_taken_the_same_line_answers(place: str, path: st
 def test_in_a_sweep_commas_are_meant_and_other_characters_are_told() -> None:
     assert unreadable(["seed=1,2", "task.data.path=/a,/b"], is_sweep=True) == []
     assert grid(["seed=1,2", "name=x"]) == [("seed=1", "name=x"), ("seed=2", "name=x")]
-    with pytest.raises(ConfigError, match=r"'\(' cannot stand"):
+    with pytest.raises(ConfigError, match=r"'\(' is not allowed"):
         grid(["seed=1,2", "task.data.path=/corpus (v2)"])
 
 
