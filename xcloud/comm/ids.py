@@ -279,7 +279,8 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
     if not len(numbers_N):
         return torch.empty(0, dtype=torch.uint8)
     gaps = np.diff(numbers_N, prepend=-1) - 1
-    k = _best_k(gaps, below)
+    choices = range(max(below, 1).bit_length())
+    k = min(choices, key=lambda k: len(gaps) * (k + 1) + int((gaps >> k).sum()))  # the fewest bits
     ends = np.cumsum((gaps >> k) + 1) - 1
     bits = np.zeros(int(ends[-1]) + 1, dtype=np.uint8)
     bits[ends] = 1
@@ -309,12 +310,6 @@ def decode_ascending(data: Reader, count: int, below: int) -> Ints:
     if int(numbers[-1]) >= below:
         raise FrameError(f"a number is {int(numbers[-1])}, expected below {below}")
     return numbers
-
-
-def _best_k(gaps: Ints, below: int) -> int:
-    """The cheapest k, the smallest of equals."""
-    choices = range(max(below, 1).bit_length())
-    return min(choices, key=lambda k: len(gaps) * (k + 1) + int((gaps >> k).sum()))
 
 
 def bits_bytes(widths_N: Ints) -> int:

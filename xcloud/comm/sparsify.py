@@ -221,17 +221,15 @@ class _SortedPositions:
         self.num_kept = num_kept
         self.numel = numel
         bitmap_bytes = packed_bytes(numel, bits=1)
-        coded_bytes, self.low_bits = min((self._size(bits), bits) for bits in range(32))
+        coded_bytes, self.low_bits = min(
+            (packed_bytes(num_kept, bits) + packed_bytes(self._num_unary(bits), bits=1), bits)
+            for bits in range(32)
+        )
         self.is_bitmap = bitmap_bytes <= coded_bytes
         self.num_bytes = min(bitmap_bytes, coded_bytes)
 
     def _num_unary(self, low_bits: int) -> int:
         return self.num_kept + (max(self.numel - 1, 0) >> low_bits) + 1
-
-    def _size(self, low_bits: int) -> int:
-        return packed_bytes(self.num_kept, bits=low_bits) + packed_bytes(
-            self._num_unary(low_bits), bits=1
-        )
 
     def encode(self, positions: Tensor) -> Tensor:
         """Ascending int64 [k] → uint8 [num_bytes]."""

@@ -134,12 +134,6 @@ class Experts(nn.Module):
         shape = (self._hidden, self._feed_forward)
         self.down = ExpertAdapters(self.num_experts, shape, r, scale=scale)
 
-    def _adapters(self) -> list[tuple[ExpertAdapter, ...]]:
-        """Return the two adapters of each expert; none where there is no LoRA."""
-        if self.gate_up is None or self.down is None:
-            return [()] * self.num_experts
-        return list(zip(self.gate_up.each(), self.down.each(), strict=True))
-
     def delta(self, number: int, name: str) -> Tensor | None:
         """Return what LoRA adds to a matrix of an expert, or None without LoRA."""
         if self.gate_up is None or self.down is None:
@@ -158,8 +152,11 @@ class Experts(nn.Module):
         weight = next(self.get_submodule("0").parameters())
         is_trained = weight.requires_grad and torch.is_grad_enabled()
         made = []
-        pieces = zip(torch.split(sorted_rows, counts), self._adapters(), strict=True)
-        for number, (rows, adapters) in enumerate(pieces):
+        of_each: Sequence[tuple[ExpertAdapter, ...]] = [()] * self.num_experts  # without LoRA
+        if self.gate_up is not None and self.down is not None:
+            of_each = list(zip(self.gate_up.each(), self.down.each(), strict=True))
+        rows_of_each = torch.split(sorted_rows, counts)
+        for number, (rows, adapters) in enumerate(zip(rows_of_each, of_each, strict=True)):
             # Ranks that share out trained weights need the gradient of each, if only of zeros.
             if len(rows) or is_trained:
                 made.append(self.get_submodule(str(number))(rows, adapters))

@@ -28,7 +28,7 @@ import torch
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import StateTree
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
-from xcloud.net.frame import Frame, Kind, MessageKey
+from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.control import Control, Signal
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.rank.saving import CHECKPOINT_CARRIES, CheckpointMessage, code_of
@@ -115,7 +115,9 @@ class Checkpointer(Hook):
         self._is_told = is_told
         self._num_updates = timing.saved_step  # that the state which is saved next has
         if control is not None:
-            control.listen(self._hear)
+            control.listen(
+                lambda peer, frame: self._take(peer, frame.key.step, code_of(frame, peer))
+            )
 
     def before_update(self, step: int) -> None:
         self._asked.is_armed = self._is_told and self.timing.settings.are_made
@@ -263,9 +265,6 @@ class Checkpointer(Hook):
     def _lack(self, step: int, why: Exception | str) -> None:
         self._notes.later(partial(self._notes.lost, step, why))
         self.writer.later(lambda: self._report(step, message=CheckpointMessage.FAILED))
-
-    def _hear(self, peer: int, frame: Frame) -> None:
-        self._take(peer, frame.key.step, code_of(frame, peer))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """Act on a message. Called in a link's thread, or in the one that writes."""
