@@ -297,3 +297,16 @@ def test_defences_work_where_the_tensor_is(defence: Defence) -> None:
 
     assert sent.device == rows.device and bool(sent.isfinite().all())
     assert not torch.equal(sent, rows)
+
+
+@pytest.mark.parametrize("spread", [(1.0, 3.0), (3.0, 1.0)])
+def test_marvells_noise_follows_the_spread_of_each_class_and_not_where_they_lie(
+    spread: tuple[float, float],
+) -> None:
+    is_1 = torch.arange(64) % 2 == 1
+    flat = torch.randn(64, 6, dtype=torch.float64) * torch.tensor(spread)[is_1.long(), None]
+    flat[is_1] += 2.0
+    noise = Marvell(1.0)._noise(flat, is_1, chance())
+    moved = Marvell(1.0)._noise(flat + 100.0, is_1, chance())
+    assert noise.std() > 0.1
+    torch.testing.assert_close(moved, noise, rtol=1e-4, atol=1e-4)
