@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import ran_on
+from tests.features.test_resume import CODECS, SHAPES, job
 from tests.pipelines import in_threads
-from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.features.checkpoints.checkpointing import Checkpointer
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing

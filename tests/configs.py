@@ -23,7 +23,7 @@ CONF = Path(__file__).parent.parent / "conf"
 
 def composed(*overrides: str) -> DictConfig:
     """A copy of its own. Composing takes a quarter of a second, so Hydra does it once for equal
-    choices of groups; values are set afterwards, as Hydra would (tests/test_conf.py)."""
+    choices of groups; values are set afterwards, as Hydra would (tests/job/test_conf.py)."""
     values = [one for one in overrides if is_value(one)]
     config = by_hydra(*(one for one in overrides if one not in values)).copy()
     for found in map(read, values):

@@ -180,11 +180,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if about.get("whole"):
         number = int(about["workerid"].removeprefix("gw"))
         importlib.import_module(LARGEST_LIBRARIES[number % len(LARGEST_LIBRARIES)])
-        files = sorted(Path(__file__).parent.glob("test_*.py"))
+        files = sorted(Path(__file__).parent.glob("*/test_*.py"))
         begin = len(files) * number // about["workercount"]
         for file in files[begin:] + files[:begin]:
             with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says why
-                importlib.import_module(f"tests.{file.stem}")
+                importlib.import_module(f"tests.{file.parent.name}.{file.stem}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -27,9 +27,9 @@ SHORT = "num_short"
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
     """The model that lm-eval asks. It answers what lm-eval's own HFLM does of the merged model
-    (tests/test_evaluate.py sets both side by side), but for two cases, which are counted and said:
-    a prompt that fits is never cut for the sake of the answer's length, and an answer may be
-    shorter instead.
+    (tests/evaluate/test_evaluate.py sets both side by side), but for two cases, which are counted
+    and said: a prompt that fits is never cut for the sake of the answer's length, and an answer
+    may be shorter instead.
 
     Texts begin with the begin token where the tokenizer itself writes one.
 

@@ -6,7 +6,7 @@ link: a SendingEnd whose `_put` carries one frame after another in order, and a 
 calls `_open` on each frame that comes, then `_deliver`, and in the end `_leave` for a frame of
 kind CLOSE or `_end` with the reason why no more can come. Nothing else is asked of it. Heartbeats
 are frames like any other, and both ends note the peer as heard (link_end.py), so a carrier needs
-no code for them. tests/test_further_carrier.py is a whole one over TCP.
+no code for them. tests/line/test_further_carrier.py is a whole one over TCP.
 
 A transport promises no collective over ranks of several clouds.
 """
