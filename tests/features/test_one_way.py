@@ -279,7 +279,10 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
         ({"feed": {"on_dead": "pause"}}, "feed.on_dead must be one of redistribute, stop"),
         ({"feed": {"on_ded": "stop"}}, "did you mean 'on_dead'"),
         ({"model": {"fail_cloud": "x"}}, "model.fail_cloud must be one of one, two"),
-        ({"model": {"_target_": "tests.toy.ToyModel"}}, "a ToyModel cannot feed"),
+        (
+            {"model": {"_target_": "tests.toy.ToyModel"}},
+            "must be an OneWayModel, got ToyModel",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(

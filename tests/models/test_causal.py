@@ -219,7 +219,7 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
         for parameter in stage.parameters():
             parameter.add_(1.0)
     no_tokenizers = SimpleNamespace(save_tokenizers=lambda folder: None)
-    path = export_stage(tmp_path, 0, stage, whole(stage.exported(), True), {}, no_tokenizers)
+    path = export_stage(tmp_path, 0, stage, whole(stage.exported(), True), None, no_tokenizers)
     other.load_exported(load_file(path))
 
     assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))

@@ -161,15 +161,15 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(
 
     said = "model could not be written to .*model"
     with pytest.raises(RunFailed, match=f"{said}.*MB free"):
-        export_stage(tmp_path, 0, StageThatDoesNothing(), {}, {}, Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, StageThatDoesNothing(), {}, None, Data())  # type: ignore[arg-type]
     Data.failure = (27, "File too large")
     with pytest.raises(RunFailed, match=f"{said}.*a limit of this user's"):
-        export_stage(tmp_path, 0, StageThatDoesNothing(), {}, {}, Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, StageThatDoesNothing(), {}, None, Data())  # type: ignore[arg-type]
     (tmp_path / "model" / "stage0.safetensors").mkdir()
     Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]
     weight = torch.ones(2)
     with pytest.raises(RunFailed, match=r"could not be written .* copy it there") as failed:
-        export_stage(tmp_path, 0, StageThatDoesNothing(), {"w": weight}, {}, Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, StageThatDoesNothing(), {"w": weight}, None, Data())  # type: ignore[arg-type]
     (saved,) = spare.glob("*/stage0.safetensors")
     assert str(saved.parent) in str(failed.value) and torch.equal(load_file(saved)["w"], weight)
 

@@ -76,7 +76,7 @@ def test_each_cloud_exports_its_stage_and_the_tokenizer_of_its_side(
     run_dir, _ = finished
 
     assert {path.name for path in (run_dir / "model").iterdir()} == {
-        "stage0.safetensors", "stage1.safetensors",
+        "stage0.safetensors", "boundary0.safetensors", "stage1.safetensors",
         "source_tokenizer.json", "target_tokenizer.json",
     }  # fmt: skip
 

@@ -57,6 +57,13 @@ def codecs_of(
     return Codecs(codecs)
 
 
+def learns(part: Any) -> bool:
+    """Return whether parts of a channel keep more between messages than a count of them."""
+    if isinstance(part, StatefulTree):
+        return bool({*part.own_names} - {"num_calls"}) or learns(part.children())
+    return part is not None and any(learns(one) for one in part.values())
+
+
 def guarded(job: CrossedJob, stage: int, direction: str, channel: SendChannel) -> Sender:
     """Return a channel that leaves a cloud behind the defence that acts there, if one does."""
     replica = job.cluster.placement(channel.identity.sender).replica
@@ -108,7 +115,7 @@ class Crossing:
             overdue_s=0.0,
             max_rows_per_sample=boundary.max_rows_per_sample,
         )
-        self.learns = _learns(sender.learned())
+        self.learns = learns(sender.learned())
         if learned is not None:  # both ends know the same of it
             for channel in (sender, self._receiver):
                 load_states(channel.learned(), learned, owner="the compressors of a boundary")
@@ -122,13 +129,6 @@ class Crossing:
         self._num_messages += 1
         self._sender.send(key, message, samples)
         return self._receiver.recv(key, samples)
-
-
-def _learns(part: Any) -> bool:
-    """Return whether compressors keep more between messages than a count of them."""
-    if isinstance(part, StatefulTree):
-        return bool({*part.own_names} - {"num_calls"}) or _learns(part.children())
-    return part is not None and any(_learns(one) for one in part.values())
 
 
 class _Handed:

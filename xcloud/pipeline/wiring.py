@@ -34,7 +34,7 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_end import ignore
 from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums
-from xcloud.pipeline.crossing import codecs_of, guarded
+from xcloud.pipeline.crossing import codecs_of, guarded, learns
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.line_meter import LineMeters
@@ -301,18 +301,19 @@ class Boundaries:
         assert isinstance(found, kind)
         return found
 
-    def learned(self, stage: int) -> State:
+    def learned(self, stage: int) -> State | None:
         """Return what the compressors behind a stage of this rank have learned, on the way to
-        another cloud of the first micro-batch in the first replica; empty where none is here."""
+        another cloud of the first micro-batch in the first replica; None if none of them learns,
+        or none is here."""
         layout = self._job.cluster
         for channel in self.wan_sends:
             identity = channel.identity
             if (identity.boundary, identity.direction) != (stage, "forward"):
                 continue
             ends = (layout.owner(stage, micro_batch=0), layout.owner(stage + 1, micro_batch=0))
-            if (identity.sender, identity.receiver) == ends:
+            if (identity.sender, identity.receiver) == ends and learns(channel.learned()):
                 return states_of(channel.learned())
-        return {}
+        return None
 
     def _join(self, stage: int) -> None:
         job = self._job

@@ -30,14 +30,14 @@ def export_stage(
     stage: int,
     module: Stage,
     tensors: dict[str, Tensor],
-    learned: State,
+    learned: State | None,
     data: TaskData,
 ) -> Path:
     """Write a stage's weights and the tokenizers of this side. Return the file of the weights.
 
     tensors: the tensors that the stage exports, in full.
-    learned: what the compressors of what it sends to another cloud have learned. Where they have,
-        whoever uses the run needs it as much as the weights.
+    learned: what the compressors of what it sends to another cloud have learned, which whoever
+        uses the run needs as much as the weights; None if they never learn.
     """
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
 
@@ -46,8 +46,8 @@ def export_stage(
         data.save_tokenizers(folder)
         architecture = json.dumps(module.architecture)
         save_file(tensors, folder / path.name, metadata={"architecture": architecture})
-        kept = {name: value for name, value in learned.items() if isinstance(value, Tensor)}
-        if kept:
+        if learned is not None:
+            kept = {name: value for name, value in learned.items() if isinstance(value, Tensor)}
             numbers = {name: value for name, value in learned.items() if name not in kept}
             about = {"numbers": json.dumps(numbers)}
             save_file(kept, folder / learned_file(stage), metadata=about)

@@ -78,11 +78,6 @@ class OneWayExperiment(Job):
                     f"{feature.name} is for a model split into stages; a one-way job has none, so "
                     f"set {feature.name}=off"
                 )
-        if not hasattr(self.model, "max_payload_bytes"):
-            raise ConfigError(
-                f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
-                "OneWayModel (xcloud/contracts/one_way.py)"
-            )
         fitted = self.feed.fitted(self.cluster, batches_per_step=self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
 
