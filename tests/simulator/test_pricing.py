@@ -319,6 +319,7 @@ def test_waits_of_averaging_are_in_no_bubble_of_a_price_as_in_none_of_a_run() ->
     price = Pricer(EIGHT, arranged, 8).price(plan)
 
     assert any("averaging over link" in name and s > 0 for name, s in price.spent_s.items())
+    assert price.spent_s["update"] == pytest.approx(sum(p.optimizer_s for p in EIGHT.pieces))
     assert price.bubble_ratio == 0
 
 
