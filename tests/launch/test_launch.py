@@ -554,3 +554,12 @@ def test_every_command_that_waits_takes_every_signal_to_stop(number: signal.Sign
         assert number in signals_to_stop()
     finally:
         signal.signal(number, before)
+
+
+def test_a_policy_that_is_missing_is_told_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "policy.yaml"))
+    with pytest.raises(ConfigError, match=r"there is no file .*policy\.yaml"):
+        local.run(Settings.of(toy_config("two_clouds", [])), tmp_path / "run")
+    assert not list(tmp_path.glob("run/rank*.log"))

@@ -18,7 +18,7 @@ from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import run_command
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
-from xcloud.job.config import EXPERIMENT_FILE, Settings
+from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.job.misfits import misfits
 from xcloud.launch.failures import (
@@ -144,6 +144,7 @@ def run_in_owned(
 
 def _check_job(job: Job) -> None:
     """Raise ConfigError for what cannot run here."""
+    this_clouds_policy()  # each rank reads it
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     if job.cluster.between_owners:
