@@ -28,7 +28,7 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.doctor import lines, machine, talk
 from xcloud.doctor.case import Case
 from xcloud.doctor.command import examine, read_case
-from xcloud.doctor.finding import Finding, FindingState
+from xcloud.doctor.finding import Finding, FindingState, ok
 from xcloud.doctor.talk import DoctorMessage, Facts, LineFigures, follow, lead
 from xcloud.job.config import Settings
 from xcloud.launch.join import ALONE, Machine
@@ -486,7 +486,10 @@ def test_what_this_machine_lacks_is_red(
     assert found["open files"].advice == f"ulimit -n {needs}"
     assert str(missing) in found["files to read"].fact
     missing.mkdir()
-    assert machine.check_files(case).state is FindingState.OK
+    assert machine.check_files(case) == ok("files to read", fact=str(missing))
+    plain["task"]["data"] = {"_target_": "xcloud.tasks.sources.Hub", "dataset": "own/set"}
+    fact = "none is named; fetched from the hub if they are not here: own/set"
+    assert machine.check_files(case) == ok("files to read", fact=fact)
 
 
 def test_a_rank_needs_files_for_each_rank_of_every_other_cloud(
