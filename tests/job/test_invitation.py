@@ -86,7 +86,7 @@ def test_a_wrong_word_ends_the_invitation_and_nothing_is_said() -> None:
     other = Code(7, words=("guitar", "onion"))
     with relay_running() as port:
         came = both(port, (CODE, other), say)
-        assert "not the same on both sides" in str(came[True])
+        assert "differ on the two sides" in str(came[True])
         with pytest.raises(Exception, match="nobody waits"):
             enter(("127.0.0.1", port), room=CODE.room, side=Side.DIALS, within_s=0.2)
 

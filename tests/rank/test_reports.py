@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -199,6 +200,8 @@ def test_moments_are_microseconds_since_the_ranks_own_start() -> None:
     assert other["machine"] == f"{event['machine']} of cloud_b", "two owners share no clock"
     assert event["step"] == 7
     assert event["started_us"] == 99_900_000
+    behind_s = time.time() - time.monotonic()  # joins the clocks of machines
+    assert event["unix_us"] / 1e6 == pytest.approx(behind_s, abs=60)
     assert event["step_us"] == 2_100_000
     assert event["spans"] == [["forward", "forward", 0, 0, 100_000, 100_500]]
     assert event["sent"] == [
