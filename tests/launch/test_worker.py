@@ -1,15 +1,18 @@
 """The shell around every role: what it reports, closes and leaves behind. One rank, no network."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -290,3 +293,11 @@ def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
     assert CheckpointFolder(tmp_path).agreed_steps() == [3, 2]
     told = (tmp_path / "events.jsonl").read_text()
     assert '"event":"stop"' in told and '"name":"evaluation"' not in told
+
+
+def test_a_model_that_wrote_an_answer_goes_on_training() -> None:
+    stage: Any = torch.nn.Dropout()
+    stage.follow = lambda tokens: iter([stage.training])
+    pipeline = SimpleNamespace(stages=[stage], autocast=contextlib.nullcontext)
+    written = list(Evaluator._follow(cast(Any, SimpleNamespace(pipeline=pipeline)), [1]))
+    assert written == [False] and stage.training
