@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.http_server import QuietHandler, serving
 
 
 class HubServer:
@@ -55,7 +55,7 @@ class HubServer:
     def started(self) -> Iterator[HubServer]:
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 status, body, headers = server.answer(unquote(urlsplit(self.path).path))
                 self.send_response(status)
@@ -68,15 +68,5 @@ class HubServer:
 
             do_HEAD = do_GET
 
-            def log_message(self, *words: object) -> None:
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-            thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-            thread.start()
-            self.url = f"http://127.0.0.1:{listening.server_address[1]}"
-            try:
-                yield self
-            finally:
-                listening.shutdown()
-                thread.join()
+        with serving(Handler) as self.url:
+            yield self

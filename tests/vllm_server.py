@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load_file
+
+from tests.http_server import QuietHandler, serving
 
 
 class VllmServer:
@@ -53,7 +53,7 @@ class VllmServer:
     def started(self) -> Iterator[VllmServer]:
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 about = urlsplit(self.path)
                 body = self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -66,15 +66,5 @@ class VllmServer:
                 self.end_headers()
                 self.wfile.write(b"{}")
 
-            def log_message(self, *words: object) -> None:
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-            thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-            thread.start()
-            self.url = f"http://127.0.0.1:{listening.server_address[1]}"
-            try:
-                yield self
-            finally:
-                listening.shutdown()
-                thread.join()
+        with serving(Handler) as self.url:
+            yield self

@@ -140,7 +140,7 @@ class TrainedRun:
                     found[stage] = Crossing(
                         job, stage, boundary, last_step=job.training.max_steps, learned=learned
                     )
-                except ValueError as error:
+                except (ValueError, KeyError) as error:  # a key is missing, or one too many
                     raise DataError(f"{self.folder / learned_file(stage)}: {error}") from None
                 if learned is None and found[stage].learns:
                     said = f"{self.folder / learned_file(stage)} is missing (earlier releases "

@@ -201,6 +201,11 @@ def test_what_compressors_have_learned_lies_beside_the_weights(
     other = Run(LAYOUT, "fp32", folder=tmp_path)
     with pytest.raises(DataError, match=r"boundary0\.safetensors: .*saved with other settings"):
         other.carry(0, sent, batch)
+    damaged = {name: value for name, value in learned.items() if "mean_square" not in name}
+    export_stage(tmp_path, 0, stage, {}, damaged, data)
+    run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
+    with pytest.raises(DataError, match=r"boundary0\.safetensors: .*mean_square"):
+        run.carry(0, sent, batch)
     (tmp_path / "model" / "boundary0.safetensors").unlink()
     run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
     assert not torch.equal(run.carry(0, sent, batch)["hidden"], expected)
