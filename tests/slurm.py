@@ -76,12 +76,12 @@ def slurm(folder: Path, *more: str) -> Iterator[dict[str, str]]:
     daemons: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
-        log = open(folder / f"{command[0]}.out", "wb")
-        daemons.append(
-            subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
+        with open(folder / f"{command[0]}.out", "wb") as log:
+            daemons.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
             )
-        )
 
     try:
         start(

@@ -34,8 +34,9 @@ from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.launch.processes import num_threads
 from xcloud.record.files import read_json, replace_text
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.study.point_process import OUTPUT_FILE, PointJob
 from xcloud.study.points import Point
-from xcloud.study.runner import OUTPUT_FILE, LauncherSettings, PointRunner, Processes, start_point
+from xcloud.study.runner import LauncherSettings, PointRunner, Processes
 
 JOB_FILE = "job.json"
 JOBS_DIR = ".jobs"
@@ -56,30 +57,6 @@ def runner_of(chosen: LauncherSettings, folder: Path) -> PointRunner:
     if chosen.on == "here":
         return Processes(chosen.parallel)
     return Jobs(chosen.on, given=chosen.job, folder=folder)
-
-
-class PointJob:
-    """A job: runs the point of a folder in a process of its own. submitit calls it on the node."""
-
-    def __init__(self, run_dir: str, threads: str) -> None:
-        self.run_dir = run_dir
-        self.threads = threads
-        self._process: subprocess.Popen[str] | None = None
-
-    def __call__(self) -> int:
-        """Return the exit code of the run."""
-        with open(Path(self.run_dir, OUTPUT_FILE), "ab", buffering=0) as log:
-            self._process = start_point(Path(self.run_dir), threads=self.threads, output=log)
-            return self._process.wait()
-
-    def checkpoint(self) -> Any:
-        """Save the step under way. submitit asks this before the job is queued again."""
-        from submitit.helpers import DelayedSubmission
-
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-        return DelayedSubmission(PointJob(self.run_dir, self.threads))
 
 
 @dataclass(frozen=True)

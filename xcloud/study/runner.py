@@ -26,11 +26,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from xcloud.base import wording
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
-from xcloud.base.project import module_paths, python_command, run_command
+from xcloud.base.project import run_command
 from xcloud.base.run_folder import LOCK_FILE
 from xcloud.base.settings import Positive, settings
 from xcloud.base.terminal import prepare_process, say, signals_to_stop
@@ -42,6 +42,7 @@ from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.launch.processes import RunStopped, num_threads
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.study.point_process import OUTPUT_FILE, start_point
 from xcloud.study.points import Decision, Overrides, Point, SweepState, name_points, same_overrides
 from xcloud.tracking.mlflow_store import legal
 from xcloud.tracking.tracker import Tracker
@@ -53,7 +54,6 @@ INTERRUPTED = 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes",
           "follow": "is followed"}  # fmt: skip
 MAX_REASONS = 10  # shown of why points are invalid
-OUTPUT_FILE = "run.log"
 SAY_EVERY_S = 5.0  # while points are checked
 
 Compose = Callable[[Sequence[str]], Any]
@@ -487,21 +487,6 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, XcloudError):
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def start_point(
-    run_dir: Path, threads: str, output: int | IO[bytes] = subprocess.PIPE
-) -> subprocess.Popen[str]:
-    command = python_command("xcloud.study.runner", str(run_dir))
-    own = {**os.environ, **module_paths(), "OMP_NUM_THREADS": threads}
-    own["PYTHONIOENCODING"] = "utf-8"
-    own.pop("FORCE_COLOR", None)  # a notebook sets it; a log takes no colors
-    # In a session of its own: Ctrl+C reaches the sweep alone.
-    return subprocess.Popen(
-        [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,
-        stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
-        env=own, start_new_session=True,
-    )  # fmt: skip
 
 
 def main() -> int:
