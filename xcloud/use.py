@@ -153,7 +153,13 @@ class TrainedRun:
         crossing = self._crossings.get(stage)
         if crossing is None:
             return message
-        return crossing.arrived(message, samples=batch)
+        try:
+            return crossing.arrived(message, samples=batch)
+        except RuntimeError as error:  # torch's, for a tensor of another shape
+            if not crossing.learns:
+                raise
+            file = self.folder / learned_file(stage)
+            raise DataError(f"{file} does not fit the messages of this run: {error}") from None
 
     @cached_property
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:

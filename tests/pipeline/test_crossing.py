@@ -206,6 +206,14 @@ def test_what_compressors_have_learned_lies_beside_the_weights(
     run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
     with pytest.raises(DataError, match=r"boundary0\.safetensors: .*mean_square"):
         run.carry(0, sent, batch)
+    narrow = {
+        name: value[..., :-1] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in learned.items()
+    }
+    export_stage(tmp_path, 0, stage, {}, narrow, data)
+    run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
+    with pytest.raises(DataError, match=r"boundary0\.safetensors does not fit the messages"):
+        run.carry(0, sent, batch)
     (tmp_path / "model" / "boundary0.safetensors").unlink()
     run = Run(LAYOUT, "fp32", folder=tmp_path, compressor=Transform(), noise=False)
     assert not torch.equal(run.carry(0, sent, batch)["hidden"], expected)

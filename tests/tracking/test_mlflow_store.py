@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -416,6 +416,11 @@ def test_a_store_that_would_refuse_everything_is_said_before_the_start(tmp_path:
     MlflowTracker(root=str(tmp_path), experiment="another").check()
     client.restore_experiment(key)
     tracker.check()
+
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'f00'")
+    with pytest.raises(ConfigError, match=r"another release of MLflow \(schema 'f00'\)"):
+        tracker.check()
 
     (tmp_path / "mlflow.db").write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match=r"is no store of MLflow.*tracker.root=FOLDER"):

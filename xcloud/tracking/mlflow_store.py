@@ -15,6 +15,9 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import glob
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
@@ -226,12 +229,25 @@ class Store:
             place = f"{self.database.as_uri()}?mode=ro"
             with contextlib.closing(sqlite3.connect(place, uri=True, timeout=1.0)) as database:
                 found = database.execute(ask, (self.experiment,)).fetchone()
+                of_store = database.execute("SELECT version_num FROM alembic_version").fetchone()
         except sqlite3.OperationalError as error:
             if "locked" in str(error) or "no such table" in str(error):
                 return ""  # another process writes, or MLflow is about to make its tables
             raise self._no_store(error) from None
         except sqlite3.DatabaseError as error:
             raise self._no_store(error) from None
+        # MLflow would try for over a minute, and then name only the number of the schema. Each
+        # schema that it knows is a file of its migrations; MLflow itself takes seconds to import.
+        package = importlib.util.find_spec("mlflow")
+        assert package is not None and package.origin is not None
+        known = Path(package.origin).parent / "store" / "db_migrations" / "versions"
+        schema = str(of_store[0]) if of_store else ""
+        if not any(known.glob(f"{glob.escape(schema)}_*.py")):
+            raise ConfigError(
+                f"{self.database} was written by another release of MLflow (schema {schema!r}) "
+                f"than the installed {importlib.metadata.version('mlflow')}: install a newer "
+                "one (pip install -U mlflow), or choose another folder with tracker.root=FOLDER"
+            )
         return found[0] if found else ""
 
     def _no_store(self, error: Exception) -> ConfigError:
