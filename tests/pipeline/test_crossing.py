@@ -207,7 +207,9 @@ def test_what_compressors_have_learned_lies_beside_the_weights(
     with pytest.raises(DataError, match=r"boundary0\.safetensors: .*mean_square"):
         run.carry(0, sent, batch)
     narrow = {
-        name: value[..., :-1] if isinstance(value, torch.Tensor) and value.dim() else value
+        name: value[..., :-1].contiguous()
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
         for name, value in learned.items()
     }
     export_stage(tmp_path, 0, stage, {}, narrow, data)

@@ -134,6 +134,16 @@ def test_an_error_is_the_spread_of_the_score_over_other_samples() -> None:
     assert resampled == bootstrap_error(100, lambda counts: ratio(counts * tokens, counts * nats))
 
 
+def test_one_sample_has_no_error() -> None:
+    assert math.isnan(ratio_error([3.0, 0.0], below=[2.0, 0.0]))
+    assert math.isnan(bootstrap_error(1, lambda counts: 1.0))
+    errors = {"perplexity": ratio_error([3.0], below=1), "loss": 0.5, "bleu": 0.0}
+    assert Scores({"perplexity": 3.0}, errors).errors == {"loss": 0.5, "bleu": 0.0}
+    of_one, of_two = (label_scores(["accuracy", "f1"], {"": [(1.0, 1.0)] * num}) for num in (1, 2))
+    assert Scores(*of_one).errors == {}
+    assert Scores(*of_two).errors == {"accuracy": 0.0, "f1": 0.0}
+
+
 def test_the_error_of_a_mean_over_languages_knows_that_they_share_their_samples() -> None:
     """The same sentences are right in both languages, so the second tells nothing new; sentences
     that have nothing to do with each other give a smaller error, by the square root of 2."""

@@ -7,6 +7,7 @@ Shapes: B samples in a micro-batch.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -241,13 +242,18 @@ class Scores:
     """The scores of a split.
 
     values: the scores by name, the main one first.
-    errors: the standard error of each score, over samples.
+    errors: the standard error of each score, over samples. One that is not a number is left out:
+        a single sample tells nothing of the error.
     samples: the metrics and texts of each sample for `scores.jsonl`, by id.
     """
 
     values: Mapping[str, float]
     errors: Mapping[str, float] = field(default_factory=dict)
     samples: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {name: error for name, error in self.errors.items() if not math.isnan(error)}
+        object.__setattr__(self, "errors", known)
 
 
 class Cut(NamedTuple):

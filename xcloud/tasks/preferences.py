@@ -39,6 +39,7 @@ from xcloud.tasks.language_modelling import (
     with_system,
 )
 from xcloud.tasks.rows import Corpus, Demo, Form, Rows, RowTable, Size, SplitTables, digest_of
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.text_task import check_visible
 
 PROMPT = "prompt"
@@ -343,8 +344,7 @@ class PreferenceData(LanguageData):
             "chosen_reward": rewards[:, 0],
             "loss": np.logaddexp(0, -margins),
         }
-        num = len(order)
-        spread = {name: float(column.std()) / num**0.5 for name, column in columns.items()}
+        spread = {name: ratio_error(column, below=1) for name, column in columns.items()}
         samples = {
             i: {"margin": float(margin), "chosen_reward": float(reward)}
             for i, margin, reward in zip(order, margins, rewards[:, 0], strict=True)

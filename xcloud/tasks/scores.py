@@ -56,16 +56,20 @@ def metrics_of(kind: LabelKind, names: Sequence[str] | None) -> Sequence[str]:
 
 def ratio_error(above: ArrayLike, below: ArrayLike) -> float:
     """Standard error of sum(above) / sum(below) over samples [N], linearised (Cochran, Sampling
-    Techniques, 1977, 2.11): of a mean with below = 1, of a share of hits sqrt(p (1 - p) / N)."""
+    Techniques, 1977, 2.11): of a mean with below = 1, of a share of hits sqrt(p (1 - p) / N).
+    Not a number where only one sample counts in `below`, or none."""
     a, b = np.broadcast_arrays(np.asarray(above, np.float64), np.asarray(below, np.float64))
-    if not b.sum():
-        return 0.0
+    if np.count_nonzero(b) < 2:
+        return math.nan
     return float(math.sqrt(np.square(a - b * a.sum() / b.sum()).sum()) / b.sum())
 
 
 def bootstrap_error(num: int, measure: Measure) -> float:
     """Standard deviation over RESAMPLES sets of `num` samples, drawn with replacement (Efron,
-    Annals of Statistics 1979; of BLEU Koehn, EMNLP 2004). The draws are the same in every run."""
+    Annals of Statistics 1979; of BLEU Koehn, EMNLP 2004). The draws are the same in every run.
+    Not a number for one sample."""
+    if num < 2:
+        return math.nan
     draw = np.random.default_rng(SEED)
     found = [
         measure(np.bincount(draw.integers(num, size=num), minlength=num).astype(np.float64))
