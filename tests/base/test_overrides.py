@@ -92,6 +92,23 @@ def test_what_is_no_setting_of_one_run_is_one_line(word: str) -> None:
     assert "add -m" in line or "expected key=value" in line
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("rate=1,5e-4", "a number is written with a point: rate=1.5e-4"),
+        ("rate=-0,5", "rate=-0.5"),
+        ("betas=[0.9,0.98,]", "as a list"),
+        ("heads={a:1", "as a mapping"),
+    ],
+)
+def test_a_number_list_or_mapping_that_is_miswritten_is_not_made_a_text(
+    word: str, answer: str
+) -> None:
+    (line,) = unreadable([word])
+    assert answer in line
+    assert "for this text" not in line
+
+
 def test_what_can_be_read_is_not_complained_of() -> None:
     fine = ["seed=1", "~task.tokenizer", "+a={b: [1, 2]}", "a=[x,y]", "a='/b (c)'", "a=${seed}"]
     assert unreadable([*fine, "task.data.path=/data/two words", "a=", "compression@b=int8"]) == []

@@ -136,6 +136,13 @@ def _trouble(word: str, is_sweep: bool) -> str:
         several = f"; {several}"
     else:
         return ""
+    if re.fullmatch(r"[-+]?\d+,\d+(e[-+]?\d+)?", value):
+        return (
+            f"{word}: a number is written with a point: {key}={value.replace(',', '.')}{several}"
+        )
+    if value[:1] in ("[", "{"):
+        what = "a list, as in '[a,b]'" if value[0] == "[" else "a mapping, as in '{a:1,b:2}'"
+        return f"{word} cannot be read as {what}; look at its brackets, commas and quotes{several}"
     typed = f"{key}={shlex.quote(literal(str(Path(value).expanduser())))}"
     said = f"{wrong!r} is not allowed in a value without quotes; for this text type"
     return f"{word}: {said} {typed}{several}"
