@@ -23,7 +23,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import Settings
 from xcloud.record.summary import read_run
-from xcloud.show.canvas import canvas
+from xcloud.show.canvas import canvas, clipped, legend_columns
 from xcloud.study import pictures, report
 from xcloud.study.pictures import (
     LOSSES,
@@ -345,6 +345,15 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
     assert line.get_xydata().tolist() == [[0.2, 12.0], [pytest.approx(0.45), 42.0]]
     for colour, drawn in zip(marks.colour, axes.containers, strict=True):
         assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
+
+
+def test_a_long_label_leaves_room_for_what_is_drawn_and_keeps_both_ends() -> None:
+    labels = [f"task.path=/{'x' * 300}{end}" for end in ("one", "two")]
+    first, second = map(clipped, labels)
+    assert len(first) <= 53 and first.startswith("task.path=/xx") and first.endswith("xone")
+    assert first != second and clipped("int8+int8") == "int8+int8"
+    assert legend_columns(labels) == 1 and legend_columns(["int8", "int4"]) == 2
+    assert legend_columns(["y" * 20] * 9) == 4
 
 
 @pytest.mark.slow

@@ -26,7 +26,17 @@ from xcloud.planner.search import (
 )
 from xcloud.record.run_record import epochs_text
 from xcloud.record.timeline import PLAN_FILE
-from xcloud.show.canvas import FAINT, INK, LINES, TITLE_POINTS, canvas, plain, save, wrapped
+from xcloud.show.canvas import (
+    DASHES,
+    FAINT,
+    INK,
+    LINES,
+    TITLE_POINTS,
+    canvas,
+    plain,
+    save,
+    wrapped,
+)
 from xcloud.show.tables import Column, console_of, print_table, say
 from xcloud.simulator.plan import NO_COMPRESSION, Plan, Priced
 from xcloud.simulator.pricing import OverEpochs, Pricer
@@ -300,11 +310,12 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
     _titled(axes, text="predicted step time over bandwidth", report=report, plan=best)
     for number, (name, points) in enumerate(report.curves.items()):
         colour = LINES[number % len(LINES)]
+        dash = DASHES[number % len(DASHES)]  # compressors of equal bytes lie on each other
         label = name
         at = report.crossings.get(name, 0.0)
         if at:
             label += f", pays below {bandwidth_text(at)}"
-        axes.plot(*zip(*points, strict=True), color=colour, label=label)
+        axes.plot(*zip(*points, strict=True), linestyle=dash, color=colour, label=label)
         if at and points[0][0] < at < points[-1][0]:
             there = report.pricer.at_bandwidth(at)
             axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -43,6 +44,7 @@ DASHES = ("-", "--", ":", "-.")
 INK = "#222222"
 FAINT = "#8A8A8A"
 TITLE_POINTS = 10
+MAX_LABEL = 50  # characters, some 43 % of the width of a picture
 
 
 def canvas(title: str, width_in: float, height_in: float) -> Figure:
@@ -59,9 +61,29 @@ def column(figure: Figure, heights: Sequence[float]) -> list[Axes]:
 
 
 def save(figure: Figure, path: Path) -> Path:
+    """Write a picture, with labels in its legends that leave room for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for legend in figure.findobj(Legend):
+        for text in legend.get_texts():
+            text.set_text(clipped(text.get_text()))
     figure.savefig(path)
     return path
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """Return how many columns of a legend fit below a picture of eight inches: 115 characters."""
+    longest = max(len(clipped(label)) for label in labels)
+    return max(1, min(4, len(labels), 115 // (longest + 8)))
+
+
+def clipped(label: str) -> str:
+    """Return a label of a setting, or its beginning and its end: settings differ in either.
+
+    A label of 300 characters, which a path gives, leaves no room for what is drawn.
+    """
+    if len(label) <= MAX_LABEL:
+        return label
+    return f"{label[: MAX_LABEL // 2]} … {label[-MAX_LABEL // 2 :]}"
 
 
 def plain(axes: Axes, grid: Any = "y") -> None:
@@ -89,7 +111,7 @@ def stacked(
         bars = axes.barh(range(len(labels)), lengths, 0.7, ends, color=colour, label=name, **edge)
         drawn.append((bars, lengths))
         ends = ends + lengths
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [clipped(label) for label in labels])
     axes.invert_yaxis()
     return drawn
 

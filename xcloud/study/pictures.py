@@ -26,6 +26,7 @@ from xcloud.show.canvas import (
     PARTS,
     canvas,
     column,
+    legend_columns,
     over_steps,
     plain,
     save,
@@ -65,7 +66,7 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
             axes = figure.subplots()
             draw_scatter(axes, marks, cost, score=results.scores[0])
             axes.set_xlabel(label)
-            figure.legend(ncols=3, **_LEGEND)
+            figure.legend(ncols=legend_columns(marks.label), **_LEGEND)
             written.append(save(figure, path=folder / name))
     if _clouds(results.rows):
         written.append(_write_step_time(folder / STEP_TIME, results, title))
@@ -292,8 +293,7 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
         label = f"{row.setting}: {spread_text(row, score=swept.scores[0])}"
         handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
-    longest = max(len(str(handle.get_label())) for handle in handles)
-    num_columns = max(1, min(4, len(handles), 115 // (longest + 8)))  # 115 characters fit a row
+    num_columns = legend_columns([str(handle.get_label()) for handle in handles])
     figure.legend(handles=handles, ncols=num_columns, **_LEGEND)
     return save(figure, path=folder / SWEPT_PICTURE)
 
