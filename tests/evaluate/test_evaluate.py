@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.causal_models import KINDS, SMALL, build, saved, where
+from tests.causal_models import KINDS, SMALL
 from tests.configs import composed
-from tests.small_tokenizer import write_chat_tokenizer
+from tests.harness_models import asked, opened
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
-from xcloud.models.causal import CausalLM
 from xcloud.record.evaluation import evaluation_metrics
 from xcloud.study.results import PointResult, Results
-from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.use import TextGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("causal_run")]
@@ -69,10 +65,6 @@ def write_task(
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(task | about))  # JSON is YAML
     return str(file)
-
-
-def asked(*given: object) -> SimpleNamespace:
-    return SimpleNamespace(args=given)
 
 
 def test_scores_go_into_summary_tracker_table_and_the_harness_own_file(
@@ -194,30 +186,8 @@ def both_models(kind: str, folder: Path, begins: bool, learns_chats: bool) -> tu
     begins: the tokenizer writes a begin token itself.
     """
     from lm_eval.models.huggingface import HFLM
-    from tokenizers.processors import TemplateProcessing
-    from transformers import AutoTokenizer
 
-    write_chat_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.bos_token = "<user>"  # named, but not written, as in GPT-2
-    if begins:
-        number = tokenizer.bos_token_id
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<user> $A", special_tokens=[("<user>", number)]
-        )
-    tokenizer.save_pretrained(folder)
-    sizes = {"vocab_size": 259, "max_position_embeddings": POSITIONS, "eos_token_id": 0}
-    saved(kind, folder, **sizes)
-    ours = TextGenerator.__new__(TextGenerator)
-    ours.folder = folder
-    ours.text = CausalTokenizer.load(folder)
-    ours.text.learns_chats = learns_chats
-    stages = build(CausalLM(str(folder)), 1, where(folder, max_length=POSITIONS))
-    ours.stages = [stage.eval() for stage in stages]
-    ours._crossings = {}  # nothing crosses clouds
-    ours.autocast = nullcontext
-    task = SimpleNamespace(max_length=POSITIONS)
-    ours.experiment = SimpleNamespace(task=task, training=SimpleNamespace(eval_batch_size=2))
+    ours, _ = opened(kind, folder, POSITIONS, begins=begins, learns_chats=learns_chats)
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
     return HarnessModel(ours, chats=learns_chats, cached=True), theirs
 
@@ -284,43 +254,6 @@ def test_a_chat_is_asked_and_an_answer_begun_as_by_the_harness_own_model(
         asked_both = [asked(text[-40:], dict(how))]
         assert ours.generate_until(asked_both) == theirs.generate_until(asked_both)
     assert text.endswith("The one who came "), "nothing ends the turn"
-
-
-def test_samples_of_one_question_differ_and_come_again_in_another_evaluation(
-    tmp_path: Path,
-) -> None:
-    how = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
-    model, _ = both_models("llama", tmp_path, begins=False, learns_chats=False)
-    model._generator.text.special_ids = lambda texts: frozenset()
-    found = model.generate_until([asked("Who?", how)] * 5)
-    assert len(set(found)) == 5
-    again = HarnessModel(model._generator, chats=False, cached=True)
-    assert again.generate_until([asked("Who?", how)] * 5) == found
-
-
-def test_a_text_ends_at_the_first_stop_in_it_and_at_a_special_token(tmp_path: Path) -> None:
-    model, _ = both_models("llama", tmp_path, begins=False, learns_chats=False)
-    text = model._generator.text
-    follows = text.encode("bananas", begins=False) + list(text.special_ids(["<assistant>"]))
-    given = []
-
-    def tokens_after(ids: Any, most: int, choice: Any, cached: bool, ends: Any) -> Any:
-        for token in [*follows, *text.encode(" and more", begins=False)]:
-            if token in ends:
-                return
-            given.append(token)
-            yield token
-
-    model._generator.tokens_after = tokens_after
-
-    def written(*until: str) -> str:
-        [found] = model.generate_until([asked("x", {"until": [*until]})])
-        return str(found)
-
-    assert written("n", "a") == written("a", "n") == "b"
-    assert written("s", "nan") == "ba"
-    assert written("<assistant>") == "bananas"
-    assert written() == "bananas and more"
 
 
 def test_what_does_not_fit_is_counted_by_sample_and_said(

@@ -83,6 +83,31 @@ def test_four_odd_steps_are_no_departure() -> None:
         assert baseline.judge(measure(factor * message)) is None
 
 
+def test_a_change_is_told_in_its_fifth_step_if_75_steps_before_it_are_usual() -> None:
+    def told(num_usual: int) -> tuple[int, Departure] | None:
+        baseline = Baseline(2)
+        for step in range(1, 180):
+            factor = 10.0 if step > num_usual else math.exp(0.1 * (-1) ** step)
+            if (departure := baseline.judge(measure(factor * torch.ones(4, 2)))) is not None:
+                return step, departure
+        return None
+
+    assert told(74) is None, "the change is itself among what is usual"
+    for num_usual in (75, 90):
+        found = told(num_usual)
+        assert found is not None and found[0] == num_usual + 5
+        departure = found[1]
+        assert departure.statistic == "norm" and departure.value == pytest.approx(math.log(10))
+        assert (departure.usual, departure.deviation) == pytest.approx((0.0, 0.1), abs=1e-6)
+
+
+def test_a_long_message_is_measured_by_1024_of_its_rows_at_most() -> None:
+    rows = torch.randn(2049, 2)
+    for num, every in ((1024, 1), (1025, 2), (2048, 2), (2049, 3)):
+        assert torch.equal(measure(rows[:num]), measure(rows[:num:every]))
+    assert not torch.equal(measure(rows[:1024]), measure(rows[:1024:2]))
+
+
 def test_a_stream_that_has_hardly_moved_may_move_a_little() -> None:
     """Fine-tuning leaves activations where they are for a hundred steps, and then does not."""
     chance = torch.Generator().manual_seed(6)

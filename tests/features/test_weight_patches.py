@@ -9,10 +9,11 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ from xcloud.features.weight_patches.store import (
     sealing,
 )
 from xcloud.features.weight_patches.writer import PatchWriter, WriteTiming, WrittenStage
-from xcloud.job.config import Settings
+from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.launch.local import run
 from xcloud.line.mailbox import ObjectStore
 from xcloud.models.causal import CausalLM
@@ -306,7 +307,7 @@ def test_the_newest_attempt_counts_even_if_it_is_at_an_earlier_step() -> None:
 
 
 class Module(torch.nn.Module):
-    """A stage of one matrix."""
+    """A stage of a matrix and a row."""
 
     architecture: Mapping[str, Any] = {"max_length": 8}
 
@@ -316,7 +317,7 @@ class Module(torch.nn.Module):
         self.seed = seed
 
     def exported(self) -> dict[str, Tensor]:
-        return {f"w{self.seed}": self.weight}
+        return {f"w{self.seed}": self.weight, f"b{self.seed}": self.weight[0]}
 
     def train_a_little(self, by: float = 1e-5) -> None:
         self.weight += by * torch.sign(torch.randn(30, 20))
@@ -630,6 +631,11 @@ def test_what_leaves_is_counted_for_the_audit_and_the_summary(
     )
     [(label, _, remark)] = WEIGHTS.rows(summary)
     assert label == "weight patches" and "% of whole weights; 2 snapshots" in remark
+    told = [e for e in trainer.log.events if e["event"] == "weights_written"]
+    assert [(e["step"], e["stage"], e["is_whole"], e["num_values"]) for e in told] == [
+        (2, 0, 1, 620), (2, 1, 1, 620), (4, 0, 0, 620), (4, 1, 0, 620)
+    ]  # fmt: skip
+    assert all(0 <= e["pause_s"] < 60 and 0 <= e["write_s"] < 60 for e in told)
 
 
 # --- the folder
@@ -740,6 +746,41 @@ def test_an_approval_shows_that_weights_leave() -> None:
     assert "every 2 updates" in found[0].in_words
 
 
+def test_the_first_rank_of_a_stage_writes_every_so_many_updates_and_after_the_last(
+    tmp_path: Path,
+) -> None:
+    job = build_job(*SMALL, "training.patches.every=3", "training.patches.whole_every=2")
+    assert job.max_steps == 4
+
+    def hook(*led: int) -> tuple[Any, Log, list[LinkRecord]]:
+        log = Log()
+        records: list[LinkRecord] = []
+        context = SimpleNamespace(
+            job=job, run_dir=tmp_path, rank=1, verdict=SimpleNamespace(attempt=1), reporter=log
+        )
+        wiring = SimpleNamespace(
+            groups={number: SimpleNamespace(leads=number in led) for number in (0, 1)},
+            ends=SimpleNamespace(records=records),
+        )
+        built: Any = SimpleNamespace(
+            context=context, stages={0: Module(0), 1: Module(1)}, wiring=wiring,
+            data=SimpleNamespace(save_tokenizers=lambda folder: None),
+        )  # fmt: skip
+        return feature_module.WritingAtRank().observer(built, cast(Any, None)), log, records
+
+    assert hook()[0] is None
+    writer, log, [record] = hook(0)
+    report: Any = SimpleNamespace(clock=SimpleNamespace(paused=nullcontext))
+    for step in range(1, 5):
+        writer.after_update(step, report)
+    writer.settle()
+    assert [(e["step"], e["stage"], e["is_whole"]) for e in log.events] == [(3, 0, 1), (4, 0, 0)]
+    assert {one["to"] for one in record.described()} == {"followers"}
+    store = PatchStore(ObjectStore(str(tmp_path), writes=False), plain)
+    news = Follower(store, f"{job.name} s{job.seed}", num_stages=1).look()
+    assert news is not None and news.step == 4 and news.is_last
+
+
 def test_a_machine_that_is_not_the_cloud_cannot_seal_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -756,6 +797,69 @@ def test_a_machine_that_is_not_the_cloud_cannot_seal_for_it(
 
 
 # --- a run of real processes
+
+
+def test_a_folder_is_followed_to_the_end_of_the_run_and_its_server_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also over weights that the server cannot read, as long as others will come."""
+    job = build_job(*SMALL, EVERY)
+    box = tmp_path / "run"
+    box.mkdir()
+    (box / EXPERIMENT_FILE).write_text("")
+    trainer = Trainer(box, [Module(0), Module(1)], last_step=job.max_steps)
+    kept: list[tuple[int, int]] = []
+    served: list[int] = []
+
+    def folder_of(path: Path, run: str, model: Any, task: Any) -> Any:
+        assert (path, run, model, task) == (tmp_path / "served", RUN, job.model, job.task)
+        return SimpleNamespace(
+            update=lambda follower, news, at: kept.append((news.step, at.max_length))
+        )
+
+    def reload(folder: Path) -> None:
+        served.append(kept[-1][0])
+        if served == [2]:
+            trainer.train(4)
+        if len(served) in (1, 3):
+            raise DataError("it is busy")
+
+    for name, what in {
+        "read_settings": lambda file: SimpleNamespace(job=job), "name_of": lambda job: RUN,
+        "FollowedFolder": folder_of, "server_of": lambda given: SimpleNamespace(reload=reload),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(command_module, name, what)
+    words = [str(box), "--as", str(tmp_path / "served")]
+    with pytest.raises(DataError, match=f"there are no weights in {box} yet"):
+        follow([*words, "--once"])
+    (tmp_path / "else").mkdir()
+    with pytest.raises(DataError, match=f"there are no weights in {tmp_path}/else yet"):
+        follow([*words, "--once", "--from", str(tmp_path / "else")])
+    trainer.train(2)
+    follow([*words, "--once"])
+    said = capsys.readouterr().out
+    assert "step 2: " in said and " in 2 snapshots, " in said and "last update" not in said
+    assert kept == [(2, job.task.max_length)]
+
+    follow([*words, "--reload", "x"])
+    said, warned = capsys.readouterr()
+    assert "xcloud: the server does not have step 2: it is busy" in warned
+    assert " in 2 patches, " in said and "step 4: the server has it" in said
+    assert said.endswith("that was the last update of the run\n")
+    assert [step for step, _ in kept] == [2, 2, 4] and served == [2, 4]
+    with pytest.raises(DataError, match="the server does not have step 4: it is busy"):
+        follow([*words, "--reload", "x"])
+    assert " in 2 snapshots and 2 patches, " in capsys.readouterr().out
+
+    patches = replace(job.training.patches, every=0)
+    job = replace(job, training=replace(job.training, patches=patches))
+    with pytest.raises(ConfigError, match=r"start it with training\.patches\.every=N"):
+        follow(words)
+    patches = replace(patches, every=2, reader="cloud_c")
+    job = replace(job, training=replace(job.training, patches=patches))
+    monkeypatch.setattr(command_module, "this_clouds_keys", lambda: keys_of("cloud_a", []))
+    with pytest.raises(ConfigError, match=r"sealed to cloud_c .* has the key of cloud_a"):
+        follow(words)
 
 
 @pytest.mark.slow

@@ -232,6 +232,7 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
     joined = AutoModelForCausalLM.from_pretrained(tmp_path / "j").eval()
     expected = joined(torch.tensor(UNEVEN[0])).logits[:, -1].detach()
     torch.testing.assert_close(next_words([stage], batch_of(UNEVEN[0])), expected)
+    assert joined.config.use_cache, "it writes on token by token"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.translation_models import FIRST_WORD, IDS
 from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiverged
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.contracts.model import TokenIds
-from xcloud.contracts.one_way import Fed
+from xcloud.contracts.one_way import SUMS, Fed
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
 from xcloud.models.electra.model import MultilingualElectra
 from xcloud.models.electra.parts import (
@@ -174,6 +174,35 @@ def test_the_consumer_learns_the_sum_whatever_the_order_and_the_ranks(cache_dir:
         torch.testing.assert_close(other, whole, atol=1e-4, rtol=1e-4)
         assert other_loss == pytest.approx(loss)
     assert whole.abs().max() > 0.1
+
+
+def test_figures_are_of_the_last_fifty_steps_that_were_not_skipped(cache_dir: Path) -> None:
+    model = tiny()
+    payload = made_by(model, cache_dir, range(1, 2))[0].payload
+    part = model.consumer(feed_context(cache_dir))
+    assert set(part.evaluate().values.values()) == {0.0}
+    part.consume([(0, payload)])
+    part.skip(1)
+    for step in range(1, 51):
+        part.update(step, weight=1.0)
+    assert part.own()["recent"].shape == (50, len(SUMS)) and not part.own()["recent"].any()
+    sums = part.consume([(0, payload), (0, payload)])
+    part.update(51, weight=1.0)
+    part.update(52, weight=1.0)
+    recent = part.own()["recent"].tolist()
+    assert len(recent) == 50 and not any(recent[-1])
+    assert recent[-2] == [sums[name] for name in SUMS]
+
+    # loss, weight, samples, tokens; hits, false alarms, misses
+    step = [12.0, 8.0, 2.0, 8.0, 3.0, 1.0, 2.0]
+    rows = [[999.0, 1.0, 1.0, 1.0, 0.0, 9.0, 9.0]] * 3 + [step] * 50
+    part.take({"recent": torch.tensor(rows, dtype=torch.float64)})
+    found = part.evaluate()
+    assert found.values == pytest.approx(
+        {"replaced_precision": 75, "replaced_recall": 60, "replaced_f1": 200 / 3,
+         "replaced_loss": 1.5}
+    )  # fmt: skip
+    assert found.errors == pytest.approx(dict.fromkeys(found.values, 0.0))
 
 
 def test_the_loss_weight_scales_gradients_and_so_meets_the_clip(cache_dir: Path) -> None:
@@ -391,6 +420,18 @@ def test_the_longest_message_is_known_before_anything_is_read() -> None:
     model = tiny()
     assert model.max_payload_bytes == IdPacking(400, 8, 30).max_bytes
     assert model.describe().startswith("demo texts; generators es (es; 1 x 32), en (en; ")
+
+
+def test_a_tokenizer_has_as_many_ids_as_a_message_was_promised_to_allow(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    size = model.consumer(feed_context(cache_dir)).tokenizer.token_ids.size
+    monkeypatch.setattr("xcloud.models.electra.model.MAX_VOCABULARY", size)
+    model.consumer(feed_context(cache_dir))
+    monkeypatch.setattr("xcloud.models.electra.model.MAX_VOCABULARY", size - 1)
+    with pytest.raises(ConfigError, match=f"has {size} ids; take one with at most {size - 1}"):
+        model.consumer(feed_context(cache_dir))
 
 
 def test_a_masked_token_that_is_drawn_as_it_was_is_not_replaced(

@@ -222,3 +222,4 @@ def test_merged_weights_are_those_of_the_checkpoint_each_in_its_dtype(
             float(loss), rel=1e-4
         )
     assert BLOCKS == theirs.config.num_hidden_layers
+    assert theirs.config.use_cache, "it writes on token by token"

@@ -10,7 +10,7 @@ import yaml
 
 from xcloud.base.errors import DataError
 from xcloud.tasks import sources
-from xcloud.tasks.data_cards import CARDS, OPENED, check_card
+from xcloud.tasks.data_cards import CARDS, OPENED, check_card, check_features
 from xcloud.tasks.language_modelling import CausalTokenizer
 
 OUT = [
@@ -86,6 +86,19 @@ def test_columns_whose_values_are_opened_are_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{text}---\n")
     with pytest.raises(DataError, match="column 'picture' is Image"):
         sources.load_hub(str(tmp_path), None)
+
+
+def test_a_column_is_refused_however_deep_in_a_row_its_picture_is() -> None:
+    datasets = pytest.importorskip("datasets")
+    image, text = datasets.Image(), datasets.Value("string")
+    for feature in (
+        image, [image], {"a": text, "b": image}, [{"a": [image]}], datasets.LargeList(image),
+        datasets.Sequence(image), datasets.Sequence({"a": text, "b": [image]}),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="its column 'x' is Image"):
+            check_features({"text": text, "x": feature}, name="it")
+    check_features({"text": text, "x": datasets.Sequence({"a": [text]})}, name="it")
+    check_features(None, name="it")
 
 
 def test_a_tokenizer_that_is_served_names_no_code(tmp_path: Path) -> None:
