@@ -3,6 +3,7 @@ between clouds, and how the predictions of an evaluation come together."""
 
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.net.frame import Kind, MessageKey, encode_frame, seal_frame
-from xcloud.net.link import LinkRecord
+from xcloud.net.link import LinkName, LinkRecord
 from xcloud.net.link_end import InSettings, ReceivingEnd
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.hook import StepReport
@@ -121,6 +122,66 @@ def test_a_step_sends_what_all_links_to_other_clouds_carried_since_the_last() ->
     assert event["sent"] == {"forward": 11_005, "backward": 740, "other": 321}
     again = meter.describe(StepReport(3, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
     assert again["sent"] == {"forward": 0, "backward": 0, "other": 0}
+
+
+def test_the_event_of_a_step_has_what_crossed_since_the_last_one_and_what_was_learned() -> None:
+    """What crosses between two steps, for an evaluation, is told apart."""
+    forward, backward = (
+        SimpleNamespace(identity=SimpleNamespace(direction=name), raw_bytes=100)
+        for name in ("forward", "backward")
+    )
+    averaging = SimpleNamespace(raw_bytes=1000)
+    to_a = LinkRecord(LinkName(0, 1, receiver=0), to="a")
+    to_c = LinkRecord(LinkName(1, 1, receiver=2), to="c")
+    wiring: Any = SimpleNamespace(
+        ends=SimpleNamespace(records=[to_a, to_c], is_emulated=False),
+        boundaries=SimpleNamespace(wan_sends=[forward, backward]), averaging=[averaging],
+    )  # fmt: skip
+    told: list[dict[str, Any]] = []
+    notes: list[str] = []
+    reporter: Any = SimpleNamespace(
+        event=lambda kind, **fields: told.append({"event": kind, **fields}), note=notes.append
+    )
+    meter = WanMeter(wiring, reporter, tells_skips=True)
+    clock = StepClock()
+    report = StepReport(
+        2, 1.23456789, clock, 0.1, loss=1.5, grad_norm=2.5, num_samples=3, num_tokens=40,
+        num_learned=9.0,
+    )  # fmt: skip
+    to_a.num_bytes[Kind.GRADIENT] += 30
+    to_c.num_bytes += Counter({Kind.ACTIVATION: 20, Kind.AVERAGING: 7, Kind.NORM: 2})
+    to_a.sent_again_bytes += 5
+    to_c.sent_again_bytes += 6
+    forward.raw_bytes += 80
+    backward.raw_bytes += 60
+    averaging.raw_bytes += 14
+    meter.after_update(2, report)
+    [event] = told
+    assert {name: value for name, value in event.items() if name not in clock.seconds} == {
+        "event": "step", "step": 2, "step_s": 1.234568,
+        "sent": {"forward": 20, "backward": 30, "other": 2, "averaging": 7},
+        "raw": {"forward": 80, "backward": 60, "averaging": 14},
+        "boundaries": {"0 backward": 30, "1 forward": 20},
+        "samples": 3, "tokens": 40, "learned": 9.0, "sent_again": 11,
+        "loss": 1.5, "learning_rate": 0.1, "grad_norm": 2.5,
+    }  # fmt: skip
+    assert clock.seconds.keys() <= event.keys()
+
+    told.clear()
+    meter.forget()
+    assert told == []
+    to_a.num_bytes += Counter({Kind.NORM: 4, Kind.GRADIENT: 6, Kind.EVALUATION: 9000})
+    meter.forget()
+    assert told == [{"event": "sent_outside", "num_bytes": 10}]
+    told.clear()
+    skipped = replace(report, step=3, loss=None, skipped="it is not finite")
+    meter.after_update(3, skipped)
+    event, skip = told
+    assert set(event["sent"].values()) == set(event["raw"].values()) == {0}
+    assert not {"sent_again", "loss", "learning_rate", "grad_norm", "line_busy_s"} & event.keys()
+    assert skip == {"event": "skipped_update", "step": 3} and notes == ["it is not finite"]
+    WanMeter(wiring, reporter, tells_skips=False).after_update(3, skipped)
+    assert len(told) == 3 and len(notes) == 1
 
 
 @pytest.mark.slow

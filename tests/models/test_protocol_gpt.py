@@ -17,7 +17,7 @@ from tests.causal_models import batch_of, build, loss_of, next_words, where
 from tests.configs import composed
 from tests.runs import in_threads, losses
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import NO_LABEL, TokenIds
+from xcloud.contracts.model import NO_LABEL, Scores, TokenIds
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora, Part, Past, laid_out
 from xcloud.models.scratch import ProtocolGpt
@@ -206,6 +206,39 @@ def test_windows_follow_each_other_and_are_guessed_up_to_the_next_one(tmp_path: 
     assert data.vocabularies["text"].size == 400
     scores = data.score("dev", {0: [8_000_000, 8], 1: [16_000_000, 8]})
     assert scores.values["loss"] == pytest.approx(1.5)
+
+
+def test_token_files_are_known_by_their_number_of_tokens_and_by_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcloud.tasks.token_files.DIGEST_TOKENS", 3)
+    task = folder_of_tokens(tmp_path)
+    found = []
+    for tokens in ([*range(41)], [*range(41), 41], [9, *range(1, 41)], [*range(40), 9]):
+        written(tmp_path / "x_val_000000.bin", tokens)
+        data = task.load(frozenset({"text"}), seed=1)
+        assert data.own_digests().keys() == {
+            "tokens of x_train_000001.bin", "tokens of x_train_000002.bin",
+            "tokens of x_val_000000.bin",
+        }  # fmt: skip
+        found.append(data.own_digests()["tokens of x_val_000000.bin"])
+    assert len(set(found)) == 4
+    written(tmp_path / "x_val_000000.bin", [*range(20), 9, *range(21, 41)])
+    data = task.load(frozenset({"text"}), seed=1)
+    assert data.own_digests()["tokens of x_val_000000.bin"] == found[0], "its middle is not read"
+    name = f"tokens ({tmp_path.name})"
+    assert data.describe() == f"{name}: 4 train, 2 dev, 3 test windows of 8 tokens"
+    assert data.sentences("text") == data.batch("train", torch.arange(4))["text"].tolist()
+    assert data.vocabularies["text"].eos == data.vocabularies["text"].bos == 399
+    assert data.sample_outputs("test", Scores({}, {}), count=3) == ""
+
+
+def test_predictions_of_windows_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    data = folder_of_tokens(tmp_path).load(frozenset({"label"}), seed=1)
+    for wrong in ({}, {2: [1, 1]}, {-1: [1, 1]}):
+        with pytest.raises(ValueError, match=f"{len(wrong)} predictions of dev, which has 2"):
+            data.score("dev", wrong)
+    data.score("dev", {1: [1, 1]})
 
 
 def test_a_rank_sees_its_fields_alone_and_one_without_fields_opens_no_file(tmp_path: Path) -> None:
