@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.text_sources import PublicText
+from xcloud.tasks import text_sources
+from xcloud.tasks.text_sources import DemoText, HubText, PublicText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 
 TOKENIZER = TrainedTokenizer(400, "bpe")
@@ -42,3 +44,39 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         PublicText(TOKENIZER, str(tmp_path / "nowhere")).sentences(1, tmp_path)
     with pytest.raises(ConfigError, match=r"public_text\.path must be a text or null"):
         PublicText(TOKENIZER, 7)  # type: ignore[arg-type]
+
+
+def test_the_hub_is_asked_for_the_set_of_a_language_or_a_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def load_hub(name: str, config: str | None, **given: Any) -> Any:
+        asked.append((name, config, given))
+        raise DataError("no network")
+
+    monkeypatch.setattr(text_sources, "load_hub", load_hub)
+    own = HubText("owner/wiki", config="2023.{language}", pairs_name="owner/opus", revision="abc")
+    plain = HubText("owner/wiki", config=None, pairs_name="owner/opus", split="validation")
+    for source in (own, plain):
+        for part in ("es", "es-en"):
+            with pytest.raises(DataError, match="no network"):
+                list(source.read(part))
+    train = {"streaming": True, "revision": "abc", "split": "train"}
+    validation = {"streaming": True, "revision": None, "split": "validation"}
+    assert asked == [
+        ("owner/wiki", "2023.es", train), ("owner/opus", "es-en", train),
+        ("owner/wiki", None, validation), ("owner/opus", "es-en", validation),
+    ]  # fmt: skip
+    known = [one.identity(part, tmp_path) for one in (own, plain) for part in ("es", "es-en")]
+    assert len(set(known)) == 4 and known[0] == own.identity("es", tmp_path)
+
+
+def test_demo_texts_have_both_sides_in_the_order_of_the_pair(tmp_path: Path) -> None:
+    demo = DemoText(50)
+    both = list(demo.read("es-en"))
+    assert len(both) == 50 and [(es,) for es, _ in both] == list(demo.read("es"))
+    assert [(en, es) for es, en in both] == list(demo.read("en-es"))
+    assert demo.public_texts() == [text for pair in both for text in pair]
+    known = [DemoText(n).identity(part, tmp_path) for n in (50, 51) for part in ("es", "es-en")]
+    assert len(set(known)) == 4 and known[1] == demo.identity("es-en", tmp_path)
